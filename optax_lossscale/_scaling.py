@@ -1,0 +1,194 @@
+"""Where the loss scale goes in and out: the loss, the gradients, the function that makes both."""
+
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from optax_lossscale._state import loss_scale_state
+from optax_lossscale._tree import KeyPath, PyTree, Tree, all_finite, is_array, is_inexact, path_name
+
+#: The name of a mapped axis, or several.
+AxisName: TypeAlias = Hashable | tuple[Hashable, ...]
+
+# Flax keeps what an fp8 layer needs to know about its tensors (scales, histories of maxima) in
+# this collection. Its "gradients" are the new values themselves, which no factor has touched.
+_OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
+
+
+def scale_loss(loss: Tree, state: PyTree) -> Tree:
+    """Multiply the loss by the loss scale.
+
+    Args:
+      loss: A loss, or a pytree of them. Any floating-point dtype and any shape. Eight- and
+        sixteen-bit losses are promoted to float32 before the product, which float16 could not
+        hold; float32 and float64 keep their type.
+      state: A `LossScaleState`, or an optimizer's state that holds exactly one.
+
+    Returns:
+      The scaled loss, to be differentiated.
+
+    Raises:
+      TypeError: If a loss is not floating-point.
+      ValueError: If `state` holds no `LossScaleState`, or several.
+
+    Warns:
+      UserWarning: If a loss is float16. The factor is then cast back to float16 on its way into
+        the backward pass, where everything above 65504 is infinite. Compute the loss in float32.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> float(ols.scale_loss(jnp.float32(0.5), ols.init(1024)))
+      512.0
+    """
+    factor = _factor(state)
+    if any(is_array(leaf) and leaf.dtype == jnp.float16 for leaf in jax.tree.leaves(loss)):
+        warnings.warn(
+            "The loss is float16: the loss scale is cast to float16 on its way into the backward "
+            "pass and is infinite there above 65504. Compute the loss in float32, for example "
+            "from `logits.astype(jnp.float32)`.",
+            stacklevel=2,
+        )
+
+    def scale(path: KeyPath, leaf: Any) -> jax.Array:
+        if not is_inexact(leaf) or jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
+            kind = leaf.dtype if is_array(leaf) else type(leaf).__name__
+            raise TypeError(
+                f"`loss` must be floating-point, got {kind} at {path_name(path)}. Cast it with "
+                "`astype(jnp.float32)`, or take the real part."
+            )
+        value = _at_least_float32(jnp.asarray(leaf))
+        return value * factor.astype(value.dtype)
+
+    return jax.tree_util.tree_map_with_path(scale, loss)
+
+
+def unscale_and_check(
+    grads: PyTree, state: PyTree, *, axis_name: AxisName | None = None
+) -> tuple[PyTree, jax.Array]:
+    """Divide the gradients by the loss scale and say whether they are all finite.
+
+    The gradients are multiplied by the reciprocal of the factor, which is taken once, in float32.
+    That is exact for powers of two, and within one unit in the last place otherwise.
+
+    Args:
+      grads: Gradients of a loss that was scaled with `state`. Leaves that hold no floating-point
+        or complex numbers pass through as they are, and so does whatever stands under a dict key
+        `_overwrite_with_gradient` (what Flax's fp8 layers keep, which was never scaled).
+      state: The `LossScaleState` that the loss was scaled with, not the updated one, or an
+        optimizer's state that holds exactly one.
+      axis_name: The mapped axis, or a tuple of them, over which the replicas or shards must agree
+        (`jax.pmap`, `jax.shard_map`, `jax.vmap`). Not needed under plain `jax.jit`, where arrays
+        are global, however they are sharded.
+
+    Returns:
+      The true gradients, in float32 where they were of a smaller type and in their own type
+      otherwise, and whether every one of them is finite, both as it came and unscaled. `bool[]`.
+
+    Raises:
+      ValueError: If `state` holds no `LossScaleState`, or several.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> state = ols.init(1024)
+      >>> ols.unscale_and_check({"w": jnp.array([512.0, 2048.0], jnp.float16)}, state)
+      ({'w': Array([0.5, 2. ], dtype=float32)}, Array(True, dtype=bool))
+    """
+    unscaled = unscale(grads, state)
+    # The factor's reciprocal is positive and finite, so what came in as NaN or infinite is so
+    # still: one look, at the unscaled gradients, answers for both.
+    return unscaled, agree(all_finite(unscaled), axis_name)
+
+
+def unscale(grads: PyTree, state: PyTree) -> PyTree:
+    """Divide the gradients by the loss scale, without a check."""
+    reciprocal = 1 / _factor(state)
+
+    def multiply(path: KeyPath, leaf: Any) -> Any:
+        if not is_inexact(leaf) or _overwrites(path):
+            return leaf
+        value = _at_least_float32(jnp.asarray(leaf))
+        return value * reciprocal.astype(value.dtype)
+
+    return jax.tree_util.tree_map_with_path(multiply, grads)
+
+
+def agree(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
+    """Return where `flag` holds on every member of the mapped axes, if there are any."""
+    return flag if axis_name is None else jax.lax.pmin(flag, axis_name)
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
+    **kwargs: Any,
+) -> Callable[..., tuple[Any, PyTree]]:
+    """Differentiate a loss function scaled, and return its value unscaled.
+
+    Args:
+      fun: The loss function, as for `jax.value_and_grad`. It knows nothing of loss scaling.
+      argnums: Which arguments of `fun` to differentiate with respect to.
+      has_aux: Whether `fun` returns `(loss, aux)`.
+      transform: What differentiates: `jax.value_and_grad`, `flax.nnx.value_and_grad`,
+        `equinox.filter_value_and_grad`, or another that takes `has_aux`.
+      **kwargs: Passed on to `transform`.
+
+    Returns:
+      `f(state, *args, **kwargs) -> (value, grads)`, where `state` is a `LossScaleState` or an
+      optimizer's state that holds exactly one. `value` is what `fun` returned, unscaled, with the
+      aux if there is one. `grads` are still scaled, as `tx.update` and `unscale_and_check` expect
+      them.
+
+    Raises:
+      TypeError: If `fun` is not callable, or returns a loss that is not floating-point.
+      ValueError: If `state` holds no `LossScaleState`, or several.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> loss_and_grads = ols.value_and_grad(lambda w: jnp.sum(w**2))
+      >>> loss_and_grads(ols.init(8), jnp.array([1.0, 2.0]))
+      (Array(5., dtype=float32), Array([16., 32.], dtype=float32))
+    """
+    if not callable(fun):
+        raise TypeError(f"`fun` must be a function that returns a loss, got {fun!r}.")
+    if argnums != 0:  # the default of every transform; Equinox's does not take the argument
+        kwargs["argnums"] = argnums
+
+    def scaled_value_and_grad(state: PyTree, *args: Any, **kwds: Any) -> tuple[Any, PyTree]:
+        scale_state = loss_scale_state(state)
+
+        def scaled(*args: Any, **kwds: Any) -> tuple[Any, Any]:
+            value = fun(*args, **kwds)
+            loss = value[0] if has_aux else value
+            return scale_loss(loss, scale_state), value
+
+        (_, value), grads = transform(scaled, has_aux=True, **kwargs)(*args, **kwds)
+        return value, grads
+
+    return scaled_value_and_grad
+
+
+def _factor(state: PyTree) -> jax.Array:
+    # Strongly typed, for a state in which a Python number was set: see `strongly_typed`.
+    return jnp.asarray(loss_scale_state(state).loss_scale, jnp.float32)
+
+
+def _at_least_float32(value: jax.Array) -> jax.Array:
+    # `promote_types(dtype, float32)` would say the same, but raises for eight-bit types and
+    # under strict dtype promotion.
+    return value.astype(jnp.float32) if jnp.finfo(value.dtype).bits < 32 else value
+
+
+def _overwrites(path: KeyPath) -> bool:
+    return any(
+        isinstance(key, jax.tree_util.DictKey) and key.key == _OVERWRITE_WITH_GRADIENT
+        for key in path
+    )

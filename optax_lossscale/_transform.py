@@ -1,0 +1,187 @@
+"""Loss scaling around any Optax optimizer."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lossscale._policy import LossScaleLike, as_loss_scale
+from optax_lossscale._scaling import AxisName, agree, unscale
+from optax_lossscale._state import LossScaleState
+from optax_lossscale._tree import (
+    Tree,
+    all_finite,
+    is_array,
+    is_inexact,
+    leaves_of_type,
+    path_name,
+    tree_where,
+)
+
+
+class LossScaledState(NamedTuple):
+    """The state of `with_loss_scaling`.
+
+    Attributes:
+      loss_scale_state: The state of loss scaling.
+      inner_state: The inner optimizer's state, as the inner optimizer itself would keep it: a
+        checkpoint of the plain optimizer goes in and out here.
+    """
+
+    loss_scale_state: LossScaleState
+    inner_state: optax.OptState
+
+
+def with_loss_scaling(
+    inner: optax.GradientTransformation | optax.MultiSteps,
+    loss_scale: LossScaleLike = "dynamic",
+    *,
+    axis_name: AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Give an optimizer gradients of a scaled loss.
+
+    At each step the wrapper unscales the gradients and checks them. If all are finite, the inner
+    optimizer moves by them, bit for bit as if it had been given `grads * (1 / loss_scale)`.
+    Otherwise the step is skipped: no bit of the inner state moves, and the updates are negative
+    zeros, since `p + -0.0` is `p` for every `p` (`-0.0 + 0.0` is not `-0.0`). Then the factor moves
+    by the rule of its policy. All of it is selection with `jnp.where`, so that a step stays one
+    compiled program.
+
+    Wrap the whole optimizer, once. Clipping, gradient accumulation, weight decay and averages
+    that stand inside see true gradients and stand still on a skipped step. That holds for
+    `optax.MultiSteps` above all: outside of the wrapper a single overflow would stay in its
+    accumulator for ever.
+
+    The extra argument `value` of `update` (Optax's name for the loss, here unscaled) is handed on
+    and, if given, tells a loss that is itself NaN or infinite from an overflow in the gradients:
+    see `optax_lossscale.update`. Extra arguments are in true units, as the inner optimizer
+    expects them.
+
+    Args:
+      inner: Any Optax optimizer, or an `optax.MultiSteps`.
+      loss_scale: The policy, or anything that `as_loss_scale` takes.
+      axis_name: The mapped axis, or a tuple of them, over which all must skip together. See
+        `unscale_and_check`.
+
+    Returns:
+      A gradient transformation whose `update` takes gradients of the scaled loss (see
+      `scale_loss` and `value_and_grad`) and whose state is a `LossScaledState`.
+
+    Raises:
+      TypeError: If `inner` is no gradient transformation or `loss_scale` names no policy; from
+        `update`, if its state is no `LossScaledState`.
+      ValueError: From `init`, if `inner` has a loss scale already.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> import optax_lossscale as ols
+      >>> tx = ols.with_loss_scaling(optax.sgd(0.5), ols.DynamicLossScale(initial_scale=8))
+      >>> params = jnp.array([1.0, 2.0])
+      >>> opt_state = tx.init(params)
+      >>> loss_and_grads = ols.value_and_grad(lambda w: jnp.sum(w**2))
+      >>> loss, grads = loss_and_grads(opt_state, params)
+      >>> updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+      >>> optax.apply_updates(params, updates)
+      Array([0., 0.], dtype=float32)
+    """
+    if isinstance(inner, optax.MultiSteps):
+        inner = inner.gradient_transformation()
+    if not isinstance(inner, optax.GradientTransformation):
+        raise TypeError(
+            "`inner` must be an optax.GradientTransformation or an optax.MultiSteps, got "
+            f"{inner!r}. Call the optimizer's factory first, for example `optax.adam(1e-3)`."
+        )
+    inner = optax.with_extra_args_support(inner)
+    policy = as_loss_scale(loss_scale)
+
+    def init_fn(params: optax.Params) -> LossScaledState:
+        inner_state = inner.init(params)
+        for path, _ in leaves_of_type(inner_state, LossScaleState):
+            raise ValueError(
+                "`inner` must not scale the loss itself, got a LossScaleState at "
+                f"{path_name(path)} of its state. Call `with_loss_scaling` once, around the whole optimizer."
+            )
+        return LossScaledState(policy.init(), inner_state)
+
+    def update_fn(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, LossScaledState]:
+        if not isinstance(state, LossScaledState):
+            raise TypeError(
+                f"`state` must be a LossScaledState, got {type(state).__name__}. Make it with "
+                "`init` of this transformation; put the state of a plain optimizer into its "
+                "`inner_state`."
+            )
+        scale_state, inner_state = state.loss_scale_state, _as_arrays(state.inner_state)
+        grads = unscale(updates, scale_state)
+        if not policy.skip_nonfinite:
+            updates, new_state = inner.update(grads, inner_state, params, **extra_args)
+            return updates, LossScaledState(
+                policy.update(scale_state, grads_finite=True), _cast_like(new_state, inner_state)
+            )
+        # One collective for both flags.
+        flags = jnp.stack([all_finite(grads), all_finite(extra_args.get("value"))])
+        grads_finite, loss_finite = agree(flags, axis_name)
+        applied = grads_finite & loss_finite
+        # What the inner optimizer makes of a bad step is thrown away, but it must get there: a
+        # line search loops on NaN, and `jax_debug_nans` raises.
+        grads, extra_args = _zero_unless(applied, (grads, extra_args))
+        updates, new_state = inner.update(grads, inner_state, params, **extra_args)
+        return _negative_zero_unless(applied, updates), LossScaledState(
+            policy.update(scale_state, grads_finite, loss_finite=loss_finite),
+            tree_where(applied, _cast_like(new_state, inner_state), inner_state),
+        )
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _zero_unless(pred: jax.Array, tree: Tree) -> Tree:
+    """Return `tree` with every floating-point or complex leaf zero where `pred` is false."""
+
+    def select(leaf: Any) -> Any:
+        if not is_inexact(leaf):
+            return leaf
+        value = jnp.asarray(leaf)
+        return jnp.where(pred, value, jnp.zeros((), value.dtype))
+
+    return jax.tree.map(select, tree)
+
+
+def _negative_zero_unless(pred: jax.Array, updates: Tree) -> Tree:
+    """Return `updates` as they are, or, where `pred` is false, such that adding them is nothing."""
+
+    def select(leaf: Any) -> Any:
+        if not (is_inexact(leaf) or (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.integer))):
+            return leaf
+        value = jnp.asarray(leaf)
+        return jnp.where(pred, value, -jnp.zeros((), value.dtype))
+
+    return jax.tree.map(select, updates)
+
+
+def _as_arrays(state: Tree) -> Tree:
+    """Return `state` with arrays for Python numbers, as `jax.jit` would hand it on."""
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(leaf) if isinstance(leaf, (int, float, complex)) else leaf, state
+    )
+
+
+def _cast_like(new: Tree, old: Tree) -> Tree:
+    """Return `new` with the dtypes of `old`.
+
+    Optax promotes: Adam's float16 moments become float32 when they meet float32 gradients. The
+    state would change its type from one step to the next, which `jax.lax.scan` refuses and
+    `jax.jit` compiles twice.
+    """
+
+    def cast(new_leaf: Any, old_leaf: Any) -> Any:
+        if not is_array(old_leaf) or (is_array(new_leaf) and new_leaf.dtype == old_leaf.dtype):
+            return new_leaf
+        return jnp.asarray(new_leaf, old_leaf.dtype)
+
+    return jax.tree.map(cast, new, old)
