@@ -101,7 +101,8 @@ def with_loss_scaling(
         for path, _ in leaves_of_type(inner_state, LossScaleState):
             raise ValueError(
                 "`inner` must not scale the loss itself, got a LossScaleState at "
-                f"{path_name(path)} of its state. Call `with_loss_scaling` once, around the whole optimizer."
+                f"{path_name(path)} of its state. Call `with_loss_scaling` once, around the whole "
+                "optimizer."
             )
         return LossScaledState(policy.init(), inner_state)
 
