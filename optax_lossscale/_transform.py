@@ -8,6 +8,7 @@ import optax
 
 from optax_lossscale._policy import LossScaleLike, as_loss_scale
 from optax_lossscale._scaling import AxisName, agree, unscale
+from optax_lossscale._selection import update_where
 from optax_lossscale._state import LossScaleState
 from optax_lossscale._tree import (
     Tree,
@@ -16,7 +17,6 @@ from optax_lossscale._tree import (
     is_inexact,
     leaves_of_type,
     path_name,
-    tree_where,
 )
 
 
@@ -106,6 +106,15 @@ def with_loss_scaling(
             )
         return LossScaledState(policy.init(), inner_state)
 
+    def inner_update(
+        grads: optax.Updates,
+        inner_state: optax.OptState,
+        params: optax.Params | None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        updates, new_state = inner.update(grads, inner_state, params, **extra_args)
+        return updates, _cast_like(new_state, inner_state)
+
     def update_fn(
         updates: optax.Updates,
         state: optax.OptState,
@@ -121,9 +130,9 @@ def with_loss_scaling(
         scale_state, inner_state = state.loss_scale_state, _as_arrays(state.inner_state)
         grads = unscale(updates, scale_state)
         if not policy.skip_nonfinite:
-            updates, new_state = inner.update(grads, inner_state, params, **extra_args)
+            updates, inner_state = inner_update(grads, inner_state, params, **extra_args)
             return updates, LossScaledState(
-                policy.update(scale_state, grads_finite=True), _cast_like(new_state, inner_state)
+                policy.update(scale_state, grads_finite=True), inner_state
             )
         # One collective for both flags.
         flags = jnp.stack([all_finite(grads), all_finite(extra_args.get("value"))])
@@ -132,10 +141,11 @@ def with_loss_scaling(
         # What the inner optimizer makes of a bad step is thrown away, but it must get there: a
         # line search loops on NaN, and `jax_debug_nans` raises.
         grads, extra_args = _zero_unless(applied, (grads, extra_args))
-        updates, new_state = inner.update(grads, inner_state, params, **extra_args)
+        updates, inner_state = update_where(
+            applied, lambda s: inner_update(grads, s, params, **extra_args), inner_state
+        )
         return _negative_zero_unless(applied, updates), LossScaledState(
-            policy.update(scale_state, grads_finite, loss_finite=loss_finite),
-            tree_where(applied, _cast_like(new_state, inner_state), inner_state),
+            policy.update(scale_state, grads_finite, loss_finite=loss_finite), inner_state
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
