@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend import core
 
 from optax_lossscale._tree import PyTree, Tree, is_array, tree_where
@@ -47,7 +48,7 @@ def update_where(
     Raises:
       ValueError: If `update` returns a state of another structure.
     """
-    if not isinstance(pred, jax.core.Tracer):
+    if not isinstance(pred, Tracer):
         out, new_state = update(state)
         return out, tree_where(pred, new_state, state)
 

@@ -11,6 +11,7 @@ from optax_lossscale._scaling import AxisName, agree, unscale
 from optax_lossscale._selection import update_where
 from optax_lossscale._state import LossScaleState
 from optax_lossscale._tree import (
+    KeyPath,
     Tree,
     all_finite,
     is_array,
@@ -183,16 +184,29 @@ def _as_arrays(state: Tree) -> Tree:
 
 
 def _cast_like(new: Tree, old: Tree) -> Tree:
-    """Return `new` with the dtypes of `old`.
+    """Return the new state of the inner optimizer with the dtypes of the old one.
 
     Optax promotes: Adam's float16 moments become float32 when they meet float32 gradients. The
     state would change its type from one step to the next, which `jax.lax.scan` refuses and
     `jax.jit` compiles twice.
     """
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        raise ValueError(
+            "`inner` must return a state of the structure it was given, got "
+            f"{jax.tree.structure(new)} for {jax.tree.structure(old)}. Keep what changes in arrays."
+        )
 
-    def cast(new_leaf: Any, old_leaf: Any) -> Any:
-        if not is_array(old_leaf) or (is_array(new_leaf) and new_leaf.dtype == old_leaf.dtype):
+    def cast(path: KeyPath, new_leaf: Any, old_leaf: Any) -> Any:
+        if not is_array(old_leaf):
+            return new_leaf
+        if jnp.shape(new_leaf) != old_leaf.shape:
+            raise ValueError(
+                f"`inner` must keep the shapes of its state, got {jnp.shape(new_leaf)} for "
+                f"{old_leaf.shape} at {path_name(path)}. Give it parameters and gradients of the "
+                "shapes it was initialized with."
+            )
+        if is_array(new_leaf) and new_leaf.dtype == old_leaf.dtype:
             return new_leaf
         return jnp.asarray(new_leaf, old_leaf.dtype)
 
-    return jax.tree.map(cast, new, old)
+    return jax.tree_util.tree_map_with_path(cast, new, old)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from bits import assert_same_bits
+from plain_where import assert_same_bits
 
 import optax_lossscale as ols
 from optax_lossscale._selection import update_where
