@@ -410,9 +410,13 @@ def _finite_number(name: str, value: object) -> float:
             f"`{name}` must be a Python number, got {value!r}. Hyper-parameters are fixed when a "
             "step is compiled; convert an array with `float`."
         )
-    if not math.isfinite(value) or not math.isfinite(_float32(float(value))):
+    try:
+        number = float(value)
+    except OverflowError:  # an int or a Fraction beyond float64
+        number = math.inf
+    if not math.isfinite(_float32(number)):
         raise ValueError(f"`{name}` must be finite in float32, got {value}. Use a power of two.")
-    return float(value)
+    return number
 
 
 def _scale(name: str, value: object) -> float:

@@ -87,7 +87,8 @@ def _finite_in_groups(arrays: list[jax.Array]) -> jax.Array:
     fuse with what it reduces: the mask of the whole array is written to memory and read again
     (seen in jaxlib 0.10.2, `tree_reduction_rewriter.cc`). A reduction over groups of up to 32 is
     left alone and fused; what remains to be reduced is that much smaller. The second reduction is
-    of another kind because XLA joins two of the same. Other platforms fuse the plain form.
+    of another kind because XLA joins two of the same. Other platforms fuse the plain form, and
+    would pay for the reshape. It can go when XLA:CPU fuses the plain form too: a test says so.
     """
 
     def finite(array: jax.Array) -> jax.Array:
@@ -101,10 +102,15 @@ def _finite_in_groups(arrays: list[jax.Array]) -> jax.Array:
 
 
 def _grouping(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the last axis that splits into groups of 8 to 32, and the largest such group."""
+    """Return an axis to split into groups, the last that can be, and the size of a group.
+
+    The number of groups stays a multiple of every power of two that the devices can be divided
+    into, so that an axis that is spread over devices is split without moving anything.
+    """
+    devices = 1 << (jax.device_count().bit_length() - 1)
     for axis in reversed(range(len(shape))):
-        for group in range(32, 7, -1):
-            if shape[axis] % group == 0:
+        for group in (32, 16, 8):
+            if shape[axis] % (group * devices) == 0:
                 return axis, group
     return 0, 1
 
@@ -144,8 +150,8 @@ def tree_where(pred: ArrayLike, on_true: Tree, on_false: Tree) -> Tree:
     if true_def != false_def:
         raise ValueError(
             "`on_true` and `on_false` must have the same structure, got a difference at "
-            f"{_first_difference(true_leaves, false_leaves)}: {true_def} and {false_def}. Select "
-            "between two versions of one tree."
+            f"{path_name(_first_difference(on_true, on_false) or ())}: {true_def} and {false_def}. "
+            "Select between two versions of one tree."
         )
     selected = [
         _select(pred, path, a, b)
@@ -199,13 +205,22 @@ def path_name(path: KeyPath) -> str:
     return f"`{jax.tree_util.keystr(path)}`" if path else "the root of the tree"
 
 
-def _first_difference(*trees: list[tuple[KeyPath, Any]]) -> str:
-    paths = [[path for path, _ in tree] for tree in trees]
-    for here, there in (paths, paths[::-1]):
-        for path in here:
-            if path not in there:
-                return path_name(path)
-    return "a container"  # the same leaves in containers of different types
+def _first_difference(a: PyTree, b: PyTree, path: KeyPath = ()) -> KeyPath | None:
+    """Return the key path of the first place where two trees differ in structure."""
+    (a_children, a_def), (b_children, b_def) = (
+        jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x, tree=tree: x is not tree)
+        for tree in (a, b)
+    )
+    if a_def != b_def:
+        a_keys, b_keys = ([key for key, _ in children] for children in (a_children, b_children))
+        only_in_one = [key for key in a_keys + b_keys if (key in a_keys) != (key in b_keys)]
+        return path + (only_in_one[0] if a_keys and b_keys and only_in_one else ())
+    for (key, x), (_, y) in zip(a_children, b_children, strict=True):
+        # A leaf is its own only child, at the empty path.
+        difference = _first_difference(x, y, path + key) if key else None
+        if difference is not None:
+            return difference
+    return None
 
 
 def leaves_of_type(tree: PyTree, kind: type[Tree]) -> Iterator[tuple[KeyPath, Tree]]:
