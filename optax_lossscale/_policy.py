@@ -233,10 +233,10 @@ class DynamicLossScale(_Configurable):
                 f"`growth_factor` must be greater than 1 in float32, got {self.growth_factor}. "
                 "Use 2, or `FixedLossScale` for a factor that does not move."
             )
-        if not 0 < _float32(self.backoff_factor) < 1:
+        if not _SMALLEST_SCALE <= _float32(self.backoff_factor) < 1:
             raise ValueError(
-                "`backoff_factor` must lie between 0 and 1, both excluded, in float32, got "
-                f"{self.backoff_factor}. Use 0.5."
+                "`backoff_factor` must lie between 0 and 1, both excluded, as a normal number in "
+                f"float32, got {self.backoff_factor}. Use 0.5."
             )
         if not self.min_scale <= self.initial_scale <= self.max_scale:
             raise ValueError(
@@ -268,7 +268,7 @@ class DynamicLossScale(_Configurable):
         grow = counted.growth_count >= self.growth_interval
         overflow_count = jnp.minimum(_increment(state.overflow_count), self.hysteresis)
         back_off = overflowed & (overflow_count >= self.hysteresis)
-        refill = grow | applied if self.consecutive_hysteresis else grow
+        refill = applied if self.consecutive_hysteresis else grow
         grown = jnp.minimum(state.loss_scale * self.growth_factor, self.max_scale)
         backed_off = jnp.maximum(state.loss_scale * self.backoff_factor, self.min_scale)
         return counted._replace(

@@ -1,7 +1,9 @@
 """Settings of every test, and the ways a function is run."""
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
@@ -17,3 +19,44 @@ def _promotion(request):
             yield
     else:
         yield
+
+
+@pytest.fixture
+def x64():
+    """Let JAX have float64."""
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+def _plain(fun):
+    return fun
+
+
+def _pmap(fun):
+    """Run on two devices with the same arguments, and return what the first one says."""
+    mapped = jax.pmap(fun, devices=jax.devices()[:2])
+
+    def run(*args):
+        results = mapped(*jax.tree.map(lambda x: np.stack([np.asarray(x)] * 2), args))
+        first, second = (jax.tree.map(lambda x, i=i: x[i], results) for i in range(2))
+        jax.tree.map(np.testing.assert_array_equal, first, second)
+        return first
+
+    return run
+
+
+def _shard_map(fun):
+    """Run on two devices with the same arguments and a replicated result."""
+    mesh = jax.make_mesh((2,), ("shards",), devices=jax.devices()[:2])
+    everywhere = PartitionSpec()
+    return jax.jit(jax.shard_map(fun, mesh=mesh, in_specs=everywhere, out_specs=everywhere))
+
+
+_RUNNERS = {"plain": _plain, "jit": jax.jit, "pmap": _pmap, "shard_map": _shard_map}
+
+
+@pytest.fixture(params=_RUNNERS.values(), ids=_RUNNERS.keys())
+def runner(request):
+    """Each way to run a function of arrays: as it is, under jit, pmap and jit(shard_map)."""
+    return request.param

@@ -1,0 +1,101 @@
+"""The rule of the loss scale in plain Python: the oracle, written from the contract's text.
+
+It shares no code with the package. A state is a `Reference` of Python numbers, whose `loss_scale`
+is rounded to float32 after every product, as the contract's float32[] is.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+INT32_MAX = 2**31 - 1
+
+DYNAMIC_DEFAULTS = {
+    "initial_scale": 2.0**15,
+    "growth_interval": 2000,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "min_scale": 1.0,
+    "max_scale": 2.0**24,
+    "hysteresis": 1,
+    "consecutive_hysteresis": False,
+}
+
+
+class Reference(NamedTuple):
+    """The five fields of the state, as Python numbers."""
+
+    loss_scale: float
+    growth_count: int = 0
+    overflow_count: int = 0
+    consecutive_skipped: int = 0
+    total_skipped: int = 0
+
+
+Step = Callable[[Reference, bool, bool], Reference]
+
+
+def float32(number: float) -> float:
+    """Round to the nearest float32."""
+    with np.errstate(over="ignore", under="ignore"):
+        return float(np.float32(number))
+
+
+def times(a: float, b: float) -> float:
+    """Multiply as float32 does: both operands and the product are rounded."""
+    with np.errstate(over="ignore", under="ignore"):
+        return float(np.float32(a) * np.float32(b))
+
+
+def add_one(count: int) -> int:
+    """Count, and stay at the largest int32."""
+    return min(count + 1, INT32_MAX)
+
+
+def dynamic_step(**given) -> Step:
+    """Return the dynamic rule with these hyper-parameters."""
+    hyper = DYNAMIC_DEFAULTS | given
+
+    def step(state: Reference, grads_finite: bool, loss_finite: bool = True) -> Reference:
+        scale, growth, overflows, consecutive, total = state
+        if not loss_finite:
+            return Reference(scale, 0, overflows, add_one(consecutive), add_one(total))
+        if not grads_finite:
+            overflows = min(overflows + 1, hyper["hysteresis"])
+            if overflows >= hyper["hysteresis"]:
+                scale = max(times(scale, hyper["backoff_factor"]), float32(hyper["min_scale"]))
+            return Reference(scale, 0, overflows, add_one(consecutive), add_one(total))
+        growth = add_one(growth)
+        if hyper["consecutive_hysteresis"]:
+            overflows = 0
+        if growth >= hyper["growth_interval"]:
+            scale = min(times(scale, hyper["growth_factor"]), float32(hyper["max_scale"]))
+            growth = overflows = 0
+        return Reference(scale, growth, overflows, 0, total)
+
+    return step
+
+
+def fixed_step(*, skip_nonfinite: bool = True) -> Step:
+    """Return the rule of a factor that never moves."""
+
+    def step(state: Reference, grads_finite: bool, loss_finite: bool = True) -> Reference:
+        if not skip_nonfinite:
+            return state
+        if grads_finite and loss_finite:
+            return state._replace(growth_count=add_one(state.growth_count), consecutive_skipped=0)
+        return state._replace(
+            growth_count=0,
+            consecutive_skipped=add_one(state.consecutive_skipped),
+            total_skipped=add_one(state.total_skipped),
+        )
+
+    return step
+
+
+def trajectory(step: Step, state: Reference, flags: Iterable[tuple[bool, bool]]) -> np.ndarray:
+    """Return the state after each step, as float64[steps, 5]."""
+    states = itertools.accumulate(flags, lambda before, both: step(before, *both), initial=state)
+    return np.array(list(states)[1:], np.float64)
