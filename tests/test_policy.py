@@ -145,7 +145,7 @@ REFUSED = [
         ValueError,
         r"must lie between 0 and 1.*in float32, got 1e-60\. Use 0\.5",
     ),
-    ("backoff_factor", 1e-38, ValueError, r"normal number in float32, got 1e-38\. Use 0\.5"),
+    ("backoff_factor", 1e-38, ValueError, r"must.*normal number in float32, got 1e-38\. Use 0\.5"),
     ("backoff_factor", 1, ValueError, r"must lie between 0 and 1.*in float32, got 1\.0\. Use 0\.5"),
     ("backoff_factor", 1 - 1e-9, ValueError, r"must lie between 0 and 1.*in float32, got 0\.99"),
     ("backoff_factor", -0.5, ValueError, r"must lie between 0 and 1.*got -0.5"),
