@@ -1,0 +1,42 @@
+"""Runs the Python blocks of the documents and compares what they print.
+
+A block marked `text` that follows a Python block is what that block prints.
+"""
+
+import contextlib
+import io
+from collections.abc import Iterator
+
+import jax
+import pytest
+from sybil import Example, Sybil
+from sybil.evaluators.python import PythonEvaluator
+from sybil.parsers.markdown import CodeBlockParser
+
+_evaluate = PythonEvaluator()
+
+
+def _run(example: Example) -> None:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        _evaluate(example)
+    example.namespace["_printed"] = printed.getvalue()
+
+
+def _compare(example: Example) -> str | None:
+    printed = example.namespace.pop("_printed", "")
+    return None if printed == example.parsed else f"Printed:\n{printed}"
+
+
+@pytest.fixture(scope="module")
+def _defaults() -> Iterator[None]:
+    """Run as a reader does, without the strictness that `tests` asks of the library."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+pytest_collect_file = Sybil(
+    parsers=[CodeBlockParser("python", _run), CodeBlockParser("text", _compare)],
+    patterns=["README.md", "BUILD.md", "docs/*.md"],
+    fixtures=["_defaults"],
+).pytest()
