@@ -1,0 +1,81 @@
+"""The plainest optimizer that scales the loss, and comparing with it bit for bit.
+
+It is the oracle for `with_loss_scaling`. Nothing here is shared with the package but the type of
+its states and the policies. The finiteness check is a conjunction, the skip is `jnp.where` on what
+the inner optimizer returns.
+"""
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import optax_lossscale as ols
+
+
+def with_plain_where(inner, policy):
+    """Return `with_loss_scaling(inner, policy)` as its contract reads, in the slowest way."""
+    if isinstance(inner, optax.MultiSteps):
+        inner = inner.gradient_transformation()
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params):
+        return ols.LossScaledState(policy.init(), inner.init(params))
+
+    def update(updates, state, params=None, **extra_args):
+        reciprocal = 1 / state.loss_scale_state.loss_scale
+        grads = jax.tree.map(lambda g: g * reciprocal, updates)
+        finite = functools.reduce(
+            operator.and_, [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]
+        )
+        loss_finite = jnp.all(jnp.isfinite(extra_args.get("value", 0.0)))
+        applied = finite & loss_finite
+        grads = jax.tree.map(lambda g: jnp.where(applied, g, jnp.zeros_like(g)), grads)
+        for name in ("value", "grad"):
+            if name in extra_args:
+                extra_args[name] = jax.tree.map(
+                    lambda x: jnp.where(applied, x, jnp.zeros_like(x)), extra_args[name]
+                )
+        new_updates, new_inner = inner.update(grads, state.inner_state, params, **extra_args)
+        return (
+            jax.tree.map(lambda u: jnp.where(applied, u, -jnp.zeros_like(u)), new_updates),
+            ols.LossScaledState(
+                policy.update(state.loss_scale_state, finite, loss_finite=loss_finite),
+                jax.tree.map(
+                    lambda new, old: jnp.where(applied, _cast(new, old), old),
+                    new_inner,
+                    state.inner_state,
+                ),
+            ),
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _cast(new, old):
+    return new if new.dtype == old.dtype else new.astype(old.dtype)
+
+
+def bits(leaf):
+    """Return what an array's elements are made of, as unsigned integers."""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    array = np.asarray(leaf)
+    return np.frombuffer(
+        array.tobytes(),
+        f"u{array.dtype.itemsize}" if array.dtype.itemsize in {1, 2, 4, 8} else "u1",
+    )
+
+
+def assert_same_bits(actual, expected):
+    """Hold two trees to the same structure, shapes, dtypes and bits."""
+    actual_leaves, actual_def = jax.tree_util.tree_flatten_with_path(actual)
+    expected_leaves, expected_def = jax.tree_util.tree_flatten_with_path(expected)
+    assert actual_def == expected_def
+    for (path, a), (_, b) in zip(actual_leaves, expected_leaves, strict=True):
+        name = jax.tree_util.keystr(path)
+        assert (jnp.shape(a), jnp.result_type(a)) == (jnp.shape(b), jnp.result_type(b)), name
+        assert np.array_equal(bits(a), bits(b)), f"{name}: {a} is not {b}"
