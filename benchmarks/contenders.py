@@ -1,0 +1,365 @@
+"""One adapter for each way to take a step, each as its own documentation writes it.
+
+An adapter is built for an optimizer and a tree of parameters. `optimizer_step` takes gradients of
+the scaled loss (of the loss itself where `scales` is false), `training_step` a batch. Both are
+pure, and the whole `State` is donated to them.
+"""
+
+# ruff: noqa: D102 - what a method does stands in `Contender`, what is special in the class.
+
+import functools
+import importlib
+import os
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import optax_lossscale as ols
+from benchmarks.workloads import ADAMW, LOSS_SCALE, OPTIMIZERS, LossFn, Tree
+
+
+class State(NamedTuple):
+    """All that a step changes."""
+
+    params: Tree
+    opt_state: Any
+    scaler: Any = ()
+
+
+class Contender:
+    """What an adapter offers, done with Optax and nothing else; each overrides what it does itself.
+
+    Attributes:
+      name: What tables call it.
+      package: The distribution that must be installed.
+      module: What is imported of it, as `self.lib`.
+      baseline: The name of the contender that its ratios refer to.
+      scales: Whether it scales the loss.
+      skips: Whether it skips a step whose gradients are not finite.
+      optimizers: The inner optimizers that it works with.
+    """
+
+    name: ClassVar[str]
+    package: ClassVar[str] = "optax"
+    module: ClassVar[str] = "optax"
+    baseline: ClassVar[str] = "Optax alone"
+    scales: ClassVar[bool] = False
+    skips: ClassVar[bool] = False
+    optimizers: ClassVar[tuple[str, ...]] = tuple(OPTIMIZERS)
+
+    def __init__(self, optimizer: str, params: Tree) -> None:
+        """Build the optimizer; `params` are only looked at."""
+        del params
+        self.lib: Any = importlib.import_module(self.module)
+        self.tx = self.wrap(OPTIMIZERS[optimizer]())
+
+    @classmethod
+    def version(cls) -> str | None:
+        """Return the version that is installed, or None."""
+        try:
+            return metadata.version(cls.package)
+        except metadata.PackageNotFoundError:
+            return None
+
+    def wrap(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+        """Return the optimizer as this contender wants it."""
+        return tx
+
+    def init(self, params: Tree) -> State:
+        """Return the state before the first step, in buffers of its own."""
+        params = jax.tree.map(jnp.copy, params)
+        return State(params, self.tx.init(params), self.init_scaler())
+
+    def init_scaler(self) -> Any:
+        """Return what the contender keeps besides parameters and optimizer state."""
+        return ()
+
+    def optimizer_step(self, state: State, grads: Tree) -> State:
+        """Take one step with gradients that are there already."""
+        # Squares of float16 gradients underflow: whoever trains without a scaler casts as well.
+        return self.apply(state, jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+
+    def training_step(self, loss_fn: LossFn, state: State, batch: jax.Array) -> State:
+        """Compute the gradients of a batch and take one step."""
+        return self.optimizer_step(
+            state, jax.grad(self.scaled(loss_fn, state))(state.params, batch)
+        )
+
+    def scaled(self, loss_fn: LossFn, state: State) -> LossFn:
+        """Return `loss_fn` with the factor in it."""
+        del state
+        return loss_fn
+
+    def apply(self, state: State, grads: Tree) -> State:
+        """Take one step of the optimizer, as Optax writes it."""
+        updates, opt_state = self.tx.update(grads, state.opt_state, state.params)
+        return State(optax.apply_updates(state.params, updates), opt_state, state.scaler)
+
+
+class OptaxAlone(Contender):
+    """What the others are measured against."""
+
+    name = "Optax alone"
+
+
+class Control(Contender):
+    """The same once more: how far from 1.00 a ratio is by chance."""
+
+    name = "Optax alone, again (A/A)"
+
+
+class Ours(Contender):
+    """This library."""
+
+    name = "optax_lossscale"
+    package = "optax_lossscale"
+    module = "optax_lossscale"
+    scales = True
+    skips = True
+
+    @classmethod
+    def version(cls) -> str | None:
+        return ols.__version__  # there, installed or not
+
+    def wrap(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+        return ols.with_loss_scaling(tx, ols.DynamicLossScale(initial_scale=LOSS_SCALE))
+
+    def optimizer_step(self, state: State, grads: Tree) -> State:
+        return self.apply(state, grads)
+
+    def training_step(self, loss_fn: LossFn, state: State, batch: jax.Array) -> State:
+        _, grads = ols.value_and_grad(loss_fn)(state.opt_state, state.params, batch)
+        return self.apply(state, grads)
+
+
+class OursUnchecked(Ours):
+    """This library with a fixed factor: nothing is checked, nothing skipped."""
+
+    name = "optax_lossscale, unchecked"
+    skips = False
+
+    def wrap(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+        return ols.with_loss_scaling(tx, ols.FixedLossScale(LOSS_SCALE, skip_nonfinite=False))
+
+
+class Jmp(Contender):
+    """The recipe of JMP's README."""
+
+    name = "JMP"
+    package = "jmp"
+    module = "jmp"
+    scales = True
+    skips = True
+
+    def init_scaler(self) -> Any:
+        # Its arrays alone: JMP's class refuses the placeholders that `jit(...).lower` puts in it.
+        return jnp.float32(LOSS_SCALE), jnp.int32(0)
+
+    def scaled(self, loss_fn: LossFn, state: State) -> LossFn:
+        scaler = self.lib.DynamicLossScale(*state.scaler)
+        return lambda params, batch: scaler.scale(loss_fn(params, batch))
+
+    def optimizer_step(self, state: State, grads: Tree) -> State:
+        scaler = self.lib.DynamicLossScale(*state.scaler)
+        grads = scaler.unscale(grads)
+        finite = self.lib.all_finite(grads)
+        new = self.apply(state, grads)
+        scaler = scaler.adjust(finite)
+        return State(
+            self.lib.select_tree(finite, new.params, state.params),
+            self.lib.select_tree(finite, new.opt_state, state.opt_state),
+            (scaler.loss_scale, scaler.counter),
+        )
+
+
+class Flax(Contender):
+    """`DynamicScale` and the selection of Flax's ImageNet example."""
+
+    name = "Flax DynamicScale"
+    package = "flax"
+    module = "flax.training.dynamic_scale"
+    scales = True
+    skips = True
+
+    def init_scaler(self) -> Any:
+        # Flax's own defaults are Python numbers, which would compile the second step anew.
+        return self.lib.DynamicScale(fin_steps=jnp.int32(0), scale=jnp.float32(LOSS_SCALE))
+
+    def optimizer_step(self, state: State, grads: Tree) -> State:
+        return self._select(state, state.scaler.value_and_grad(_own_gradient)(grads))
+
+    def training_step(self, loss_fn: LossFn, state: State, batch: jax.Array) -> State:
+        result = state.scaler.value_and_grad(lambda params: loss_fn(params, batch))(state.params)
+        return self._select(state, result)
+
+    def _select(self, state: State, result: Any) -> State:
+        scaler, finite, _, grads = result
+        new = self.apply(state, grads)
+        select = functools.partial(jax.tree.map, functools.partial(jnp.where, finite))
+        return State(
+            select(new.params, state.params), select(new.opt_state, state.opt_state), scaler
+        )
+
+
+class Mpx(Contender):
+    """mpx: `filter_value_and_grad`, or its parts, and `optimizer_update`."""
+
+    name = "mpx"
+    package = "mixed-precision-for-jax"
+    module = "mpx"
+    scales = True
+    skips = True
+
+    def init_scaler(self) -> Any:
+        return jnp.float32(LOSS_SCALE), jnp.int32(0)
+
+    def optimizer_step(self, state: State, grads: Tree) -> State:
+        scaling = self._scaling(state)
+        finite = self.lib.all_finite(grads)
+        new_scaling = scaling.adjust(finite)
+        return self._update(state, new_scaling, finite, scaling.unscale(grads))
+
+    def training_step(self, loss_fn: LossFn, state: State, batch: jax.Array) -> State:
+        value_and_grad = self.lib.filter_value_and_grad(loss_fn, scaling=self._scaling(state))
+        _, scaling, finite, grads = value_and_grad(state.params, batch)
+        return self._update(state, scaling, finite, grads)
+
+    def _scaling(self, state: State) -> Any:
+        # Built anew, so that the factor and the period in it stay static, as under `filter_jit`.
+        loss_scale, counter = state.scaler
+        return self.lib.DynamicLossScaling(loss_scale, jnp.float32(1), counter=counter)
+
+    def _update(self, state: State, scaling: Any, finite: jax.Array, grads: Tree) -> State:
+        params, opt_state = self.lib.optimizer_update(
+            state.params, self.tx, state.opt_state, grads, finite
+        )
+        return State(params, opt_state, (scaling.loss_scaling, scaling.counter))
+
+
+class Jaxamp(Contender):
+    """jaxamp's scaler, with `optax.apply_if_finite` to skip, as its README says."""
+
+    name = "jaxamp"
+    package = "jaxamp"
+    module = "jaxamp"
+    scales = True
+    skips = True
+
+    def wrap(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+        return optax.apply_if_finite(tx, max_consecutive_errors=100)
+
+    def init_scaler(self) -> Any:
+        # Copies: the defaults are arrays of the module, and donation would delete them.
+        defaults = self.lib.DynamicScalerState()
+        return jax.tree.map(jnp.copy, defaults._replace(scaler=jnp.float32(LOSS_SCALE)))
+
+    def optimizer_step(self, state: State, grads: Tree) -> State:
+        return self._step(_own_gradient, state, grads)
+
+    def training_step(self, loss_fn: LossFn, state: State, batch: jax.Array) -> State:
+        return self._step(loss_fn, state, state.params, batch)
+
+    def _step(self, loss_fn: Callable[..., jax.Array], state: State, *args: Any) -> State:
+        grad_fn = self.lib.dynamic_scale_grad(loss_fn, filter=False)
+        scaler, grads = grad_fn(*args, dynamic_scaler_state=state.scaler)
+        return self.apply(state, grads)._replace(scaler=scaler)
+
+
+class ApplyIfFinite(Contender):
+    """Optax's own way to skip a step: no loss scaling."""
+
+    name = "optax.apply_if_finite (no scaling)"
+    skips = True
+
+    def wrap(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+        return optax.apply_if_finite(tx, max_consecutive_errors=100)
+
+
+class KerasAlone(Contender):
+    """Keras' AdamW: what Keras' loss scaling is measured against."""
+
+    name = "Keras AdamW alone"
+    package = "keras"
+    module = "keras"
+    baseline = "Keras AdamW alone"
+    optimizers = (ADAMW,)
+
+    def __init__(self, optimizer: str, params: Tree) -> None:
+        """Build the optimizer for variables of the shapes of `params`."""
+        if optimizer != ADAMW:
+            raise ValueError(f"`optimizer` must be {ADAMW!r} for Keras, got {optimizer!r}.")
+        os.environ["KERAS_BACKEND"] = "jax"
+        self.lib = importlib.import_module(self.module)
+        self.optimizer = self.make()
+        self.optimizer.build([self.lib.Variable(p) for p in jax.tree.leaves(params)])
+
+    def make(self) -> Any:
+        """Return the optimizer, with the hyper-parameters of `optax.adamw(1e-3)`."""
+        return self.lib.optimizers.AdamW(1e-3, weight_decay=1e-4, epsilon=1e-8)
+
+    def init(self, params: Tree) -> State:
+        variables = [jnp.copy(v.value) for v in self.optimizer.variables]
+        return State(jax.tree.map(jnp.copy, params), variables)
+
+    def optimizer_step(self, state: State, grads: Tree) -> State:
+        leaves, treedef = jax.tree.flatten(state.params)
+        leaves, variables = self.optimizer.stateless_apply(
+            state.opt_state, jax.tree.leaves(grads), leaves
+        )
+        return State(jax.tree.unflatten(treedef, leaves), variables)
+
+    def scaled(self, loss_fn: LossFn, state: State) -> LossFn:
+        def scaled_loss(params: Tree, batch: jax.Array) -> jax.Array:
+            values = zip(self.optimizer.variables, state.opt_state, strict=True)
+            with self.lib.StatelessScope(state_mapping=list(values)):
+                return self.optimizer.scale_loss(loss_fn(params, batch))
+
+        return scaled_loss
+
+
+class KerasScaled(KerasAlone):
+    """Keras' `LossScaleOptimizer` around the same."""
+
+    name = "Keras LossScaleOptimizer"
+    scales = True
+    skips = True
+
+    def make(self) -> Any:
+        return self.lib.optimizers.LossScaleOptimizer(super().make(), initial_scale=LOSS_SCALE)
+
+
+CONTENDERS: tuple[type[Contender], ...] = (
+    OptaxAlone,
+    Control,
+    Ours,
+    OursUnchecked,
+    Jmp,
+    Flax,
+    Mpx,
+    Jaxamp,
+    ApplyIfFinite,
+    KerasAlone,
+    KerasScaled,
+)
+
+
+@jax.custom_vjp
+def _own_gradient(grads: Tree) -> jax.Array:
+    """A loss whose gradient is its argument, at no cost.
+
+    It hands gradients that are there already to scalers that insist on differentiating. They
+    multiply the loss by the factor, which the backward pass below ignores: the gradients that come
+    in are scaled.
+    """
+    del grads
+    return jnp.zeros(())
+
+
+_own_gradient.defvjp(
+    lambda grads: (jnp.zeros(()), grads),
+    lambda grads, loss_cotangent: (grads,),  # noqa: ARG005
+)

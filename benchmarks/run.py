@@ -1,0 +1,129 @@
+"""Measure what loss scaling costs: this library and others against no loss scaling at all.
+
+    python -m benchmarks.run
+
+Writes a table (`benchmarks.md`), a picture (`benchmarks.png`) and every number that was measured
+(`benchmarks.json`) into the output folder. Close other programs first. The row A/A tells chance
+from effect: as far as it is from 1.00, as far may every other ratio be from the truth.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks import report, suite
+from benchmarks.contenders import CONTENDERS, Contender
+from benchmarks.workloads import SIZES
+
+ALL = (*suite.STEPS, suite.COMPILATION)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the benchmarks and write what they found."""
+    args = parse(argv)
+    jax.config.update("jax_enable_compilation_cache", False)  # compilation is timed
+    options = suite.Options(
+        sizes=SIZES[args.size],
+        contenders=chosen(args.contenders),
+        rounds=args.rounds,
+        sample_seconds=args.sample_seconds,
+        compile_rounds=args.compile_rounds,
+        compile_limit=args.compile_limit,
+        seed=args.seed,
+    )
+    results = {
+        "environment": environment(),
+        "settings": vars(args) | {"output": str(args.output)},
+        "steps": {
+            group: [suite.run_steps(benchmark, options) for benchmark in suite.STEPS[group]]
+            for group in suite.STEPS
+            if group in args.only
+        },
+        "compilation": suite.run_compilation(options) if suite.COMPILATION in args.only else [],
+    }
+    results["environment"]["load_after"] = os.getloadavg()[0]
+    args.output.mkdir(parents=True, exist_ok=True)
+    table = report.markdown(results)
+    (args.output / "benchmarks.json").write_text(json.dumps(results, indent=1) + "\n")
+    (args.output / "benchmarks.md").write_text(table)
+    report.draw(results, args.output / "benchmarks.png")
+    print(table)
+    print(f"Written to {args.output}: benchmarks.md, benchmarks.png, benchmarks.json")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.run",
+        description=__doc__.partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--size", choices=SIZES, default="full", help="of everything that is measured")
+    add("--only", nargs="+", choices=ALL, default=ALL, help="the benchmarks to run")
+    add(
+        "--contenders",
+        nargs="+",
+        choices=[kind.__name__ for kind in CONTENDERS],
+        default=[kind.__name__ for kind in CONTENDERS],
+        help="who takes part; baselines always do",
+    )
+    add("--rounds", type=int, default=11, help="rounds of timed steps")
+    add("--sample-seconds", type=float, default=0.3, help="how long one sample lasts")
+    add("--compile-rounds", type=int, default=3, help="rounds of timed compilation")
+    add(
+        "--compile-limit",
+        type=float,
+        default=20.0,
+        help="seconds; who takes longer to compile is not compiled again",
+    )
+    add("--seed", type=int, default=0, help="of the order within a round")
+    add("--output", type=Path, default=Path("output/benchmarks"), help="folder for the results")
+    args = parser.parse_args(argv)
+    if min(args.rounds, args.compile_rounds) < 1:
+        parser.error("--rounds and --compile-rounds must be at least 1")
+    return args
+
+
+def chosen(names: Sequence[str]) -> tuple[type[Contender], ...]:
+    """Return the contenders of these class names, and the baselines of their ratios."""
+    baselines = {kind.baseline for kind in CONTENDERS if kind.__name__ in names}
+    return tuple(k for k in CONTENDERS if k.__name__ in names or k.name in baselines)
+
+
+def environment() -> dict[str, Any]:
+    """Say on what it is measured: hardware, versions, and how busy the machine is already."""
+    device = jax.devices()[0]
+    versions = {kind.package: kind.version() for kind in CONTENDERS}
+    return {
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "device": f"{device.platform}: {device.device_kind}",
+        "processor": processor(),
+        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib")} | versions,
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "load_before": os.getloadavg()[0],
+    }
+
+
+def processor() -> str:
+    """Return the name of the CPU."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown"
+
+
+if __name__ == "__main__":
+    main()

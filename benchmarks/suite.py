@@ -1,0 +1,201 @@
+"""Which benchmarks there are, and how each is run with every contender."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from tqdm import tqdm
+
+from benchmarks import measure
+from benchmarks.contenders import CONTENDERS, Contender, Ours, State
+from benchmarks.workloads import (
+    ADAMW,
+    OPTIMIZERS,
+    Gradients,
+    Sizes,
+    Training,
+    Tree,
+    gradients,
+    many,
+    resnet50,
+    transformer,
+    wide,
+)
+
+Row = dict[str, Any]
+Rows = dict[str, Row]  # by contender
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the command line chooses; see its help."""
+
+    sizes: Sizes
+    contenders: tuple[type[Contender], ...]
+    rounds: int
+    sample_seconds: float
+    compile_rounds: int
+    compile_limit: float
+    seed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StepBenchmark:
+    """A step that is timed: its heading, the inner optimizer, and what makes the workload."""
+
+    title: str
+    optimizer: str
+    workload: Callable[[Sizes], Gradients | Training]
+
+
+STEPS: dict[str, list[StepBenchmark]] = {
+    "wide": [
+        StepBenchmark(
+            "Optimizer step, large arrays", ADAMW, lambda s: gradients(wide(s.wide), jnp.float32)
+        )
+    ],
+    "deep": [
+        StepBenchmark(
+            "Optimizer step, ResNet-50", ADAMW, lambda s: gradients(resnet50(s), jnp.float32)
+        )
+    ],
+    "float16": [
+        StepBenchmark(
+            "Optimizer step, float16 gradients",
+            ADAMW,
+            lambda s: gradients(wide(s.wide), jnp.float16),
+        )
+    ],
+    "training": [StepBenchmark("Training step, float16 transformer", ADAMW, transformer)],
+    "inner": [
+        StepBenchmark(
+            f"Optimizer step, {name}", name, lambda s: gradients(wide(s.inner), jnp.float32)
+        )
+        for name in OPTIMIZERS
+        if name != ADAMW
+    ],
+}
+COMPILATION = "compilation"
+
+
+class LeftOutError(Exception):
+    """A contender does not take part, for the reason that the message gives."""
+
+
+def run_steps(benchmark: StepBenchmark, options: Options) -> dict[str, Any]:
+    """Compile and time every contender on one workload, and say why one is missing."""
+    workload = benchmark.workload(options.sizes)
+    steps: dict[str, measure.Compiled] = {}
+    rows: Rows = {kind.name: {"baseline": kind.baseline} for kind in CONTENDERS}
+    with tqdm(CONTENDERS, desc=f"{benchmark.title}: compiling", leave=False) as bar:
+        for kind in bar:
+            bar.set_postfix_str(kind.name)
+            try:
+                contender, step, data = build(kind, benchmark.optimizer, workload, options)
+            except LeftOutError as reason:
+                rows[kind.name]["left_out"] = str(reason)
+                continue
+            init = functools.partial(contender.init, workload.params)
+            run, facts = measure.compile_step(step, init(), data)
+            steps[kind.name] = measure.Compiled(run, init, data)
+            rows[kind.name] |= dataclasses.asdict(facts)
+    with tqdm(total=len(steps) * (options.rounds + 1), desc=benchmark.title) as bar:
+        samples = measure.time_steps(
+            steps,
+            rounds=options.rounds,
+            sample_seconds=options.sample_seconds,
+            seed=options.seed,
+            tick=functools.partial(_tick, bar),
+        )
+    for kind in CONTENDERS:
+        if kind.name in samples:
+            taken = samples[kind.name]
+            ratios = measure.ratios(taken.seconds, samples[kind.baseline].seconds)
+            rows[kind.name] |= {**dataclasses.asdict(taken), "ratios": ratios}
+    leaves = jax.tree.leaves(workload.params)
+    return {
+        "title": benchmark.title,
+        "optimizer": benchmark.optimizer,
+        "arrays": len(leaves),
+        "parameters": sum(leaf.size for leaf in leaves),
+        "rows": rows,
+    }
+
+
+def run_compilation(options: Options) -> list[dict[str, Any]]:
+    """Time tracing and compilation against the number of arrays."""
+    results = []
+    too_slow: dict[str, str] = {}
+    for arrays in options.sizes.arrays:
+        workload = gradients(many(arrays), jnp.float32)
+        rows: Rows = {kind.name: {"baseline": kind.baseline} for kind in CONTENDERS}
+        compilers: dict[str, Callable[[], Any]] = {}
+        for kind in CONTENDERS:
+            try:
+                if kind.name in too_slow:
+                    raise LeftOutError(too_slow[kind.name])  # noqa: TRY301 - handled as the rest
+                contender, step, data = build(kind, ADAMW, workload, options)
+            except LeftOutError as reason:
+                rows[kind.name]["left_out"] = str(reason)
+                continue
+            state = contender.init(workload.params)
+            shapes = jax.eval_shape(lambda *args: args, state, data)
+            compilers[kind.name] = functools.partial(measure.compile_step, step, *shapes)
+        turns = len(compilers) * options.compile_rounds
+        with tqdm(total=turns, desc=f"Compilation, {arrays} arrays") as bar:
+            seconds = measure.time_compilation(
+                compilers,
+                rounds=options.compile_rounds,
+                limit=options.compile_limit,
+                seed=options.seed,
+                tick=functools.partial(_tick, bar),
+            )
+        for kind in CONTENDERS:
+            if kind.name in seconds:
+                taken = seconds[kind.name]
+                ratios = measure.ratios(taken, seconds[kind.baseline][: len(taken)])
+                rows[kind.name] |= {"seconds": taken, "ratios": ratios}
+                if max(taken) > options.compile_limit:
+                    too_slow[kind.name] = f"{max(taken):.0f} s at {arrays} arrays, then stopped"
+        results.append({"arrays": arrays, "rows": rows})
+    return results
+
+
+def build(
+    kind: type[Contender], optimizer: str, workload: Gradients | Training, options: Options
+) -> tuple[Contender, Callable[[State, Tree], State], Tree]:
+    """Return a contender, its step, and what the step is given next to the state.
+
+    Raises:
+      LeftOutError: If it was not chosen, is not installed, does not know the optimizer, or, being
+        another's, fails.
+    """
+    if kind not in options.contenders:
+        raise LeftOutError("not chosen")
+    if kind.version() is None:
+        raise LeftOutError("not installed")
+    if optimizer not in kind.optimizers:
+        raise LeftOutError(f"{' and '.join(kind.optimizers)} only")
+    try:
+        contender = kind(optimizer, workload.params)
+        if isinstance(workload, Training):
+            step = functools.partial(contender.training_step, workload.loss_fn)
+            data = workload.batch
+        else:
+            step = contender.optimizer_step
+            data = workload.scaled if kind.scales else workload.unscaled
+        jax.jit(step, donate_argnums=0).lower(contender.init(workload.params), data)
+    except Exception as error:
+        if issubclass(kind, Ours) or kind.name == kind.baseline:
+            raise
+        message = str(error).partition("\n")[0].replace("|", "/")  # a table's cell
+        raise LeftOutError(f"raises {type(error).__name__}: {message}") from error
+    return contender, step, data
+
+
+def _tick(bar: tqdm, name: str) -> None:
+    bar.set_postfix_str(name, refresh=False)
+    bar.update()

@@ -1,0 +1,178 @@
+"""What the contenders are timed on: trees of arrays, and a transformer that is trained."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from optax.contrib import muon
+
+Tree = Any
+Shape = tuple[int, ...]
+LossFn = Callable[[Tree, jax.Array], jax.Array]
+
+# What every contender scales by. A power of two, so that scaling is exact and all must agree.
+LOSS_SCALE = 2.0**10
+
+ADAMW = "adamw"
+OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
+    ADAMW: lambda: optax.adamw(1e-3),
+    "sgd": lambda: optax.sgd(1e-3),
+    "sgd, momentum": lambda: optax.sgd(1e-3, momentum=0.9),
+    "lion": lambda: optax.lion(1e-4),
+    "adafactor": lambda: optax.adafactor(1e-3),
+    "muon": lambda: muon(1e-3),
+    "clipping + adamw": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How large everything is; the defaults are what the published numbers are taken at."""
+
+    wide: int = 100_000_000  # parameters
+    stages: tuple[int, ...] = (3, 4, 6, 3)  # blocks of ResNet-50
+    width: int = 64  # channels of its first stage
+    inner: int = 10_000_000  # parameters under the other inner optimizers
+    layers: int = 8
+    features: int = 512
+    vocabulary: int = 9216
+    batch: int = 2
+    length: int = 32  # tokens in a sequence
+    arrays: tuple[int, ...] = (25, 50, 100, 161, 200, 400)  # for the time to compile
+
+
+SIZES = {
+    "full": Sizes(),
+    "small": Sizes(
+        wide=8_000_000, width=16, inner=1_000_000, layers=2, features=128, vocabulary=2048,
+        arrays=(25, 50, 100),
+    ),
+    "tiny": Sizes(
+        wide=2_000, stages=(1,), width=2, inner=2_000, layers=1, features=16, vocabulary=64,
+        arrays=(3, 6),
+    ),
+}  # fmt: skip
+
+
+class Gradients(NamedTuple):
+    """Parameters, and gradients of them with the loss scaled and as it is."""
+
+    params: Tree
+    scaled: Tree
+    unscaled: Tree
+
+
+class Training(NamedTuple):
+    """Parameters, and what it takes to compute their gradients."""
+
+    params: Tree
+    loss_fn: LossFn
+    batch: jax.Array
+
+
+def gradients(shapes: list[Shape], dtype: Any, seed: int = 0) -> Gradients:
+    """Draw float32 parameters of these shapes, and gradients of type `dtype`."""
+    keys = jax.random.split(jax.random.key(seed), 2 * len(shapes))
+    params = [0.1 * jax.random.normal(k, s) for k, s in zip(keys[::2], shapes, strict=True)]
+    scaled = [jax.random.normal(k, s, dtype) for k, s in zip(keys[1::2], shapes, strict=True)]
+    return Gradients(params, scaled, [g / jnp.asarray(LOSS_SCALE, dtype) for g in scaled])
+
+
+def wide(parameters: int) -> list[Shape]:
+    """Twelve large arrays."""
+    rows = math.sqrt(parameters / 24)
+    multiple = 64 if rows > 64 else 1
+    rows = max(1, round(rows / multiple)) * multiple
+    return 12 * [(rows, 2 * rows)]
+
+
+def resnet50(sizes: Sizes) -> list[Shape]:
+    """The shapes of ResNet-50, in order: 161 arrays with 25.6M parameters at full size."""
+
+    def conv(size: int, inputs: int, outputs: int) -> list[Shape]:
+        return [(size, size, inputs, outputs), (outputs,), (outputs,)]  # and its BatchNorm
+
+    shapes = conv(7, 3, sizes.width)
+    inputs = sizes.width
+    for stage, blocks in enumerate(sizes.stages):
+        features = sizes.width * 2**stage
+        for block in range(blocks):
+            shapes += conv(1, inputs, features) + conv(3, features, features)
+            shapes += conv(1, features, 4 * features)
+            if block == 0:
+                shapes += conv(1, inputs, 4 * features)
+            inputs = 4 * features
+    return [*shapes, (inputs, 1000), (1000,)]
+
+
+def many(arrays: int) -> list[Shape]:
+    """This many arrays, with the shapes of ResNet-50 over and over."""
+    return list(itertools.islice(itertools.cycle(resnet50(Sizes())), arrays))
+
+
+def transformer(sizes: Sizes, seed: int = 0) -> Training:
+    """A language model that computes in float16: 69 arrays with 35M parameters at full size."""
+    rng = np.random.default_rng(seed)
+    features, hidden = sizes.features, 4 * sizes.features
+
+    def weights(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(0, shape[0] ** -0.5, shape), jnp.float32)
+
+    def layer() -> dict[str, jax.Array]:
+        return {
+            "norm_1": jnp.ones(features),
+            "qkv": weights(features, 3 * features),
+            "out": weights(features, features),
+            "norm_2": jnp.ones(features),
+            "up": weights(features, hidden),
+            "up_bias": jnp.zeros(hidden),
+            "down": weights(hidden, features),
+            "down_bias": jnp.zeros(features),
+        }
+
+    params = {
+        "tokens": weights(sizes.vocabulary, features),
+        "positions": weights(sizes.length, features),
+        "layers": [layer() for _ in range(sizes.layers)],
+        "norm": jnp.ones(features),
+        "head": weights(features, sizes.vocabulary),
+        "head_bias": jnp.zeros(sizes.vocabulary),
+    }
+    tokens = rng.integers(sizes.vocabulary, size=(sizes.batch, sizes.length + 1))
+    return Training(params, _language_model_loss, jnp.asarray(tokens, jnp.int32))
+
+
+def _language_model_loss(params: Tree, tokens: jax.Array) -> jax.Array:
+    params = jax.tree.map(lambda p: p.astype(jnp.float16), params)
+    x = params["tokens"][tokens[:, :-1]] + params["positions"]
+    for layer in params["layers"]:
+        q, k, v = jnp.split(_norm(x, layer["norm_1"]) @ layer["qkv"], 3, axis=-1)
+        x = x + _attention(q, k, v) @ layer["out"]
+        hidden = jax.nn.gelu(_norm(x, layer["norm_2"]) @ layer["up"] + layer["up_bias"])
+        x = x + hidden @ layer["down"] + layer["down_bias"]
+    logits = _norm(x, params["norm"]) @ params["head"] + params["head_bias"]
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), tokens[:, 1:]
+    )
+    return jnp.mean(losses)
+
+
+def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    return (wide * jax.lax.rsqrt(mean_square + 1e-6)).astype(x.dtype) * scale
+
+
+def _attention(q: jax.Array, k: jax.Array, v: jax.Array, heads: int = 8) -> jax.Array:
+    batch, length, features = q.shape
+    q, k, v = (x.reshape(batch, length, heads, features // heads) for x in (q, k, v))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) * (features / heads) ** -0.5
+    causal = jnp.tril(jnp.ones((length, length), bool))
+    shares = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf)).astype(v.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", shares, v).reshape(batch, length, features)
