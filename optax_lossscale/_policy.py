@@ -16,8 +16,8 @@ from optax_lossscale._tree import as_flag
 
 # Outside these bounds the float32 reciprocal of the factor is infinite or subnormal, and XLA
 # flushes subnormal numbers to zero: the gradients would vanish.
-_SMALLEST_SCALE = 2.0**-126
-_LARGEST_SCALE = 2.0**126
+SMALLEST_SCALE = 2.0**-126
+LARGEST_SCALE = 2.0**126
 _INT32_MAX = int(np.iinfo(np.int32).max)
 
 
@@ -233,7 +233,7 @@ class DynamicLossScale(_Configurable):
                 f"`growth_factor` must be greater than 1 in float32, got {self.growth_factor}. "
                 "Use 2, or `FixedLossScale` for a factor that does not move."
             )
-        if not _SMALLEST_SCALE <= _float32(self.backoff_factor) < 1:
+        if not SMALLEST_SCALE <= _float32(self.backoff_factor) < 1:
             raise ValueError(
                 "`backoff_factor` must lie between 0 and 1, both excluded, as a normal number in "
                 f"float32, got {self.backoff_factor}. Use 0.5."
@@ -421,7 +421,7 @@ def _finite_number(name: str, value: object) -> float:
 
 def _scale(name: str, value: object) -> float:
     number = _finite_number(name, value)
-    if not _SMALLEST_SCALE <= number <= _LARGEST_SCALE:
+    if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
         raise ValueError(
             f"`{name}` must lie between 2**-126 and 2**126, where a float32 has a normal "
             f"reciprocal, got {value}. Use a power of two within."
