@@ -88,7 +88,8 @@ def with_loss_scaling(
       Array([0., 0.], dtype=float32)
     """
     if isinstance(inner, optax.MultiSteps):
-        inner = inner.gradient_transformation()
+        # Its own `gradient_transformation()` (Optax 0.2.8) drops the extra arguments.
+        inner = optax.GradientTransformationExtraArgs(inner.init, inner.update)
     if not isinstance(inner, optax.GradientTransformation):
         raise TypeError(
             "`inner` must be an optax.GradientTransformation or an optax.MultiSteps, got "

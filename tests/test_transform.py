@@ -865,3 +865,18 @@ def test_nothing_raises_for_numbers():
     for grad in (NAN, INF, -INF, 3e38, 1e-45, 0.0):
         updates, state = tx.update(jnp.array([grad]), state)
         assert np.isfinite(updates).all()
+
+
+def test_extra_arguments_reach_an_optimizer_inside_multi_steps():
+    seen = []
+
+    def update(updates, state, params=None, *, value, **extra_args):
+        del params, extra_args
+        seen.append(value)
+        return updates, state
+
+    inner = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    tx = ols.with_loss_scaling(optax.MultiSteps(inner, 2), 4)
+    params = jnp.ones(3)
+    tx.update(params, tx.init(params), params, value=jnp.float32(2.5))
+    assert len(seen) == 1
