@@ -14,6 +14,7 @@ from optax_lossscale._tree import (
     KeyPath,
     Tree,
     all_finite,
+    first_difference,
     is_array,
     is_inexact,
     leaves_of_type,
@@ -87,15 +88,7 @@ def with_loss_scaling(
       >>> optax.apply_updates(params, updates)
       Array([0., 0.], dtype=float32)
     """
-    if isinstance(inner, optax.MultiSteps):
-        # Its own `gradient_transformation()` (Optax 0.2.8) drops the extra arguments.
-        inner = optax.GradientTransformationExtraArgs(inner.init, inner.update)
-    if not isinstance(inner, optax.GradientTransformation):
-        raise TypeError(
-            "`inner` must be an optax.GradientTransformation or an optax.MultiSteps, got "
-            f"{inner!r}. Call the optimizer's factory first, for example `optax.adam(1e-3)`."
-        )
-    inner = optax.with_extra_args_support(inner)
+    inner = with_extra_args("inner", inner)
     policy = as_loss_scale(loss_scale)
 
     def init_fn(params: optax.Params) -> LossScaledState:
@@ -153,6 +146,22 @@ def with_loss_scaling(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
+def with_extra_args(
+    name: str, optimizer: optax.GradientTransformation | optax.MultiSteps
+) -> optax.GradientTransformationExtraArgs:
+    """Return the optimizer in the argument `name`, in the form that takes extra arguments."""
+    if isinstance(optimizer, optax.MultiSteps):
+        # Its own `gradient_transformation()` (Optax 0.2.8) drops the extra arguments.
+        update: Any = optimizer.update
+        return optax.GradientTransformationExtraArgs(optimizer.init, update)
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError(
+            f"`{name}` must be an optax.GradientTransformation or an optax.MultiSteps, got "
+            f"{optimizer!r}. Call the optimizer's factory first, for example `optax.adam(1e-3)`."
+        )
+    return optax.with_extra_args_support(optimizer)
+
+
 def _zero_unless(pred: jax.Array, tree: Tree) -> Tree:
     """Return `tree` with every floating-point or complex leaf zero where `pred` is false."""
 
@@ -191,10 +200,11 @@ def _cast_like(new: Tree, old: Tree) -> Tree:
     state would change its type from one step to the next, which `jax.lax.scan` refuses and
     `jax.jit` compiles twice.
     """
-    if jax.tree.structure(new) != jax.tree.structure(old):
+    difference = first_difference(new, old)
+    if difference is not None:
         raise ValueError(
-            "`inner` must return a state of the structure it was given, got "
-            f"{jax.tree.structure(new)} for {jax.tree.structure(old)}. Keep what changes in arrays."
+            "`inner` must return a state of the structure it was given, got a difference at "
+            f"{path_name(difference)} of it. Keep what changes in arrays of a fixed shape."
         )
 
     def cast(path: KeyPath, new_leaf: Any, old_leaf: Any) -> Any:
@@ -208,6 +218,12 @@ def _cast_like(new: Tree, old: Tree) -> Tree:
             )
         if is_array(new_leaf) and new_leaf.dtype == old_leaf.dtype:
             return new_leaf
+        if is_inexact(new_leaf) and not jnp.issubdtype(old_leaf.dtype, jnp.inexact):
+            raise TypeError(
+                "`inner` must keep the kind of numbers in its state, got "
+                f"{jnp.result_type(new_leaf)} for {old_leaf.dtype} at {path_name(path)}. Start "
+                "with the type that it becomes."
+            )
         return jnp.asarray(new_leaf, old_leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(cast, new, old)

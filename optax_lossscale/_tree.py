@@ -150,7 +150,7 @@ def tree_where(pred: ArrayLike, on_true: Tree, on_false: Tree) -> Tree:
     if true_def != false_def:
         raise ValueError(
             "`on_true` and `on_false` must have the same structure, got a difference at "
-            f"{path_name(_first_difference(on_true, on_false) or ())}: {true_def} and {false_def}. "
+            f"{path_name(first_difference(on_true, on_false) or ())}: {true_def} and {false_def}. "
             "Select between two versions of one tree."
         )
     selected = [
@@ -205,7 +205,7 @@ def path_name(path: KeyPath) -> str:
     return f"`{jax.tree_util.keystr(path)}`" if path else "the root of the tree"
 
 
-def _first_difference(a: PyTree, b: PyTree, path: KeyPath = ()) -> KeyPath | None:
+def first_difference(a: PyTree, b: PyTree, path: KeyPath = ()) -> KeyPath | None:
     """Return the key path of the first place where two trees differ in structure."""
     (a_children, a_def), (b_children, b_def) = (
         jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x, tree=tree: x is not tree)
@@ -217,7 +217,7 @@ def _first_difference(a: PyTree, b: PyTree, path: KeyPath = ()) -> KeyPath | Non
         return path + (only_in_one[0] if a_keys and b_keys and only_in_one else ())
     for (key, x), (_, y) in zip(a_children, b_children, strict=True):
         # A leaf is its own only child, at the empty path.
-        difference = _first_difference(x, y, path + key) if key else None
+        difference = first_difference(x, y, path + key) if key else None
         if difference is not None:
             return difference
     return None

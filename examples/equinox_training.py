@@ -1,0 +1,92 @@
+"""A small network in float16 and Equinox, on handwritten digits.
+
+Equinox gives gradients of None for what is no array: activation functions, sizes, a bias that was
+left out. Loss scaling lets None through.
+"""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from tqdm import tqdm
+
+import optax_lossscale as ols
+
+BATCH = 128
+TX = ols.with_loss_scaling(
+    optax.adam(1e-3), ols.DynamicLossScale(initial_scale=2.0**24, growth_interval=50)
+)
+
+
+class Result(NamedTuple):
+    """What a run gave."""
+
+    accuracy: float
+    skipped: int
+    loss_scale: float
+
+
+def logits_of(model: eqx.Module, images: jax.Array) -> jax.Array:
+    """Return the logits in float32; they, and their gradients, are computed in float16."""
+    half = jax.tree.map(lambda x: x.astype(jnp.float16) if eqx.is_array(x) else x, model)
+    return jax.vmap(half)(images.astype(jnp.float16)).astype(jnp.float32)
+
+
+def loss_fn(model: eqx.Module, images: jax.Array, labels: jax.Array) -> jax.Array:
+    """Return the mean cross-entropy; knows nothing of loss scaling."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits_of(model, images), labels)
+    return jnp.mean(losses)
+
+
+@eqx.filter_jit
+def train_step(
+    model: eqx.Module, opt_state: Any, images: jax.Array, labels: jax.Array
+) -> tuple[eqx.Module, Any]:
+    """Apply one step, or skip it."""
+    loss_and_grads = ols.value_and_grad(loss_fn, transform=eqx.filter_value_and_grad)
+    loss, grads = loss_and_grads(opt_state, model, images, labels)
+    params = eqx.filter(model, eqx.is_inexact_array)
+    updates, opt_state = TX.update(grads, opt_state, params, value=loss)
+    return eqx.apply_updates(model, updates), opt_state
+
+
+def main(argv: Sequence[str] | None = None) -> Result:
+    """Train, test and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--epochs", type=int, default=20, help="default: %(default)s")
+    args = parser.parse_args(argv)
+
+    images, labels = load_digits(return_X_y=True)
+    split = train_test_split(images / 16, labels, test_size=0.2, random_state=0, stratify=labels)
+    train_images, test_images, train_labels, test_labels = map(jnp.asarray, split)
+
+    model = eqx.nn.MLP(64, 10, 128, depth=2, use_final_bias=False, key=jax.random.key(0))
+    opt_state = TX.init(eqx.filter(model, eqx.is_inexact_array))
+    for epoch in tqdm(range(args.epochs), unit="epoch"):
+        order = jax.random.permutation(jax.random.key(epoch), len(train_images))
+        for start in range(0, len(order) - BATCH + 1, BATCH):
+            batch = order[start : start + BATCH]
+            model, opt_state = train_step(
+                model, opt_state, train_images[batch], train_labels[batch]
+            )
+
+    scale_state = ols.loss_scale_state(opt_state)
+    predicted = jnp.argmax(logits_of(model, test_images), axis=-1)
+    result = Result(
+        accuracy=float(jnp.mean(predicted == test_labels)),
+        skipped=int(scale_state.total_skipped),
+        loss_scale=float(scale_state.loss_scale),
+    )
+    print(f"test accuracy {result.accuracy:.1%}, loss scale {result.loss_scale:.0f}")
+    print(f"{result.skipped} steps skipped")
+    return result
+
+
+if __name__ == "__main__":
+    main()

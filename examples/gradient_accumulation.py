@@ -1,0 +1,128 @@
+"""Gradient accumulation with loss scaling, in two ways, on handwritten digits in float16.
+
+`wrapped`: `with_loss_scaling(optax.MultiSteps(...))`. Each micro-batch is checked by itself, a bad
+one is dropped alone, and the factor may move after any of them. The order matters: `MultiSteps`
+outside would keep an overflow in its accumulator for ever.
+
+`window`: with the pure functions. The scaled gradients of the whole window are summed while the
+factor is frozen; one check, one update of the factor and one of the parameters end the window. A
+bad micro-batch drops the whole window. The unscaling, and a reduction over devices if there are
+several, is paid once for a window.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from tqdm import tqdm
+
+import optax_lossscale as ols
+
+MICRO_BATCH, WINDOW = 32, 4
+POLICY = ols.DynamicLossScale(initial_scale=2.0**24, growth_interval=100)
+INNER = optax.adam(1e-3)
+WRAPPED = ols.with_loss_scaling(optax.MultiSteps(INNER, WINDOW), POLICY)
+
+Batch = tuple[jax.Array, jax.Array]  # with a leading axis of the micro-batches of a window
+Carry = tuple[Any, Any]  # parameters, optimizer state
+
+
+class Result(NamedTuple):
+    """What a run gave in one way."""
+
+    accuracy: float
+    applied: int  # updates of the parameters
+    skipped: int  # micro-batches or windows
+
+
+def init_params(key: jax.Array) -> list[jax.Array]:
+    """Return the weights of three layers, in float32."""
+    draw = jax.nn.initializers.he_normal()
+    shapes = [(64, 128), (128, 128), (128, 10)]
+    return [draw(k, shape) for k, shape in zip(jax.random.split(key, 3), shapes, strict=True)]
+
+
+def forward(params: list[jax.Array], images: jax.Array) -> jax.Array:
+    """Return the logits in float32; they, and their gradients, are computed in float16."""
+    x = images.astype(jnp.float16)
+    for weights in params[:-1]:
+        x = jax.nn.relu(x @ weights.astype(jnp.float16))
+    return (x @ params[-1].astype(jnp.float16)).astype(jnp.float32)
+
+
+def loss_fn(params: list[jax.Array], images: jax.Array, labels: jax.Array) -> jax.Array:
+    """Return the mean cross-entropy; knows nothing of loss scaling."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(forward(params, images), labels)
+    return jnp.mean(losses)
+
+
+@jax.jit
+def wrapped(carry: Carry, window: Batch) -> Carry:
+    """Train on a window: a step of the wrapper for each micro-batch."""
+
+    def micro_step(carry: Carry, batch: Batch) -> tuple[Carry, None]:
+        params, opt_state = carry
+        loss, grads = ols.value_and_grad(loss_fn)(opt_state, params, *batch)
+        updates, opt_state = WRAPPED.update(grads, opt_state, params, value=loss)
+        return (optax.apply_updates(params, updates), opt_state), None
+
+    return jax.lax.scan(micro_step, carry, window)[0]
+
+
+@jax.jit
+def window(carry: Carry, window: Batch) -> Carry:
+    """Train on a window: one step, on the mean of the micro-batches' gradients."""
+    params, (scale_state, inner_state) = carry
+
+    def accumulate(total: Any, batch: Batch) -> tuple[Any, None]:
+        _, grads = ols.value_and_grad(loss_fn)(scale_state, params, *batch)  # the same factor
+        return jax.tree.map(jnp.add, total, grads), None
+
+    total, _ = jax.lax.scan(accumulate, jax.tree.map(jnp.zeros_like, params), window)
+    total, grads_finite = ols.unscale_and_check(total, scale_state)
+    grads = jax.tree.map(lambda g: g / WINDOW, total)
+    updates, new_inner = INNER.update(grads, inner_state, params)
+    new = optax.apply_updates(params, updates), new_inner
+    params, inner_state = ols.tree_where(grads_finite, new, (params, inner_state))
+    return params, (ols.update(scale_state, grads_finite, POLICY), inner_state)
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Result]:
+    """Train in both ways, test and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--epochs", type=int, default=20, help="default: %(default)s")
+    args = parser.parse_args(argv)
+
+    images, labels = load_digits(return_X_y=True)
+    split = train_test_split(images / 16, labels, test_size=0.2, random_state=0, stratify=labels)
+    train_images, test_images, train_labels, test_labels = map(jnp.asarray, split)
+
+    params = init_params(jax.random.key(0))
+    ways: dict[str, tuple[Callable[[Carry, Batch], Carry], Any]] = {
+        "wrapped": (wrapped, WRAPPED.init(params)),
+        "window": (window, (ols.init(POLICY), INNER.init(params))),
+    }
+    results = {}
+    for name, (train_window, opt_state) in ways.items():
+        carry = params, opt_state
+        for epoch in tqdm(range(args.epochs), unit="epoch", desc=name):
+            order = jax.random.permutation(jax.random.key(epoch), len(train_images))
+            for rows in order[: len(order) // 128 * 128].reshape(-1, WINDOW, MICRO_BATCH):
+                carry = train_window(carry, (train_images[rows], train_labels[rows]))
+        predicted = jnp.argmax(forward(carry[0], test_images), axis=-1)
+        results[name] = Result(
+            accuracy=float(jnp.mean(predicted == test_labels)),
+            applied=int(optax.tree.get(carry[1], "count")),
+            skipped=int(ols.loss_scale_state(carry[1]).total_skipped),
+        )
+        print(f"{name}: {results[name]}")
+    return results
+
+
+if __name__ == "__main__":
+    main()
