@@ -85,18 +85,26 @@ def _finite_in_groups(arrays: list[jax.Array]) -> jax.Array:
 
     XLA:CPU turns a reduction over more than 32 elements into a `reduce-window`, which it does not
     fuse with what it reduces: the mask of the whole array is written to memory and read again
-    (seen in jaxlib 0.10.2, `tree_reduction_rewriter.cc`). A reduction over groups of up to 32 is
-    left alone and fused; what remains to be reduced is that much smaller. The second reduction is
-    of another kind because XLA joins two of the same. Other platforms fuse the plain form, and
-    would pay for the reshape. It can go when XLA:CPU fuses the plain form too: a test says so.
+    (seen in jaxlib 0.10.2, `tree_reduction_rewriter.cc`). Reductions over groups of up to 32 are
+    left alone and fused; what remains to be reduced is that much smaller. Each of the three is of
+    another kind because XLA joins two of the same. The first takes the largest magnitude in the
+    bits, where NaN and infinity lie above every finite number: as integers, since XLA:CPU's
+    maximum of floats drops NaN. Other platforms fuse the plain form, and would pay for the
+    reshape. It can go when XLA:CPU fuses the plain form too: a test says so.
     """
 
     def finite(array: jax.Array) -> jax.Array:
         axis, group = _grouping(array.shape)
-        if group == 1 or array.size < 2**16:
+        if group == 1 or array.size < 2**16 or jnp.finfo(array.dtype).bits < 16:
             return jnp.all(_is_finite(array))
-        grouped = array.reshape(*array.shape[:axis], -1, group, *array.shape[axis + 1 :])
-        return jnp.min(jnp.all(_is_finite(grouped), axis=axis + 1).astype(jnp.uint8)) > 0
+        if jnp.iscomplexobj(array):
+            return finite(array.real) & finite(array.imag)
+        integer = np.dtype(f"i{array.dtype.itemsize}")
+        infinity = int(np.array(np.inf, array.dtype).view(integer))
+        magnitude = jax.lax.bitcast_convert_type(array, integer) & np.iinfo(integer).max
+        shape = (*array.shape[:axis], -1, group // 8, 8, *array.shape[axis + 1 :])
+        is_finite = jnp.max(magnitude.reshape(shape), axis=axis + 2) < infinity
+        return jnp.min(jnp.all(is_finite, axis=axis + 1).astype(jnp.uint8)) > 0
 
     return jnp.stack([finite(array) for array in arrays])
 
@@ -105,7 +113,8 @@ def _grouping(shape: tuple[int, ...]) -> tuple[int, int]:
     """Return an axis to split into groups, the last that can be, and the size of a group.
 
     The number of groups stays a multiple of every power of two that the devices can be divided
-    into, so that an axis that is spread over devices is split without moving anything.
+    into, so that an axis that is spread over devices is split without moving anything. An array
+    that has no such axis is checked in the plain way: (0, 1).
     """
     devices = 1 << (jax.device_count().bit_length() - 1)
     for axis in reversed(range(len(shape))):
