@@ -2,11 +2,13 @@
 
 import math
 import os
+import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -108,3 +110,118 @@ def test_digits_names_each_number_that_is_wrong(problems, case, accuracy, messag
 def test_digits_does_not_compare_with_a_float32_that_has_not_learned(problems, accuracy):
     found = problems(dict.fromkeys(RIGHT, accuracy) | {(SMALL, FLOAT16): 0.1})
     assert sum("float32 reached" in message for message in found) == 2
+
+
+@pytest.fixture
+def run_main():
+    """Run an example here, where what it returns can be looked at."""
+    return lambda name, *args: runpy.run_path(str(EXAMPLES / name))["main"](list(args))
+
+
+@pytest.mark.integration
+def test_the_linen_example_keeps_what_must_stand_still_and_learns(run_main, capsys):
+    result = run_main("flax_train_state.py", "--epochs=6")
+    assert result.steps + result.skipped == 6 * (1437 // 128)
+    assert result.skipped >= 3
+    assert result.kept
+    assert result.accuracy > 0.8
+    assert f"{result.steps} steps applied, {result.skipped} skipped" in capsys.readouterr().out
+
+
+@pytest.mark.integration
+def test_the_nnx_example_keeps_what_must_stand_still_and_learns(run_main):
+    result = run_main("nnx_training.py", "--epochs=6")
+    assert result.skipped >= 3
+    assert result.kept
+    assert result.accuracy > 0.8
+
+
+@pytest.mark.integration
+def test_the_equinox_example_learns(run_main):
+    result = run_main("equinox_training.py", "--epochs=6")
+    assert result.skipped >= 3
+    assert result.loss_scale < 2.0**24
+    assert result.accuracy > 0.8
+
+
+@pytest.mark.integration
+def test_both_ways_to_accumulate_learn(run_main):
+    results = run_main("gradient_accumulation.py", "--epochs=6")
+    windows = 6 * (1437 // 128)
+    assert results["window"].applied + results["window"].skipped == windows
+    # A bad micro-batch is dropped alone: the windows shift.
+    assert results["wrapped"].applied == (4 * windows - results["wrapped"].skipped) // 4
+    for result in results.values():
+        assert result.skipped >= 3
+        assert result.accuracy > 0.8
+
+
+@pytest.mark.integration
+def test_the_sharded_transformer_resumes_and_learns_more_than_frequencies(
+    run_main, tmp_path, capsys
+):
+    def run(steps):
+        size = "--layers=1", "--width=64", "--length=64", "--heads=2", "--generate=20"
+        with jax.numpy_rank_promotion("allow"):
+            options = *size, "--horizon=80", "--rate=0.01", f"--checkpoints={tmp_path / 'saved'}"
+            problems = run_main("sharded_transformer.py", f"--steps={steps}", *options)
+        out = capsys.readouterr().out
+        return problems, out, int(re.search(r"skipped (\d+) steps", out)[1])
+
+    (problem,), out, skipped = run(10)
+    assert "train for more --steps" in problem
+    assert f"on {jax.device_count()} devices of 1 processes, from step 0" in out
+    assert skipped >= 2
+    problems, out, skipped_in_all = run(80)
+    assert problems == []
+    assert "from step 10" in out
+    assert skipped <= skipped_in_all <= skipped + 3  # the scale is part of what was saved
+
+
+def test_the_sharded_transformer_never_passes_with_nan():
+    problems = runpy.run_path(str(EXAMPLES / "sharded_transformer.py"))["problems"]
+    assert problems(3.0, 3.3) == []
+    for reached in (3.4, math.nan):
+        (problem,) = problems(reached, 3.3)
+        assert f"is {reached:.3f}, expected less than the 3.300" in problem
+
+
+def test_the_sharded_transformer_refuses_what_it_cannot_train(tmp_path):
+    for option, message in (("--steps=0", "at least 1"), ("--heads=3", "must divide --width")):
+        done = run_example("sharded_transformer.py", option, cwd=tmp_path)
+        assert done.returncode == 2
+        assert message in done.stderr
+
+
+def test_diagnose_finds_each_of_three_causes_and_draws_them(tmp_path):
+    done = run_example("diagnose.py", "--epochs=8", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    sections = re.split(r"\n\d\. ", done.stdout)
+    symptoms = ["healthy", "at its floor of 1. Likely", "above its floor of 1. Likely"]
+    causes = ["of the entries to zero", "1. One layer", "1. The loss itself"]
+    found = ["suggest_scale`: 2**", "nearest to the loss is the second", "['images']: 5748 NaN"]
+    for section, *expected in zip(sections[1:], symptoms, causes, found, strict=True):
+        for text in expected:
+            assert text in section
+        assert len(re.findall(r"accuracy 9\d\.\d%", section)) == 1  # mended
+    pictures = sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*.*"))
+    assert pictures == ["output/gradient_exponents.png", "output/loss_scale.png"]
+    for picture in pictures:
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.integration
+def test_diagnose_notices_a_remedy_that_does_not_help(capsys):
+    example = runpy.run_path(str(EXAMPLES / "diagnose.py"))["overflow"].__globals__
+    example["silu_in_float32"] = example["silu_by_hand"]
+    with jax.numpy_rank_promotion("allow"):
+        (problem,), _ = example["overflow"](example["load_data"](), 6)
+    assert "float32 did not help: accuracy" in problem
+    assert "66 of 66 steps skipped" in problem
+    capsys.readouterr()
+
+
+def test_diagnose_refuses_to_train_too_little(tmp_path):
+    done = run_example("diagnose.py", "--epochs=5", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--epochs must be at least 6" in done.stderr

@@ -9,9 +9,11 @@ import sys
 import tomllib
 import types
 
+import jax.numpy as jnp
 import pytest
 
 import optax_lossscale as ols
+from optax_lossscale.testing import assert_scaled_once
 
 PACKAGE = pathlib.Path(inspect.getfile(ols)).parent
 # Imports go one way, upward in this list never. Modules of one row know nothing of each other.
@@ -21,7 +23,8 @@ ORDER = [
     ["_policy"],
     ["_scaling"],
     ["_transform"],
-    ["_diagnostics", "keras", "flax", "interop", "testing"],
+    ["_diagnostics", "keras", "flax", "interop"],
+    ["testing"],
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
@@ -29,14 +32,25 @@ MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
 PUBLIC = {
     "DynamicLossScale",
     "FixedLossScale",
+    "GradientExponents",
     "LossScale",
+    "LossScaleStalledError",
     "LossScaleState",
     "LossScaledState",
+    "NonfiniteCounts",
     "all_finite",
     "as_loss_scale",
+    "calibrate",
+    "check_health",
+    "format_nonfinite_report",
+    "gradient_exponents",
     "init",
     "loss_scale_state",
+    "metrics",
+    "nonfinite_report",
+    "plot_gradient_exponents",
     "scale_loss",
+    "suggest_scale",
     "tree_where",
     "unscale_and_check",
     "update",
@@ -107,6 +121,15 @@ def test_every_public_name_has_a_docstring():
         (ols.tree_where, "(pred, on_true, on_false)"),
         (ols.loss_scale_state, "(opt_state)"),
         (ols.with_loss_scaling, "(inner, loss_scale='dynamic', *, axis_name=None)"),
+        (ols.metrics, "(opt_state)"),
+        (ols.check_health, "(opt_state, *, max_consecutive_skipped=50, loss_scale='dynamic')"),
+        (ols.nonfinite_report, "(grads)"),
+        (ols.format_nonfinite_report, "(report)"),
+        (ols.gradient_exponents, f"(grads, *, dtype={jnp.float16}, loss_scale=1.0)"),
+        (ols.suggest_scale, f"(exponents, *, headroom=4, dtype={jnp.float16})"),
+        (ols.plot_gradient_exponents, f"(exponents, ax=None, *, dtype={jnp.float16})"),
+        (ols.calibrate, "(grad_fn, state, *args, loss_scale='dynamic', axis_name=None)"),
+        (assert_scaled_once, "(grad_fn, state, *args)"),
     ],
 )
 def test_the_signatures_are_those_of_the_contract(function, signature):

@@ -1,0 +1,648 @@
+"""What a person asks when training goes wrong.
+
+Which layer overflowed, is the factor too small, is the loss itself broken, why is nothing
+learning: one function for each. Those that look at gradients run inside of `jax.jit` and never
+wait for the device; those that answer in words or pictures run on the host.
+"""
+
+import functools
+import math
+import numbers
+import warnings
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
+
+from optax_lossscale._policy import LossScale, LossScaleLike, as_loss_scale
+from optax_lossscale._scaling import AxisName, unscale_and_check
+from optax_lossscale._state import LossScaleState, loss_scale_state, strongly_typed
+from optax_lossscale._tree import PyTree, Tree, is_inexact
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_INT32_MAX = int(np.iinfo(np.int32).max)
+# The exponents that floor(log2|x|) takes for a float32 that is neither zero nor infinite; below
+# -126 the number is subnormal.
+_EXPONENTS = np.arange(-149, 128)
+
+
+class LossScaleStalledError(RuntimeError):
+    """Training makes no progress: `check_health` found too many skipped steps in a row."""
+
+
+def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
+    """Return what is worth logging at every step.
+
+    Nothing is copied and nothing is waited for. Call it in the compiled step and return what it
+    gives; between two steps it works too, unless the next step is given the state's buffers to
+    overwrite (`donate_argnums`).
+
+    Args:
+      opt_state: A `LossScaleState`, or an optimizer's state that holds exactly one.
+
+    Returns:
+      `loss_scale` (float32[]), `grads_finite` (bool[], whether the last step was applied),
+      `growth_count`, `consecutive_skipped` and `total_skipped` (int32[]).
+
+    Raises:
+      ValueError: If `opt_state` holds no `LossScaleState`, or several.
+
+    Examples:
+      >>> import optax_lossscale as ols
+      >>> state = ols.update(ols.init(), grads_finite=False)
+      >>> for name, value in ols.metrics(state).items():
+      ...     print(name, value)
+      loss_scale 16384.0
+      grads_finite False
+      growth_count 0
+      consecutive_skipped 1
+      total_skipped 1
+    """
+    state = strongly_typed(loss_scale_state(opt_state))
+    return {
+        "loss_scale": state.loss_scale,
+        "grads_finite": state.consecutive_skipped == 0,
+        "growth_count": state.growth_count,
+        "consecutive_skipped": state.consecutive_skipped,
+        "total_skipped": state.total_skipped,
+    }
+
+
+def check_health(
+    opt_state: PyTree, *, max_consecutive_skipped: int = 50, loss_scale: LossScaleLike = "dynamic"
+) -> None:
+    """Raise an error if training has stalled, and say why.
+
+    Call it on the host now and then, for example with each log line: it waits for the step that
+    makes `opt_state`. A dynamic loss scale skips a step when it is too large, a few in a row at
+    the start, and one now and then. Dozens in a row mean that something else is wrong.
+
+    Args:
+      opt_state: A `LossScaleState`, or an optimizer's state that holds exactly one.
+      max_consecutive_skipped: The number of skipped steps in a row that is still healthy. More
+        raise the error.
+      loss_scale: The policy that training uses, or anything that `as_loss_scale` takes. Where its
+        bounds lie is part of the diagnosis, so hand in the same as to `with_loss_scaling`.
+
+    Raises:
+      LossScaleStalledError: If more steps in a row were skipped. The message says how many, where
+        the factor stands against its floor, the likely causes, and what to do about each.
+      TypeError: If `max_consecutive_skipped` is no integer, or `opt_state` is traced: an error
+        cannot be raised from a compiled step.
+      ValueError: If `max_consecutive_skipped` is negative, or `opt_state` holds no
+        `LossScaleState`, or several, or one of several replicas.
+
+    Warns:
+      UserWarning: If the factor has grown to its cap and no step was ever skipped. That is no
+        failure, but either the loss need not be scaled or the cap is too low.
+
+    Examples:
+      >>> import optax_lossscale as ols
+      >>> ols.check_health(ols.init())
+    """
+    limit = _natural("max_consecutive_skipped", max_consecutive_skipped)
+    policy = as_loss_scale(loss_scale)
+    state = _on_host(loss_scale_state(opt_state))
+    factor, skipped = state.loss_scale.item(), state.consecutive_skipped.item()
+    bounds = _bounds(policy)
+    if skipped > limit:
+        causes = enumerate(_likely_causes(state, policy), start=1)
+        standing = (
+            f"under {type(policy).__name__}, which has no floor"
+            if bounds is None
+            else f"{'at' if factor <= bounds[0] else 'above'} its floor of {bounds[0]:g}"
+        )
+        raise LossScaleStalledError(
+            f"The last {skipped} steps were skipped ({state.total_skipped} since the start), and "
+            f"the loss scale is {factor:g}, {standing}. Likely causes, the likeliest first:\n"
+            + "\n".join(f"  {i}. {cause}" for i, cause in causes)
+        )
+    started_below = policy.init().loss_scale < factor
+    if bounds is not None and factor == bounds[1] and started_below and not state.total_skipped:
+        warnings.warn(
+            f"The loss scale is at its cap of {factor:g} and no step was ever skipped. "
+            "Either the loss need not be scaled, as in bfloat16 and float32: `loss_scale=None` "
+            "saves the check. Or the gradients are so small that a larger factor would fit: raise "
+            "`max_scale`. `gradient_exponents` shows which.",
+            stacklevel=2,
+        )
+
+
+_LOSS = (
+    "The loss itself is NaN or infinite, which no loss scale can mend. Look for NaN in the batch "
+    "and in the parameters with `nonfinite_report`, and run one step under `jax.debug_nans(True)`. "
+    "Hand `value=loss` to `tx.update`, and such a step does not move the factor."
+)
+_LAYER = (
+    "One layer makes NaN or infinity at any loss scale: a division by zero, the root or logarithm "
+    "of zero, a number above 65504 in float16. `nonfinite_report(grads)` lists the layers; the one "
+    "nearest to the loss is the culprit, those before it inherit. Compute it in float32."
+)
+_LARGE = (
+    "The gradients are too large for float16 even at this factor. Average the loss instead of "
+    "summing it, normalize the data, or lower `min_scale`, below 1 if need be."
+)
+_DESCENT = (
+    "The loss scale started too large and is still on its way down. Start from `calibrate`, or "
+    "with a smaller `initial_scale`, or allow for more with `max_consecutive_skipped`."
+)
+_FIXED = (
+    "The factor is too large, and does not move. Take the one that `suggest_scale` returns, or a "
+    "`DynamicLossScale`."
+)
+
+
+def _likely_causes(state: LossScaleState, policy: LossScale) -> tuple[str, ...]:
+    """Order the causes of many skipped steps by how well they agree with the state."""
+    bounds = _bounds(policy)
+    if bounds is None:
+        return _FIXED, _LAYER, _LOSS
+    if not state.overflow_count:
+        return _LOSS, _LAYER  # an overflow would have been counted
+    factor, (floor, ceiling) = state.loss_scale.item(), bounds
+    if factor <= max(floor, 1.0):
+        return (_LARGE, _LAYER, _LOSS) if floor > 1 else (_LAYER, _LOSS, _LARGE)
+    # Overflows move the factor. More skipped steps than it takes to come here from the ceiling
+    # were something else.
+    backoffs = math.log(ceiling / factor) / -math.log(getattr(policy, "backoff_factor", 0.5))
+    if state.consecutive_skipped > backoffs + getattr(policy, "hysteresis", 1):
+        return _LOSS, _LAYER
+    return _DESCENT, _LAYER, _LOSS
+
+
+def _bounds(policy: LossScale) -> tuple[float, float] | None:
+    """Return between which float32 numbers the factor moves, if it does."""
+    bounds = getattr(policy, "min_scale", None), getattr(policy, "max_scale", None)
+    return None if None in bounds else (float(np.float32(bounds[0])), float(np.float32(bounds[1])))
+
+
+def _on_host(state: LossScaleState) -> LossScaleState:
+    if any(isinstance(field, Tracer) for field in state):
+        raise TypeError(
+            "`opt_state` must hold values, got traced arrays. Call `check_health` outside of "
+            "`jax.jit`, on the state that the compiled step returned."
+        )
+    if any(np.shape(field) for field in state):
+        raise ValueError(
+            "`opt_state` must hold scalars, got a loss scale of shape "
+            f"{np.shape(state.loss_scale)}. Take one replica: `jax.tree.map(lambda x: x[0], ...)`."
+        )
+    return LossScaleState(*(np.asarray(field) for field in state))  # pyright: ignore[reportArgumentType]
+
+
+class NonfiniteCounts(NamedTuple):
+    """What `nonfinite_report` says of one array.
+
+    Attributes:
+      nan: Elements that are NaN. `int32[]`.
+      inf: Elements that are infinite. `int32[]`.
+      size: All elements. `int32[]`.
+    """
+
+    nan: jax.Array
+    inf: jax.Array
+    size: jax.Array
+
+
+def nonfinite_report(grads: PyTree) -> dict[str, NonfiniteCounts]:
+    """Count the NaN and infinite elements of each array: which layer overflowed?
+
+    It takes any tree: give it the batch or the activations to see where NaN comes in. In
+    gradients it spreads backwards: of the layers that are not finite, the one nearest to the loss
+    is where it came from.
+
+    Args:
+      grads: Gradients, or any pytree. Leaves that hold no floating-point or complex numbers are
+        left out. A complex element counts once, as NaN if either part is.
+
+    Returns:
+      The counts, by the key path of the array as `jax.tree_util.keystr` writes it. Those of
+      arrays with more than 2**31 - 1 elements are approximate, and stop there.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> grads = {"dense": jnp.array([1.0, jnp.nan]), "head": jnp.ones(3)}
+      >>> ols.nonfinite_report(grads)["['dense']"].nan
+      Array(1, dtype=int32)
+    """
+
+    def count(leaf: Any) -> NonfiniteCounts:
+        array = _readable(leaf)
+        is_nan = jnp.isnan(array)
+        return NonfiniteCounts(
+            nan=_saturated_count(is_nan),
+            inf=_saturated_count(jnp.isinf(array) & ~is_nan),
+            size=jnp.asarray(min(array.size, _INT32_MAX), jnp.int32),
+        )
+
+    leaves = jax.tree_util.tree_leaves_with_path(grads)
+    return {jax.tree_util.keystr(path): count(leaf) for path, leaf in leaves if is_inexact(leaf)}
+
+
+def _saturated_count(mask: jax.Array) -> jax.Array:
+    if mask.size <= _INT32_MAX:
+        return jnp.sum(mask, dtype=jnp.int32)
+    # An int32 would wrap around, to 0 for 2**32 elements.
+    largest = np.nextafter(np.float32(2**31), np.float32(0))
+    return jnp.minimum(jnp.sum(mask, dtype=jnp.float32), largest).astype(jnp.int32)
+
+
+def format_nonfinite_report(report: Mapping[str, NonfiniteCounts]) -> str:
+    """Write a report in words, the worst array first.
+
+    Args:
+      report: From `nonfinite_report`, on the host.
+
+    Returns:
+      A line that counts the arrays that are not finite, and then one for each of them. Those with
+      the larger share of bad elements come first.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> grads = {"dense": jnp.array([1.0, jnp.nan]), "head": jnp.ones(3)}
+      >>> print(ols.format_nonfinite_report(ols.nonfinite_report(grads)))
+      1 of 2 arrays are not finite:
+        ['dense']: 1 NaN and 0 infinite of 2 elements (50 %)
+    """
+    counts = {name: [int(n) for n in each] for name, each in jax.device_get(dict(report)).items()}
+    bad = {name: (nan + inf) / size for name, (nan, inf, size) in counts.items() if nan + inf}
+    if not bad:
+        return f"0 of {len(counts)} arrays are not finite."
+    lines = [f"{len(bad)} of {len(counts)} arrays are not finite:"]
+    for name in sorted(bad, key=lambda name: -bad[name]):
+        nan, inf, size = counts[name]
+        lines.append(
+            f"  {name or 'the root of the tree'}: {nan} NaN and {inf} infinite of {size} elements "
+            f"({100 * bad[name]:.3g} %)"
+        )
+    return "\n".join(lines)
+
+
+class GradientExponents(NamedTuple):
+    """How large gradients are, from `gradient_exponents`; two add by `jax.tree.map`.
+
+    Attributes:
+      histogram: Elements by floor(log2(|g|)), from -149 (the smallest float32) to 127. Zeros, NaN
+        and infinities are left out. `int32[277]`.
+      zero: Elements that are zero. `int32[]`.
+      flushed: Elements that are not zero, and would be rounded to zero. `int32[]`.
+      subnormal: Elements that would be rounded to a subnormal number, with fewer digits. `int32[]`.
+      overflow: Elements that are infinite or would be rounded to infinity. `int32[]`.
+      size: All elements, NaN included. `int32[]`.
+    """
+
+    histogram: jax.Array
+    zero: jax.Array
+    flushed: jax.Array
+    subnormal: jax.Array
+    overflow: jax.Array
+    size: jax.Array
+
+
+def gradient_exponents(
+    grads: PyTree, *, dtype: DTypeLike = jnp.float16, loss_scale: ArrayLike = 1.0
+) -> GradientExponents:
+    """Say how large gradients are, and what a small dtype would make of them: is the factor right?
+
+    Add those of several steps with `jax.tree.map(operator.add, a, b)`, and those of several
+    devices under `jax.shard_map` with `jax.lax.psum`. Beyond 2**31 - 1 elements in all, add on
+    the host, after `jax.tree.map(np.int64, ...)`.
+
+    Args:
+      grads: True gradients, computed in float32: those that have been in float16 have lost
+        already what this counts. Leaves that hold no floating-point or complex numbers are left
+        out; the two parts of a complex number count one by one.
+      dtype: The floating-point type to round to, of at most 32 bits.
+      loss_scale: The factor to multiply by before rounding. `float32[]`. The histogram is that of
+        the gradients themselves.
+
+    Returns:
+      The counts. Numbers of a float64 beyond float32's exponents count at the histogram's ends.
+
+    Raises:
+      TypeError: If `dtype` is no real floating-point type of at most 32 bits.
+      ValueError: If there are more than 2**31 - 1 elements, which an int32 cannot count.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> grads = {"w": jnp.array([0.0, 1e-9, 1e-6, 1.0])}
+      >>> counts = ols.gradient_exponents(grads)
+      >>> int(counts.zero), int(counts.flushed), int(counts.subnormal), int(counts.overflow)
+      (1, 1, 1, 0)
+      >>> int(ols.gradient_exponents(grads, loss_scale=2.0**15).flushed)
+      0
+
+    References:
+      Figure 3 of Micikevicius et al., `Mixed Precision Training
+      <https://arxiv.org/abs/1710.03740>`_, 2018.
+    """
+    dtype = _small_float(dtype)
+    parts: list[jax.Array] = []
+    for leaf in jax.tree.leaves(grads):
+        if is_inexact(leaf):
+            array = _readable(leaf)
+            parts += [array.real, array.imag] if jnp.iscomplexobj(array) else [array]
+    size = sum(part.size for part in parts)
+    if size > _INT32_MAX:
+        raise ValueError(
+            f"`grads` must have at most 2**31 - 1 elements, got {size}. Look at one part of the "
+            "tree at a time, and add on the host: `jax.tree.map(np.int64, ...)`."
+        )
+    factor = jnp.asarray(loss_scale, jnp.float32)
+    total = GradientExponents(
+        jnp.zeros(_EXPONENTS.size, jnp.int32),
+        *(jnp.zeros((), jnp.int32) for _ in range(5)),
+    )
+    for part in parts:
+        total = jax.tree.map(jnp.add, total, _exponents(part, dtype, factor))
+    return total
+
+
+@functools.partial(jax.jit, static_argnames="dtype")  # one dispatch in eager execution
+def _exponents(array: jax.Array, dtype: np.dtype, factor: jax.Array) -> GradientExponents:
+    # Read from the bits, and multiplied part by part: XLA flushes subnormal numbers to zero on
+    # some platforms, and there even `x != 0` is false for them.
+    info, target = jnp.finfo(array.dtype), jnp.finfo(dtype)
+    magnitude_bits = 2 ** (info.bits - 1) - 1
+    bits = jax.lax.bitcast_convert_type(array, f"uint{info.bits}") & magnitude_bits
+    infinity = magnitude_bits + 1 - 2**info.nmant
+    is_zero, is_infinite = bits == 0, bits == infinity
+    is_number = ~is_zero & (bits < infinity)
+    # How far a subnormal number is shifted until it starts with a one, as the others do.
+    places = jax.lax.clz(bits).astype(jnp.int32) - (info.bits - 1 - info.nmant)
+    shift = jnp.clip(places, 0, info.nmant)
+    biased = (bits >> info.nmant).astype(jnp.int32)
+    exponent = jnp.maximum(biased, 1) - 1 + info.minexp - shift
+    digits = (bits << shift.astype(bits.dtype)) & (2**info.nmant - 1)
+    wide = jnp.float64 if info.bits == 64 else jnp.float32
+    significand = 1 + digits.astype(wide) / 2**info.nmant
+
+    factor_significand, factor_exponent = jnp.frexp(factor)
+    product = significand * factor_significand.astype(wide)  # between 1/2 and 2
+    power = exponent + factor_exponent
+    # The product in units of the smallest normal number, far from where float32 itself ends.
+    in_tiny = jnp.ldexp(product, power - target.minexp)
+    half_last_place = 2.0 ** -(target.nmant + 1)
+    is_flushed = in_tiny <= half_last_place
+    rounded = jnp.ldexp(product, power).astype(dtype).astype(jnp.float32)
+
+    def count(mask: jax.Array) -> jax.Array:
+        return jnp.sum(mask, dtype=jnp.int32)
+
+    return GradientExponents(
+        histogram=_histogram(exponent, is_number),
+        zero=count(is_zero),
+        flushed=count(is_number & is_flushed),
+        subnormal=count(is_number & ~is_flushed & (in_tiny < 1 - half_last_place)),
+        # Formats without infinity (float8_e4m3fn) have NaN in its place.
+        overflow=count(is_infinite | (is_number & ~jnp.isfinite(rounded))),
+        size=jnp.asarray(array.size, jnp.int32),
+    )
+
+
+def _histogram(exponent: jax.Array, is_number: jax.Array) -> jax.Array:
+    """Count how often each of `_EXPONENTS` occurs where there is a number."""
+
+    def count(bins: jax.Array) -> jax.Array:
+        return jnp.bincount(bins.ravel(), length=_EXPONENTS.size + 1)[1:].astype(jnp.int32)
+
+    bins = jnp.where(is_number, jnp.clip(exponent + 149, 0, _EXPONENTS.size - 1) + 1, 0)
+    # JAX does not say (seen in 0.10.2) how a scatter goes over explicitly sharded axes.
+    mesh = jax.typeof(bins).sharding.mesh
+    axes = tuple(
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Explicit
+    )
+    if not axes:
+        return count(bins)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    by_compiler: Any = jax.sharding.auto_axes(count, axes=axes, out_sharding=replicated)
+    return by_compiler(bins)
+
+
+def suggest_scale(
+    exponents: GradientExponents, *, headroom: int = 4, dtype: DTypeLike = jnp.float16
+) -> float:
+    """Return the power of two that moves the histogram to the upper end of what `dtype` holds.
+
+    Args:
+      exponents: From `gradient_exponents`, on the host; best the sum over many steps.
+      headroom: Powers of two to leave free above the largest gradient that was seen, for larger
+        ones to come. With 0 it may be rounded to infinity.
+      dtype: The type that gradients are computed in.
+
+    Returns:
+      A factor within [2**-126, 2**126], for `FixedLossScale` or as `initial_scale`.
+
+    Raises:
+      TypeError: If `dtype` is no real floating-point type of at most 32 bits, or `headroom` no
+        integer.
+      ValueError: If `headroom` is negative, or the histogram is empty, stacked or wrapped around.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> ols.suggest_scale(ols.gradient_exponents(jnp.array([1e-6, 2.0**-10])))
+      2097152.0
+    """
+    headroom = _natural("headroom", headroom)
+    histogram = _counts(exponents)
+    if not histogram.any():
+        raise ValueError(
+            "`exponents` must count at least one gradient that is neither zero nor infinite, got "
+            "an empty histogram. Count float32 gradients, before they are rounded to float16."
+        )
+    largest = int(_EXPONENTS[histogram > 0][-1])
+    power = int(jnp.finfo(_small_float(dtype)).maxexp) - 1 - largest - headroom
+    return 2.0 ** min(max(power, -126), 126)
+
+
+def plot_gradient_exponents(
+    exponents: GradientExponents, ax: "Axes | None" = None, *, dtype: DTypeLike = jnp.float16
+) -> "Axes":
+    """Draw the histogram, with the limits of `dtype` in it.
+
+    Needs matplotlib, the extra `plot`. Save the picture with
+    `plot_gradient_exponents(exponents).figure.savefig(path)`.
+
+    Args:
+      exponents: From `gradient_exponents`, on the host. What is drawn are the gradients as they
+        were given; for those that training computes, give it scaled ones.
+      ax: The axes to draw into, by default those of a new figure.
+      dtype: The type whose limits are drawn.
+
+    Returns:
+      The axes.
+
+    Raises:
+      TypeError: If `dtype` is no real floating-point type of at most 32 bits.
+      ValueError: If the histogram is stacked or wrapped around.
+    """
+    info, name = jnp.finfo(_small_float(dtype)), jnp.dtype(dtype).name
+    histogram = _counts(exponents)
+    if ax is None:
+        from matplotlib.figure import Figure  # noqa: PLC0415 - matplotlib is an extra
+
+        ax = Figure(figsize=(8, 3.5), layout="constrained").subplots()
+    zero = int(exponents.zero)
+    entries = max(histogram.sum() + zero, 1)
+    share = 100 * histogram / entries
+    seen = _EXPONENTS[histogram > 0]
+    ax.bar(_EXPONENTS + 0.5, share, width=1.0, color="#0072b2", edgecolor="white", linewidth=0.5)
+    # What is less than half of the smallest number is rounded to zero.
+    flushed_below, normal_from = info.minexp - info.nmant - 1, info.minexp
+    for low, high, color, what in (
+        (-150, flushed_below, "#d55e00", f"zero in {name}"),
+        (flushed_below, normal_from, "#f0e442", "subnormal"),
+        (normal_from, info.maxexp, "#009e73", "normal"),
+        (info.maxexp, 129, "#555555", "infinite"),
+    ):
+        within = share[(low <= _EXPONENTS) & (high > _EXPONENTS)].sum()
+        label = f"{what}: {within:.1f} %"
+        ax.axvspan(low, high, facecolor=color, alpha=0.25, linewidth=0, zorder=0, label=label)
+    ax.set(
+        xlim=(min([flushed_below - 6, *seen[:1] - 1]), max([info.maxexp + 4, *seen[-1:] + 2])),
+        ylim=(0, 1.3 * max(share.max(), 1)),  # the legend stands above the bars
+        xlabel="log2 of the gradient's magnitude",
+        ylabel="% of the entries",
+        title=f"{100 * zero / entries:.1f} % of the entries are exactly zero",
+    )
+    ax.legend(loc="upper center", ncols=4, fontsize="small")
+    return ax
+
+
+def _counts(exponents: GradientExponents) -> np.ndarray:
+    """Return the histogram on the host."""
+    histogram = np.asarray(exponents.histogram)
+    if histogram.shape != _EXPONENTS.shape:
+        raise ValueError(
+            f"`exponents` must hold one histogram, got shape {histogram.shape}. Sum over the "
+            "steps or devices: `jax.tree.map(lambda x: x.sum(0), exponents)`."
+        )
+    if (histogram < 0).any():
+        raise ValueError(
+            "`exponents` must hold counts, got negative ones: an int32 has wrapped around. Add on "
+            "the host, after `jax.tree.map(np.int64, exponents)`."
+        )
+    return histogram
+
+
+def _small_float(dtype: DTypeLike) -> np.dtype:
+    kind = jnp.dtype(dtype)
+    if not jnp.issubdtype(kind, jnp.floating) or jnp.finfo(kind).bits > 32:
+        raise TypeError(
+            f"`dtype` must be a floating-point type of at most 32 bits, got {kind}. Use "
+            "`jnp.float16`."
+        )
+    return kind
+
+
+def _natural(name: str, value: object) -> int:
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        raise TypeError(f"`{name}` must be an integer, got {value!r}. Use `int` to convert it.")
+    if value < 0:
+        raise ValueError(f"`{name}` must be at least 0, got {value}.")
+    return int(value)
+
+
+def calibrate(
+    grad_fn: Callable[..., PyTree],
+    state: PyTree,
+    *args: Any,
+    loss_scale: LossScaleLike = "dynamic",
+    axis_name: AxisName | None = None,
+) -> LossScaleState:
+    """Find the factor that training can start with, so that it need not skip its first steps.
+
+    It is the largest power of two, within the bounds of the policy, at which the gradients are
+    finite, found by bisection: five evaluations of the gradients for the default bounds, in one
+    compiled loop. Put it into the optimizer's state with
+    `opt_state._replace(loss_scale_state=...)`.
+
+    Args:
+      grad_fn: `grad_fn(state, *args)` returns the scaled gradients, for example
+        `lambda state, *args: ols.value_and_grad(loss_fn)(state, *args)[1]`.
+      state: The state to start from, or an optimizer's state that holds exactly one. `grad_fn` is
+        given the like of it, with other factors.
+      *args: The rest of what `grad_fn` takes: the parameters and a batch, as training will see
+        them.
+      loss_scale: The policy that training uses, or anything that `as_loss_scale` takes.
+      axis_name: The mapped axis, or a tuple of them, over which to agree. See `unscale_and_check`.
+
+    Returns:
+      The state with the factor that was found. If the gradients are finite at none, the smallest
+      factor: look at them with `nonfinite_report`.
+
+    Raises:
+      TypeError: If the policy has no bounds, since its factor does not move.
+      ValueError: If `state` holds no `LossScaleState`, or several, or there is no power of two
+        within the bounds.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> def grad_fn(state, w):
+      ...     return (3.0 * state.loss_scale * w).astype(jnp.float16)
+      >>> float(ols.calibrate(grad_fn, ols.init(), jnp.ones(())).loss_scale)
+      16384.0
+    """
+    policy = as_loss_scale(loss_scale)
+    bounds = _bounds(policy)
+    if bounds is None:
+        raise TypeError(
+            "`loss_scale` must have `min_scale` and `max_scale` to search between, got "
+            f"{policy!r}. Calibrate for a `DynamicLossScale`, and build a `FixedLossScale` from "
+            "the result."
+        )
+    lowest, highest = math.ceil(math.log2(bounds[0])), math.floor(math.log2(bounds[1]))
+    if lowest > highest:
+        raise ValueError(
+            f"`loss_scale` must have a power of two between its bounds, got {policy!r}. Widen them."
+        )
+
+    def factor_at(power: jax.Array) -> jax.Array:
+        return jnp.ldexp(jnp.float32(1), power)
+
+    def bisect(bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds
+        middle = (low + high + 1) // 2
+        candidate = with_factor(state, factor_at(middle))
+        # Modules of `flax.nnx` can be used only in the trace that they were made in: these are.
+        grads = grad_fn(candidate, *jax.tree.map(lambda leaf: leaf, args))
+        _, grads_finite = unscale_and_check(grads, candidate, axis_name=axis_name)
+        return jnp.where(grads_finite, middle, low), jnp.where(grads_finite, high, middle - 1)
+
+    start = strongly_typed(loss_scale_state(state))
+    power, _ = jax.lax.while_loop(
+        lambda bounds: bounds[0] < bounds[1], bisect, (jnp.int32(lowest), jnp.int32(highest))
+    )
+    return start._replace(loss_scale=factor_at(power))
+
+
+def with_factor(state: Tree, factor: ArrayLike) -> Tree:
+    """Return `state`, or the optimizer's state that it is, with another factor."""
+
+    def replace(node: Any) -> Any:
+        if not isinstance(node, LossScaleState):
+            return node
+        leaves, treedef = jax.tree.flatten(node)  # in `flax.nnx` each field is a Variable of one
+        return treedef.unflatten([jnp.asarray(factor, jnp.float32), *leaves[1:]])
+
+    return jax.tree.map(replace, state, is_leaf=lambda node: isinstance(node, LossScaleState))
+
+
+def _readable(leaf: Any) -> jax.Array:
+    """Return an array of a type that every function of JAX takes."""
+    array = jnp.asarray(leaf)
+    return array.astype(jnp.float32) if jnp.finfo(array.dtype).bits < 16 else array

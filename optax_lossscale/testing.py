@@ -1,0 +1,111 @@
+"""For the users' own tests: is the loss scaled, and once?"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale._diagnostics import with_factor
+from optax_lossscale._policy import init
+from optax_lossscale._scaling import unscale
+from optax_lossscale._state import loss_scale_state
+from optax_lossscale._tree import PyTree, is_inexact, path_name
+
+# The gradients are computed at a factor and at a quarter of it, at the first of these where they
+# are finite: the larger the factor, the fewer of them round to zero.
+_FACTORS = tuple(2.0**power for power in range(24, -12, -4))
+_STEP = 4.0
+
+_MISTAKES = {
+    0: "not scaled, or unscaled before `tx.update`, which unscales. Differentiate "
+    "`scale_loss(loss, state)`, or use `value_and_grad`, and hand on what comes out",
+    2: "scaled twice. Multiply by the factor in one place",
+    -1: "not scaled, but unscaled. Differentiate `scale_loss(loss, state)`, and hand on what comes "
+    "out: `tx.update` unscales it",
+}
+
+
+def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any) -> None:
+    """Assert that gradients are proportional to the loss scale.
+
+    The gradients are computed at two factors, and for each array k in `gradients ~ factor**k` is
+    measured: 1 is right, 0 means that the loss was not scaled or the gradients were unscaled
+    already, 2 that it was scaled twice. Give it the gradients that go into `tx.update`: an
+    optimizer like Adam, which divides by their size, hides the mistake in its updates.
+
+    The factors are chosen such that the gradients are finite, from 2**24 downwards, whatever the
+    factor in `state`. Arrays whose gradient is zero cannot be judged, and are not.
+
+    Args:
+      grad_fn: `grad_fn(state, *args)` returns the gradients that go into `tx.update`, scaled.
+      state: A `LossScaleState`, or any pytree that holds exactly one: an optimizer's state, a
+        Flax TrainState, an `nnx.Optimizer`. `grad_fn` is given the like of it.
+      *args: The rest of what `grad_fn` takes.
+
+    Raises:
+      AssertionError: If the gradients are not proportional to the factor. The message says
+        "not scaled", "scaled twice", or how they depend on it.
+      ValueError: If `state` holds no `LossScaleState`, or several, or if nothing can be measured
+        because the gradients are all zero, or not finite at any factor.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> from optax_lossscale.testing import assert_scaled_once
+      >>> def grad_fn(state, w):
+      ...     return ols.value_and_grad(lambda w: jnp.sum(w**2))(state, w)[1]
+      >>> assert_scaled_once(grad_fn, ols.init(), jnp.ones(3))
+    """
+    loss_scale_state(state)  # there is exactly one
+    powers = _powers(grad_fn, state, *args)
+    wrong = {name: k for name, k in powers.items() if abs(k - 1) > 0.25}
+    if not wrong:
+        return
+    name, k = max(wrong.items(), key=lambda item: abs(item[1] - 1))
+    mistake = _MISTAKES.get(round(k)) if abs(k - round(k)) <= 0.25 else None
+    raise AssertionError(
+        f"The gradients must grow with the loss scale to the power of 1, got {k:.2f} at {name} "
+        f"({len(wrong)} of {len(powers)} arrays are wrong): "
+        + (mistake or "they depend on it in some other way. Look for what underflows in float16")
+        + "."
+    )
+
+
+def _powers(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any) -> dict[str, float]:
+    """Return k by the name of the array, at the first factor where all is finite."""
+    for factor in _FACTORS:
+        low, high = (
+            _largest(grad_fn(with_factor(state, each), *args)) for each in (factor / _STEP, factor)
+        )
+        if not all(map(math.isfinite, (*low.values(), *high.values()))):
+            continue
+        measured = [name for name in low if low[name] and high.get(name)]
+        if measured:
+            return {name: math.log(high[name] / low[name], _STEP) for name in measured}
+    raise ValueError(
+        "`grad_fn` must return gradients that are finite and not all zero, which they are at no "
+        f"factor between {_FACTORS[-1] / _STEP:g} and {_FACTORS[0]:g}. Choose other parameters or "
+        "data; `nonfinite_report` says where they are not finite."
+    )
+
+
+def _largest(grads: PyTree) -> dict[str, float]:
+    """Return the largest magnitude in each array that the factor goes into."""
+    # What `unscale` leaves alone, the metadata of Flax's fp8 layers, is not scaled either.
+    ones = jax.tree.map(lambda _: jnp.float32(1), grads)
+    scaled = jax.tree.leaves(unscale(ones, init(2.0)))
+    return {
+        path_name(path): float(np.max(np.abs(_wide(leaf)), initial=0))
+        for (path, leaf), half in zip(
+            jax.tree_util.tree_leaves_with_path(grads), scaled, strict=True
+        )
+        if is_inexact(leaf) and half != 1
+    }
+
+
+def _wide(leaf: Any) -> np.ndarray:
+    array = np.asarray(leaf)
+    return array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)
