@@ -60,7 +60,7 @@ def scale_loss(loss: Tree, state: PyTree) -> Tree:
                 f"`loss` must be floating-point, got {kind} at {path_name(path)}. Cast it with "
                 "`astype(jnp.float32)`, or take the real part."
             )
-        value = _at_least_float32(jnp.asarray(leaf))
+        value = at_least_float32(leaf)
         return value * factor.astype(value.dtype)
 
     return jax.tree_util.tree_map_with_path(scale, loss)
@@ -111,7 +111,7 @@ def unscale(grads: PyTree, state: PyTree) -> PyTree:
     def multiply(path: KeyPath, leaf: Any) -> Any:
         if not is_inexact(leaf) or _overwrites(path):
             return leaf
-        value = _at_least_float32(jnp.asarray(leaf))
+        value = at_least_float32(leaf)
         return value * reciprocal.astype(value.dtype)
 
     # An overflow is what the check is about to look for, no error to stop at.
@@ -183,7 +183,11 @@ def _factor(state: PyTree) -> jax.Array:
     return jnp.asarray(loss_scale_state(state).loss_scale, jnp.float32)
 
 
-def _at_least_float32(value: jax.Array) -> jax.Array:
+def at_least_float32(leaf: Any) -> Any:
+    """Return `leaf` in float32 if it holds floating-point numbers of a smaller type."""
+    if not is_inexact(leaf):
+        return leaf
+    value = jnp.asarray(leaf)
     # `promote_types(dtype, float32)` would say the same, but raises for eight-bit types and
     # under strict dtype promotion.
     return value.astype(jnp.float32) if jnp.finfo(value.dtype).bits < 32 else value

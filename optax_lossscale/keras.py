@@ -20,7 +20,7 @@ from optax_lossscale._policy import (
     DynamicLossScale,
     FixedLossScale,
 )
-from optax_lossscale._scaling import AxisName
+from optax_lossscale._scaling import AxisName, at_least_float32
 from optax_lossscale._transform import with_loss_scaling
 from optax_lossscale._tree import PyTree, is_inexact, leaves_of_type, path_name
 
@@ -245,8 +245,8 @@ def _decayed(
         else:
             rate = learning_rate(state.decay_steps) if callable(learning_rate) else learning_rate
         # Products of small numbers, which float16 would round to zero.
-        decay = optax.add_decayed_weights(-_at_least_float32(rate) * weight_decay)
-        params = jax.tree.map(_at_least_float32, _required(params, "weight_decay"))
+        decay = optax.add_decayed_weights(-at_least_float32(rate) * weight_decay)
+        params = jax.tree.map(at_least_float32, _required(params, "weight_decay"))
         updates, _ = decay.update(updates, optax.EmptyState(), params)
         return updates, DecayedState(inner_state, _increment(state.decay_steps))
 
@@ -273,7 +273,7 @@ def _average_params(
 ) -> optax.GradientTransformation:
     def start(param: Any) -> jax.Array:
         shape_only = isinstance(param, jax.ShapeDtypeStruct)
-        value = _at_least_float32(jnp.zeros(param.shape, param.dtype) if shape_only else param)
+        value = at_least_float32(jnp.zeros(param.shape, param.dtype) if shape_only else param)
         # A copy, since a buffer that occurs twice cannot be donated; and never weakly typed.
         return jnp.array(value, jnp.result_type(value))
 
@@ -287,7 +287,7 @@ def _average_params(
         ema_steps = _increment(state.ema_steps)
 
         def average(old: jax.Array, param: jax.Array) -> jax.Array:
-            param = _at_least_float32(param)
+            param = at_least_float32(param)
             if not is_inexact(param):
                 return param
             # Rounded to the array's dtype first, so that the two weights add up to 1: with 0.9999
@@ -300,7 +300,7 @@ def _average_params(
             overwrites = ema_steps % overwrite_frequency == 0
             updates = jax.tree.map(
                 lambda update, new, old: jnp.where(
-                    overwrites, new - _at_least_float32(old), _at_least_float32(update)
+                    overwrites, new - at_least_float32(old), at_least_float32(update)
                 ),
                 updates,
                 ema,
@@ -326,13 +326,6 @@ def _accumulated(tx: optax.GradientTransformation, steps: int) -> optax.Gradient
 
     # `multi_steps.gradient_transformation()` would drop the extra arguments.
     return optax.GradientTransformationExtraArgs(multi_steps.init, update_fn)
-
-
-def _at_least_float32(leaf: Any) -> Any:
-    if not is_inexact(leaf):
-        return leaf
-    value = jnp.asarray(leaf)
-    return value.astype(jnp.float32) if jnp.finfo(value.dtype).bits < 32 else value
 
 
 def _increment(steps: jax.Array) -> jax.Array:
