@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ["README.md", "BUILD.md", "CHANGELOG.md"]
+DOCUMENTS = [
+    "README.md",
+    "BUILD.md",
+    "CHANGELOG.md",
+    *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/*.md")),
+]
 COMMANDS = [
     "README.md",
     "BUILD.md",
@@ -89,7 +94,8 @@ def test_the_readme_shows_the_minimal_example():
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_links_within_the_project_lead_somewhere(name):
     targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", read(name))
-    assert [target for target in targets if not (ROOT / target).exists()] == []
+    here = (ROOT / name).parent
+    assert [target for target in targets if not (here / target).exists()] == []
 
 
 @pytest.mark.parametrize("name", COMMANDS)
