@@ -200,11 +200,11 @@ def _cast_like(new: Tree, old: Tree) -> Tree:
     state would change its type from one step to the next, which `jax.lax.scan` refuses and
     `jax.jit` compiles twice.
     """
-    difference = first_difference(new, old)
-    if difference is not None:
+    if jax.tree.structure(new) != jax.tree.structure(old):
         raise ValueError(
             "`inner` must return a state of the structure it was given, got a difference at "
-            f"{path_name(difference)} of it. Keep what changes in arrays of a fixed shape."
+            f"{path_name(first_difference(new, old) or ())} of it. Keep what changes in arrays of "
+            "a fixed shape."
         )
 
     def cast(path: KeyPath, new_leaf: Any, old_leaf: Any) -> Any:

@@ -222,8 +222,9 @@ def first_difference(a: PyTree, b: PyTree, path: KeyPath = ()) -> KeyPath | None
     )
     if a_def != b_def:
         a_keys, b_keys = ([key for key, _ in children] for children in (a_children, b_children))
-        only_in_one = [key for key in a_keys + b_keys if (key in a_keys) != (key in b_keys)]
-        return path + (only_in_one[0] if a_keys and b_keys and only_in_one else ())
+        # The key of a leaf is empty.
+        only_in_one = (key for key in a_keys + b_keys if key and (key in a_keys) != (key in b_keys))
+        return path + next(only_in_one, ())
     for (key, x), (_, y) in zip(a_children, b_children, strict=True):
         # A leaf is its own only child, at the empty path.
         difference = first_difference(x, y, path + key) if key else None
