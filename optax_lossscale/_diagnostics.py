@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from optax_lossscale._policy import LossScale, LossScaleLike, as_loss_scale
+from optax_lossscale._policy import INT32_MAX, LossScale, LossScaleLike, as_loss_scale
 from optax_lossscale._scaling import AxisName, unscale_and_check
 from optax_lossscale._state import LossScaleState, loss_scale_state, strongly_typed
 from optax_lossscale._tree import PyTree, Tree, is_inexact
@@ -27,7 +27,6 @@ from optax_lossscale._tree import PyTree, Tree, is_inexact
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_INT32_MAX = int(np.iinfo(np.int32).max)
 # The exponents that floor(log2|x|) takes for a float32 that is neither zero nor infinite; below
 # -126 the number is subnormal.
 _EXPONENTS = np.arange(-149, 128)
@@ -240,7 +239,7 @@ def nonfinite_report(grads: PyTree) -> dict[str, NonfiniteCounts]:
         return NonfiniteCounts(
             nan=_saturated_count(is_nan),
             inf=_saturated_count(jnp.isinf(array) & ~is_nan),
-            size=jnp.asarray(min(array.size, _INT32_MAX), jnp.int32),
+            size=jnp.asarray(min(array.size, INT32_MAX), jnp.int32),
         )
 
     leaves = jax.tree_util.tree_leaves_with_path(grads)
@@ -248,7 +247,7 @@ def nonfinite_report(grads: PyTree) -> dict[str, NonfiniteCounts]:
 
 
 def _saturated_count(mask: jax.Array) -> jax.Array:
-    if mask.size <= _INT32_MAX:
+    if mask.size <= INT32_MAX:
         return jnp.sum(mask, dtype=jnp.int32)
     # An int32 would wrap around, to 0 for 2**32 elements.
     largest = np.nextafter(np.float32(2**31), np.float32(0))
@@ -353,7 +352,7 @@ def gradient_exponents(
             array = _readable(leaf)
             parts += [array.real, array.imag] if jnp.iscomplexobj(array) else [array]
     size = sum(part.size for part in parts)
-    if size > _INT32_MAX:
+    if size > INT32_MAX:
         raise ValueError(
             f"`grads` must have at most 2**31 - 1 elements, got {size}. Look at one part of the "
             "tree at a time, and add on the host: `jax.tree.map(np.int64, ...)`."

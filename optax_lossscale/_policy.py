@@ -18,7 +18,7 @@ from optax_lossscale._tree import as_flag
 # flushes subnormal numbers to zero: the gradients would vanish.
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
-_INT32_MAX = int(np.iinfo(np.int32).max)
+INT32_MAX = int(np.iinfo(np.int32).max)
 
 
 @runtime_checkable
@@ -392,7 +392,7 @@ def _count_step(state: LossScaleState, applied: jax.Array) -> LossScaleState:
 
 def _increment(count: jax.Array) -> jax.Array:
     """Add one, and stay at the largest int32 instead of wrapping around."""
-    return jnp.where(count < _INT32_MAX, count + 1, count)
+    return jnp.where(count < INT32_MAX, count + 1, count)
 
 
 def _set(policy: FixedLossScale | DynamicLossScale, name: str, value: object) -> None:
@@ -432,7 +432,7 @@ def _scale(name: str, value: object) -> float:
 def _count(name: str, value: object) -> int:
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise TypeError(f"`{name}` must be an integer, got {value!r}. Use `int` to convert it.")
-    if not 1 <= int(value) <= _INT32_MAX:
+    if not 1 <= int(value) <= INT32_MAX:
         raise ValueError(
             f"`{name}` must be at least 1 and fit an int32, got {value}. Use "
             "`FixedLossScale` for a factor that does not move."

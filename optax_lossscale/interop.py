@@ -19,10 +19,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._policy import LARGEST_SCALE, SMALLEST_SCALE, DynamicLossScale
+from optax_lossscale._policy import INT32_MAX, LARGEST_SCALE, SMALLEST_SCALE, DynamicLossScale
 from optax_lossscale._state import LossScaleState, loss_scale_state
-
-_LARGEST_COUNT = 2**31 - 1
 
 
 def from_flax_dynamic_scale(ds: Any) -> tuple[DynamicLossScale, LossScaleState]:
@@ -225,7 +223,7 @@ def _convert(
         policy = DynamicLossScale(
             # A factor below the floor may be: the next overflow lifts it, here as there.
             initial_scale=min(max(loss_scale, min_scale), max_scale),
-            growth_interval=int(min(growth_interval, _LARGEST_COUNT)),
+            growth_interval=int(min(growth_interval, INT32_MAX)),
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,
             min_scale=min_scale,
@@ -236,5 +234,5 @@ def _convert(
     state = policy.init()
     return policy, state._replace(
         loss_scale=jnp.asarray(loss_scale, jnp.float32),
-        growth_count=jnp.asarray(int(min(growth_count, _LARGEST_COUNT)), jnp.int32),
+        growth_count=jnp.asarray(int(min(growth_count, INT32_MAX)), jnp.int32),
     )

@@ -15,6 +15,7 @@ import optax
 from jax.tree_util import DictKey, GetAttrKey
 
 from optax_lossscale._policy import (
+    INT32_MAX,
     LARGEST_SCALE,
     SMALLEST_SCALE,
     DynamicLossScale,
@@ -25,7 +26,7 @@ from optax_lossscale._transform import with_loss_scaling
 from optax_lossscale._tree import PyTree, is_inexact, leaves_of_type, path_name
 
 _SCALE = (numbers.Real, SMALLEST_SCALE, LARGEST_SCALE)
-_STEPS = (numbers.Integral, 1, 2**31 - 1)
+_STEPS = (numbers.Integral, 1, INT32_MAX)
 _POSITIVE = (numbers.Real, SMALLEST_SCALE, float(np.finfo(np.float32).max))
 _RATE = (numbers.Real, 0, float(np.finfo(np.float32).max))
 # The type of each number, and between what it must lie.
@@ -40,7 +41,7 @@ _NUMBERS: dict[str, tuple[type[Any], float, float]] = {
     "ema_momentum": (numbers.Real, 0, 1),
     "ema_overwrite_frequency": _STEPS,
     "loss_scale_factor": _SCALE,
-    "gradient_accumulation_steps": (numbers.Integral, 2, 2**31 - 1),
+    "gradient_accumulation_steps": (numbers.Integral, 2, INT32_MAX),
 }
 
 
