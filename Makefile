@@ -10,7 +10,7 @@ PIP := $(RUN) -m pip --disable-pip-version-check
 # A whole file goes to one worker: the blocks of a document build on each other.
 PYTEST := $(RUN) -m pytest -n 2 --dist loadfile
 
-.PHONY: demo bench test oracles check lint pins clean
+.PHONY: demo bench test oracles docs fidelity matrix mutants check lint pins clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/examples.installed
@@ -26,6 +26,22 @@ test: $(VENV)/test.installed
 # Holds the library against live libraries that are too large for the test group: torch.
 oracles: $(VENV)/oracles.installed
 	$(PYTEST) tests/oracles
+
+# The site, in output/docs, with warnings as errors.
+docs: $(VENV)/docs.installed
+	$(RUN) -m sphinx -W --keep-going -n -E -b html docs output/docs
+
+# Trains in float32, float16 and float16 with loss scaling, and writes docs/training.md anew.
+fidelity: $(VENV)/test.installed
+	$(RUN) -m benchmarks.fidelity --output output/fidelity --write docs/training.md $(FIDELITY)
+
+# The oldest and the newest versions that are supported, on every Python that is found.
+matrix: $(VENV)/check.installed
+	$(RUN) tools/matrix.py $(MATRIX)
+
+# Breaks the package in every small way and shows that some test fails each time; takes hours.
+mutants: $(VENV)/test.installed
+	$(RUN) tools/mutants.py $(MUTANTS)
 
 check: lint
 	$(PYTEST) --cov
