@@ -1,5 +1,6 @@
 """What holds for any pytree: whether it is finite, and choosing between two of them."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any, TypeAlias, TypeGuard, TypeVar
 
@@ -85,43 +86,54 @@ def _finite_in_groups(arrays: list[jax.Array]) -> jax.Array:
 
     XLA:CPU turns a reduction over more than 32 elements into a `reduce-window`, which it does not
     fuse with what it reduces: the mask of the whole array is written to memory and read again
-    (seen in jaxlib 0.10.2, `tree_reduction_rewriter.cc`). Reductions over groups of up to 32 are
-    left alone and fused; what remains to be reduced is that much smaller. Each of the three is of
-    another kind because XLA joins two of the same. The first takes the largest magnitude in the
-    bits, where NaN and infinity lie above every finite number: as integers, since XLA:CPU's
-    maximum of floats drops NaN. Other platforms fuse the plain form, and would pay for the
-    reshape. It can go when XLA:CPU fuses the plain form too: a test says so.
+    (seen in jaxlib 0.10.2, `tree_reduction_rewriter.cc`). A reduction over 16 elements is left
+    alone and fused, and so is the maximum of two slices before it; in groups of 64 the loop is no
+    longer vectorised. What remains to be reduced is that much smaller. The maximum is taken of the
+    magnitudes' bits, where NaN and infinity lie above every finite number: as integers, since
+    XLA:CPU's maximum of floats drops NaN. Other platforms fuse the plain form, and would pay for
+    the reshape. It can go when XLA:CPU fuses the plain form too: a test says so.
     """
 
     def finite(array: jax.Array) -> jax.Array:
-        axis, group = _grouping(array.shape)
-        if group == 1 or array.size < 2**16 or jnp.finfo(array.dtype).bits < 16:
+        small = array.size < 2**16 or jnp.finfo(array.dtype).bits < 16
+        grouping = None if small else _grouping(array.shape)
+        if grouping is None:
             return jnp.all(_is_finite(array))
         if jnp.iscomplexobj(array):
             return finite(array.real) & finite(array.imag)
         integer = np.dtype(f"i{array.dtype.itemsize}")
         infinity = int(np.array(np.inf, array.dtype).view(integer))
         magnitude = jax.lax.bitcast_convert_type(array, integer) & np.iinfo(integer).max
-        shape = (*array.shape[:axis], -1, group // 8, 8, *array.shape[axis + 1 :])
-        is_finite = jnp.max(magnitude.reshape(shape), axis=axis + 2) < infinity
-        return jnp.min(jnp.all(is_finite, axis=axis + 1).astype(jnp.uint8)) > 0
+        axis, shape = grouping
+        slices = jnp.unstack(magnitude.reshape(shape), axis=axis)
+        largest = jnp.max(functools.reduce(jnp.maximum, slices), axis=axis)
+        return jnp.min((largest < infinity).astype(jnp.uint8)) > 0
 
     return jnp.stack([finite(array) for array in arrays])
 
 
-def _grouping(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return an axis to split into groups, the last that can be, and the size of a group.
+def _grouping(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]] | None:
+    """Return a shape in which an axis is split into groups, and which axis the groups are.
+
+    The groups, `slices` of `group` elements, are two axes of the shape. They are taken from an
+    axis that is not the last: most gradients of weights are transposed products, XLA:CPU fuses
+    the transposition into whatever reads them, and groups of the last axis are then far apart in
+    memory, 10 to 50 times as slow to read. Groups of an axis before it are read well in both
+    orders. Only where no such axis can be split is it the last one, above rows of eight elements.
+    None means that the array is to be checked in the plain way.
 
     The number of groups stays a multiple of every power of two that the devices can be divided
-    into, so that an axis that is spread over devices is split without moving anything. An array
-    that has no such axis is checked in the plain way: (0, 1).
+    into, so that an axis that is spread over devices is split without moving anything.
     """
     devices = 1 << (jax.device_count().bit_length() - 1)
-    for axis in reversed(range(len(shape))):
-        for group in (32, 16, 8):
-            if shape[axis] % (group * devices) == 0:
-                return axis, group
-    return 0, 1
+    views = [(shape, axis) for axis in reversed(range(len(shape) - 1))]
+    rows = [((*shape[:-1], shape[-1] // 8, 8), len(shape) - 1)] if shape[-1] % 8 == 0 else []
+    for candidates in (views, rows):
+        for slices, group in ((2, 16), (1, 16), (1, 8)):
+            for view, axis in candidates:
+                if view[axis] % (slices * group * devices) == 0:
+                    return axis + 1, (*view[:axis], -1, slices, group, *view[axis + 1 :])
+    return None
 
 
 def tree_where(pred: ArrayLike, on_true: Tree, on_false: Tree) -> Tree:

@@ -29,6 +29,14 @@ LARGE = [
     (257, 257),
     (17, 31, 131),
     (2**16, 1),
+    # Split for eight devices into groups of 32, 16 and 8: rows first, then columns.
+    (512, 200),
+    (384, 200),
+    (192, 500),
+    (33, 2048),
+    (100, 1024),
+    (200, 512),
+    (5, 256, 64),
 ]
 SHARDED = [
     # shape, spec over eight devices
@@ -109,7 +117,8 @@ def test_one_bad_element_of_a_large_array_is_found_wherever_it_stands(shape, dty
     check = jax.jit(ols.all_finite)
     array = np.full(shape, np.finfo(np.float16).max, jnp.dtype(dtype))
     assert bool(check(array))
-    for position in (0, 7, 8, 31, 32, array.size // 2, array.size - 33, array.size - 1):
+    anywhere = np.random.default_rng(0).integers(array.size, size=64)
+    for position in (0, 7, 8, 31, 32, array.size - 33, array.size - 1, *anywhere):
         array.flat[position] = np.nan
         assert not bool(check(array)), position
         array.flat[position] = 1
@@ -175,6 +184,17 @@ def test_every_example_of_vmap_is_judged_alone():
     for size in (2, 2**16):
         batch = jnp.ones((4, size)).at[1, 0].set(jnp.nan).at[2, -1].set(jnp.inf)
         assert jax.vmap(ols.all_finite)({"a": batch}).tolist() == [True, False, False, True]
+
+
+@pytest.mark.parametrize("shape", [(2048, 1024), (3, 3, 512, 256), (512, 8, 64), (4, 512, 512)])
+def test_an_array_is_split_before_its_last_axis(shape):
+    # XLA:CPU reads a transposed product against its order in memory where the last one is split.
+    program = jax.jit(ols.all_finite).lower(jnp.ones(shape)).as_text()
+    views = re.findall(
+        r"stablehlo.reshape %\w+ : \(tensor<[\dx]+xi32>\) -> tensor<([\dx]+)xi32>", program
+    )
+    assert views[0].endswith(f"x{shape[-1]}")
+    assert "x2x16x" in views[0]
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
