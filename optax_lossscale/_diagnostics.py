@@ -19,10 +19,10 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from optax_lossscale._policy import INT32_MAX, LossScale, LossScaleLike, as_loss_scale
-from optax_lossscale._scaling import AxisName, unscale_and_check
-from optax_lossscale._state import LossScaleState, loss_scale_state, strongly_typed
-from optax_lossscale._tree import PyTree, Tree, is_inexact
+from optax_lossscale._policy import LossScale, LossScaleLike, as_loss_scale
+from optax_lossscale._scaling import AxisName, check_axis_name, unscale_and_check
+from optax_lossscale._state import INT32_MAX, LossScaleState, loss_scale_state, strongly_typed
+from optax_lossscale._tree import PyTree, Tree, is_array, is_inexact
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -96,7 +96,8 @@ def check_health(
       TypeError: If `max_consecutive_skipped` is no integer, or `opt_state` is traced: an error
         cannot be raised from a compiled step.
       ValueError: If `max_consecutive_skipped` is negative, or `opt_state` holds no
-        `LossScaleState`, or several, or one of several replicas.
+        `LossScaleState`, or several, or one of several replicas, or one that no training leads
+        to: a factor that is not positive and finite, a negative count.
 
     Warns:
       UserWarning: If the factor has grown to its cap and no step was ever skipped. That is no
@@ -193,6 +194,21 @@ def _on_host(state: LossScaleState) -> LossScaleState:
             "`opt_state` must hold scalars, got a loss scale of shape "
             f"{np.shape(state.loss_scale)}. Take one replica: `jax.tree.map(lambda x: x[0], ...)`."
         )
+    state = strongly_typed(state)
+    # Neither training nor a policy makes these: a damaged checkpoint or a slip by hand does, and
+    # the rule cannot lead out of some of them.
+    factor = state.loss_scale.item()
+    if not 0 < factor < math.inf:
+        raise ValueError(
+            f"`opt_state` must hold a loss scale that is positive and finite, got {factor:g}. "
+            "Restore an earlier checkpoint, or put the state of `init` in its place."
+        )
+    for name, count in list(state._asdict().items())[1:]:
+        if count < 0:
+            raise ValueError(
+                f"`opt_state` must hold counts of at least 0, got {name}={count}. Restore an "
+                "earlier checkpoint, or put the state of `init` in its place."
+            )
     return LossScaleState(*(np.asarray(field) for field in state))  # pyright: ignore[reportArgumentType]
 
 
@@ -264,6 +280,10 @@ def format_nonfinite_report(report: Mapping[str, NonfiniteCounts]) -> str:
       A line that counts the arrays that are not finite, and then one for each of them. Those with
       the larger share of bad elements come first.
 
+    Raises:
+      TypeError: If `report` is no dict of counts, or is traced.
+      ValueError: If it holds the counts of several devices or steps, or what cannot be counts.
+
     Examples:
       >>> import jax.numpy as jnp
       >>> import optax_lossscale as ols
@@ -272,7 +292,12 @@ def format_nonfinite_report(report: Mapping[str, NonfiniteCounts]) -> str:
       1 of 2 arrays are not finite:
         ['dense']: 1 NaN and 0 infinite of 2 elements (50 %)
     """
-    counts = {name: [int(n) for n in each] for name, each in jax.device_get(dict(report)).items()}
+    if not isinstance(report, Mapping):
+        raise TypeError(
+            f"`report` must be a dict from `nonfinite_report`, got {report!r}. Hand in "
+            "`nonfinite_report(grads)`."
+        )
+    counts = {name: _checked_counts(name, each) for name, each in report.items()}
     bad = {name: (nan + inf) / size for name, (nan, inf, size) in counts.items() if nan + inf}
     if not bad:
         return f"0 of {len(counts)} arrays are not finite."
@@ -284,6 +309,28 @@ def format_nonfinite_report(report: Mapping[str, NonfiniteCounts]) -> str:
             f"({100 * bad[name]:.3g} %)"
         )
     return "\n".join(lines)
+
+
+def _checked_counts(name: str, counts: Any) -> list[int]:
+    what = f"`report[{name!r}]`"
+    if not isinstance(counts, tuple) or len(counts) != len(NonfiniteCounts._fields):
+        raise TypeError(
+            f"{what} must be NonfiniteCounts, got {counts!r}. Hand in `nonfinite_report(grads)`."
+        )
+    if any(isinstance(count, Tracer) for count in counts):
+        raise TypeError(
+            f"{what} must hold values, got traced arrays. Return the report from the compiled "
+            "step, and format it outside."
+        )
+    nan, inf, size = arrays = [np.asarray(count) for count in counts]
+    if not all(each.shape == () and each.dtype.kind in "iu" for each in arrays) or not (
+        0 <= nan + inf <= size
+    ):
+        raise ValueError(
+            f"{what} must hold three counts, nan and inf of at most size, got "
+            f"{tuple(each.tolist() for each in arrays)}. Take one device or step, or sum over them."
+        )
+    return [int(nan), int(inf), int(size)]
 
 
 class GradientExponents(NamedTuple):
@@ -328,8 +375,10 @@ def gradient_exponents(
       The counts. Numbers of a float64 beyond float32's exponents count at the histogram's ends.
 
     Raises:
-      TypeError: If `dtype` is no real floating-point type of at most 32 bits.
-      ValueError: If there are more than 2**31 - 1 elements, which an int32 cannot count.
+      TypeError: If `dtype` is no real floating-point type of at most 32 bits, or `loss_scale` no
+        real number.
+      ValueError: If there are more than 2**31 - 1 elements, which an int32 cannot count, or
+        `loss_scale` is no scalar, or a Python number that is not positive and finite.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -357,7 +406,7 @@ def gradient_exponents(
             f"`grads` must have at most 2**31 - 1 elements, got {size}. Look at one part of the "
             "tree at a time, and add on the host: `jax.tree.map(np.int64, ...)`."
         )
-    factor = jnp.asarray(loss_scale, jnp.float32)
+    factor = _positive("loss_scale", loss_scale)
     total = GradientExponents(
         jnp.zeros(_EXPONENTS.size, jnp.int32),
         *(jnp.zeros((), jnp.int32) for _ in range(5)),
@@ -445,8 +494,8 @@ def suggest_scale(
       A factor within [2**-126, 2**126], for `FixedLossScale` or as `initial_scale`.
 
     Raises:
-      TypeError: If `dtype` is no real floating-point type of at most 32 bits, or `headroom` no
-        integer.
+      TypeError: If `exponents` are none or traced, `dtype` is no real floating-point type of at
+        most 32 bits, or `headroom` no integer.
       ValueError: If `headroom` is negative, or the histogram is empty, stacked or wrapped around.
 
     Examples:
@@ -485,7 +534,8 @@ def plot_gradient_exponents(
       The axes.
 
     Raises:
-      TypeError: If `dtype` is no real floating-point type of at most 32 bits.
+      TypeError: If `exponents` are none or traced, `ax` is no axes, or `dtype` no real
+        floating-point type of at most 32 bits.
       ValueError: If the histogram is stacked or wrapped around.
     """
     info, name = jnp.finfo(_small_float(dtype)), jnp.dtype(dtype).name
@@ -494,6 +544,11 @@ def plot_gradient_exponents(
         from matplotlib.figure import Figure  # noqa: PLC0415 - matplotlib is an extra
 
         ax = Figure(figsize=(8, 3.5), layout="constrained").subplots()
+    elif not hasattr(ax, "axvspan"):
+        raise TypeError(
+            f"`ax` must be one axes of matplotlib, got {ax!r}. Leave it out, or take it from "
+            "`figure.subplots()`."
+        )
     zero = int(exponents.zero)
     entries = max(histogram.sum() + zero, 1)
     share = 100 * histogram / entries
@@ -523,13 +578,29 @@ def plot_gradient_exponents(
 
 def _counts(exponents: GradientExponents) -> np.ndarray:
     """Return the histogram on the host."""
+    if not isinstance(exponents, GradientExponents):
+        raise TypeError(
+            f"`exponents` must be GradientExponents, got {exponents!r}. Hand in "
+            "`gradient_exponents(grads)`."
+        )
+    if any(isinstance(field, Tracer) for field in exponents):
+        raise TypeError(
+            "`exponents` must hold values, got traced arrays. Return them from the compiled step, "
+            "and look at them outside."
+        )
+    for name, field in exponents._asdict().items():
+        if np.asarray(field).dtype.kind not in "iuf":
+            raise TypeError(
+                f"`exponents.{name}` must hold counts, got {field!r}. Hand in "
+                "`gradient_exponents(grads)`."
+            )
     histogram = np.asarray(exponents.histogram)
     if histogram.shape != _EXPONENTS.shape:
         raise ValueError(
             f"`exponents` must hold one histogram, got shape {histogram.shape}. Sum over the "
             "steps or devices: `jax.tree.map(lambda x: x.sum(0), exponents)`."
         )
-    if (histogram < 0).any():
+    if not (histogram >= 0).all():
         raise ValueError(
             "`exponents` must hold counts, got negative ones: an int32 has wrapped around. Add on "
             "the host, after `jax.tree.map(np.int64, exponents)`."
@@ -537,21 +608,45 @@ def _counts(exponents: GradientExponents) -> np.ndarray:
     return histogram
 
 
-def _small_float(dtype: DTypeLike) -> np.dtype:
-    kind = jnp.dtype(dtype)
-    if not jnp.issubdtype(kind, jnp.floating) or jnp.finfo(kind).bits > 32:
+def _small_float(dtype: DTypeLike | None) -> np.dtype:
+    try:
+        kind = None if dtype is None else jnp.dtype(dtype)  # NumPy takes None for float64
+    except TypeError:
+        kind = None
+    if kind is None or not jnp.issubdtype(kind, jnp.floating) or jnp.finfo(kind).bits > 32:
         raise TypeError(
-            f"`dtype` must be a floating-point type of at most 32 bits, got {kind}. Use "
-            "`jnp.float16`."
+            "`dtype` must be a floating-point type of at most 32 bits, got "
+            f"{dtype if kind is None else kind}. Use `jnp.float16`."
         )
     return kind
+
+
+def _positive(name: str, value: Any) -> jax.Array:
+    """Return `value` as float32[], or raise an error that calls it `name`."""
+    kind = value.dtype if is_array(value) else type(value)
+    if not (is_array(value) or isinstance(value, (int, float))) or not (
+        jnp.issubdtype(kind, jnp.floating) or jnp.issubdtype(kind, jnp.integer)
+    ):
+        raise TypeError(
+            f"`{name}` must be a real number, got {value!r}. Hand in the factor itself."
+        )
+    if jnp.shape(value):
+        raise ValueError(
+            f"`{name}` must be a scalar, got shape {jnp.shape(value)}. Hand in one factor."
+        )
+    # What an array holds is data.
+    if not is_array(value) and not 0 < value <= float(jnp.finfo(jnp.float32).max):
+        raise ValueError(
+            f"`{name}` must be positive, and finite in float32, got {value}. Use a power of two."
+        )
+    return jnp.asarray(value, jnp.float32)
 
 
 def _natural(name: str, value: object) -> int:
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise TypeError(f"`{name}` must be an integer, got {value!r}. Use `int` to convert it.")
     if value < 0:
-        raise ValueError(f"`{name}` must be at least 0, got {value}.")
+        raise ValueError(f"`{name}` must be at least 0, got {value}. Use 0 for none.")
     return int(value)
 
 
@@ -584,9 +679,10 @@ def calibrate(
       factor: look at them with `nonfinite_report`.
 
     Raises:
-      TypeError: If the policy has no bounds, since its factor does not move.
-      ValueError: If `state` holds no `LossScaleState`, or several, or there is no power of two
-        within the bounds.
+      TypeError: If `grad_fn` is not callable, or the policy has no bounds, since its factor does
+        not move.
+      ValueError: If `state` holds no `LossScaleState`, or several, if there is no power of two
+        within the bounds, or if `grad_fn` returns no gradients.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -596,6 +692,12 @@ def calibrate(
       >>> float(ols.calibrate(grad_fn, ols.init(), jnp.ones(())).loss_scale)
       16384.0
     """
+    if not callable(grad_fn):
+        raise TypeError(
+            "`grad_fn` must be a function of the state that returns scaled gradients, got "
+            f"{grad_fn!r}. See `value_and_grad`."
+        )
+    check_axis_name(axis_name)
     policy = as_loss_scale(loss_scale)
     bounds = _bounds(policy)
     if bounds is None:
@@ -619,6 +721,11 @@ def calibrate(
         candidate = with_factor(state, factor_at(middle))
         # Modules of `flax.nnx` can be used only in the trace that they were made in: these are.
         grads = grad_fn(candidate, *jax.tree.map(lambda leaf: leaf, args))
+        if not any(map(is_inexact, jax.tree.leaves(grads))):
+            raise ValueError(
+                "`grad_fn` must return gradients, got a tree without floating-point numbers: "
+                f"{jax.tree.structure(grads)}. Return what `value_and_grad` returns second."
+            )
         _, grads_finite = unscale_and_check(grads, candidate, axis_name=axis_name)
         return jnp.where(grads_finite, middle, low), jnp.where(grads_finite, high, middle - 1)
 

@@ -4,21 +4,22 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Mapping
-from typing import Any, Protocol, Self, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from optax_lossscale._state import LossScaleState, initial_state, strongly_typed
+from optax_lossscale._state import (
+    INT32_MAX,
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    LossScaleState,
+    initial_state,
+    strongly_typed,
+)
 from optax_lossscale._tree import as_flag
-
-# Outside these bounds the float32 reciprocal of the factor is infinite or subnormal, and XLA
-# flushes subnormal numbers to zero: the gradients would vanish.
-SMALLEST_SCALE = 2.0**-126
-LARGEST_SCALE = 2.0**126
-INT32_MAX = int(np.iinfo(np.int32).max)
 
 
 @runtime_checkable
@@ -93,7 +94,7 @@ class _Configurable:
                 "`as_loss_scale(config)`, which looks the class up."
             )
         known = [f.name for f in dataclasses.fields(cls)]  # pyright: ignore[reportArgumentType]
-        unknown = sorted(set(hyperparams) - set(known))
+        unknown = sorted(set(hyperparams) - set(known), key=str)
         if unknown:
             raise ValueError(
                 f"`config` has unknown keys {unknown}; {cls.__name__} has {known}. Remove them."
@@ -129,7 +130,7 @@ class FixedLossScale(_Configurable):
 
     def __post_init__(self) -> None:
         """Check the hyper-parameters."""
-        _set(self, "scale", _scale("scale", self.scale))
+        _set(self, "scale", scale_number("scale", self.scale))
         _set(self, "skip_nonfinite", _bool("skip_nonfinite", self.skip_nonfinite))
 
     def init(self) -> LossScaleState:
@@ -217,11 +218,11 @@ class DynamicLossScale(_Configurable):
     def __post_init__(self) -> None:
         """Check the hyper-parameters."""
         for name in ("initial_scale", "min_scale", "max_scale"):
-            _set(self, name, _scale(name, getattr(self, name)))
+            _set(self, name, scale_number(name, getattr(self, name)))
         for name in ("growth_interval", "hysteresis"):
             _set(self, name, _count(name, getattr(self, name)))
         for name in ("growth_factor", "backoff_factor"):
-            _set(self, name, _finite_number(name, getattr(self, name)))
+            _set(self, name, finite_number(name, getattr(self, name)))
         _set(
             self,
             "consecutive_hysteresis",
@@ -281,7 +282,7 @@ class DynamicLossScale(_Configurable):
 
 
 #: Everything that `as_loss_scale` turns into a policy.
-LossScaleLike: TypeAlias = LossScale | str | float | Mapping[str, Any] | None
+LossScaleLike: TypeAlias = LossScale | Literal["dynamic"] | float | Mapping[str, Any] | None
 
 _POLICIES = {cls.__name__: cls for cls in (FixedLossScale, DynamicLossScale)}
 
@@ -331,7 +332,7 @@ def as_loss_scale(loss_scale: LossScaleLike) -> LossScale:
             )
         return _POLICIES[class_name].from_config(loss_scale)
     if isinstance(loss_scale, numbers.Real) and not isinstance(loss_scale, bool):
-        return FixedLossScale(_scale("loss_scale", loss_scale))
+        return FixedLossScale(scale_number("loss_scale", loss_scale))
     raise TypeError(f"`loss_scale` must be {accepted}; got {loss_scale!r}.")
 
 
@@ -404,7 +405,8 @@ def _float32(value: float) -> float:
         return float(np.float32(value))
 
 
-def _finite_number(name: str, value: object) -> float:
+def finite_number(name: str, value: object) -> float:
+    """Return `value` as a Python float, or raise an error that calls it `name`."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise TypeError(
             f"`{name}` must be a Python number, got {value!r}. Hyper-parameters are fixed when a "
@@ -419,8 +421,9 @@ def _finite_number(name: str, value: object) -> float:
     return number
 
 
-def _scale(name: str, value: object) -> float:
-    number = _finite_number(name, value)
+def scale_number(name: str, value: object) -> float:
+    """Return `value` as a Python float within the bounds of a factor, or raise an error."""
+    number = finite_number(name, value)
     if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
         raise ValueError(
             f"`{name}` must lie between 2**-126 and 2**126, where a float32 has a normal "

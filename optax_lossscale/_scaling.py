@@ -1,5 +1,6 @@
 """Where the loss scale goes in and out: the loss, the gradients, the function that makes both."""
 
+import numbers
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeAlias
@@ -7,7 +8,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._state import loss_scale_state
+from optax_lossscale._state import as_field, loss_scale_state
 from optax_lossscale._tree import KeyPath, PyTree, Tree, all_finite, is_array, is_inexact, path_name
 
 #: The name of a mapped axis, or several.
@@ -67,8 +68,8 @@ def scale_loss(loss: Tree, state: PyTree) -> Tree:
 
 
 def unscale_and_check(
-    grads: PyTree, state: PyTree, *, axis_name: AxisName | None = None
-) -> tuple[PyTree, jax.Array]:
+    grads: Tree, state: PyTree, *, axis_name: AxisName | None = None
+) -> tuple[Tree, jax.Array]:
     """Divide the gradients by the loss scale and say whether they are all finite.
 
     The gradients are multiplied by the reciprocal of the factor, which is taken once, in float32.
@@ -89,7 +90,8 @@ def unscale_and_check(
       otherwise, and whether every one of them is finite, both as it came and unscaled. `bool[]`.
 
     Raises:
-      ValueError: If `state` holds no `LossScaleState`, or several.
+      TypeError: If `axis_name` cannot be the name of an axis.
+      ValueError: If `state` holds no `LossScaleState`, or several, or `axis_name` is not mapped.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -98,13 +100,14 @@ def unscale_and_check(
       >>> ols.unscale_and_check({"w": jnp.array([512.0, 2048.0], jnp.float16)}, state)
       ({'w': Array([0.5, 2. ], dtype=float32)}, Array(True, dtype=bool))
     """
+    check_axis_name(axis_name)
     unscaled = unscale(grads, state)
     # The factor's reciprocal is positive and finite, so what came in as NaN or infinite is so
     # still: one look, at the unscaled gradients, answers for both.
     return unscaled, agree(all_finite(unscaled), axis_name)
 
 
-def unscale(grads: PyTree, state: PyTree) -> PyTree:
+def unscale(grads: Tree, state: PyTree) -> Tree:
     """Divide the gradients by the loss scale, without a check."""
     reciprocal = 1 / _factor(state)
 
@@ -121,7 +124,38 @@ def unscale(grads: PyTree, state: PyTree) -> PyTree:
 
 def agree(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
     """Return where `flag` holds on every member of the mapped axes, if there are any."""
-    return flag if axis_name is None else jax.lax.pmin(flag, axis_name)
+    return over_axes(jax.lax.pmin, flag, axis_name)
+
+
+def over_axes(reduce: Callable[[Tree, Any], Tree], tree: Tree, axis_name: AxisName | None) -> Tree:
+    """Return the reduction of `tree` over the mapped axes, if there are any."""
+    if axis_name is None:
+        return tree
+    try:
+        return reduce(tree, axis_name)
+    except NameError as error:  # what JAX raises for an axis that is not mapped
+        raise ValueError(
+            f"`axis_name` must be the name of a mapped axis, or a tuple of them, got "
+            f"{axis_name!r}. Call the function within `jax.shard_map`, `jax.pmap` or `jax.vmap` "
+            "over that axis, or leave `axis_name` out under plain `jax.jit`."
+        ) from error
+
+
+def check_axis_name(axis_name: AxisName | None) -> None:
+    """Raise an error if `axis_name` cannot name axes, whether or not they are mapped."""
+    for name in axis_name if isinstance(axis_name, tuple) else (axis_name,):
+        try:
+            hash(name)
+        except TypeError:
+            is_name = False
+        else:  # an integer would stand for an axis of the array
+            is_name = not isinstance(name, numbers.Integral)
+        if not is_name:
+            raise TypeError(
+                "`axis_name` must be the name of a mapped axis, usually a string, or a tuple of "
+                f"them, got {axis_name!r}. Give the one that `jax.shard_map`, `jax.pmap` or "
+                "`jax.vmap` maps over."
+            )
 
 
 def value_and_grad(
@@ -149,8 +183,11 @@ def value_and_grad(
       them.
 
     Raises:
-      TypeError: If `fun` is not callable, or returns a loss that is not floating-point.
-      ValueError: If `state` holds no `LossScaleState`, or several.
+      TypeError: If `fun` or `transform` is not callable, `argnums` holds no positions or `has_aux`
+        is no bool; if `fun` returns a loss that is not floating-point, or no pair although
+        `has_aux`; if `transform` does not return what `jax.value_and_grad` does.
+      ValueError: If `argnums` names a position twice, or `state` holds no `LossScaleState`, or
+        several.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -160,7 +197,19 @@ def value_and_grad(
       (Array(5., dtype=float32), Array([16., 32.], dtype=float32))
     """
     if not callable(fun):
-        raise TypeError(f"`fun` must be a function that returns a loss, got {fun!r}.")
+        raise TypeError(
+            f"`fun` must be a function that returns a loss, got {fun!r}. Hand in the function, not "
+            "what it returns."
+        )
+    if not callable(transform):
+        raise TypeError(
+            "`transform` must be a function such as `jax.value_and_grad`, got "
+            f"{transform!r}. Leave it out, or hand in the function itself."
+        )
+    if not isinstance(has_aux, bool):
+        raise TypeError(f"`has_aux` must be True or False, got {has_aux!r}.")
+    if transform is jax.value_and_grad:  # that of `flax.nnx` takes more
+        _check_argnums(argnums)
     if argnums != 0:  # the default of every transform; Equinox's does not take the argument
         kwargs["argnums"] = argnums
 
@@ -169,18 +218,57 @@ def value_and_grad(
 
         def scaled(*args: Any, **kwds: Any) -> tuple[Any, Any]:
             value = fun(*args, **kwds)
+            if has_aux and not (isinstance(value, (tuple, list)) and len(value) == 2):
+                raise TypeError(
+                    "`fun` must return a pair, the loss and the aux, because of `has_aux=True`, "
+                    f"got {value!r}. Return both, or leave `has_aux` out."
+                )
             loss = value[0] if has_aux else value
             return scale_loss(loss, scale_state), value
 
-        (_, value), grads = transform(scaled, has_aux=True, **kwargs)(*args, **kwds)
+        result: Any = transform(scaled, has_aux=True, **kwargs)(*args, **kwds)
+        # `jax.grad` returns gradients and aux, which could be taken for a value and gradients.
+        if not (isinstance(result, tuple) and len(result) == 2 and _is_pair(result[0])):
+            raise TypeError(
+                "`transform` must return ((loss, aux), grads) with `has_aux=True`, as "
+                f"`jax.value_and_grad` does, got {result!r} of {transform!r}. Take the function "
+                "that returns the value too."
+            )
+        (_, value), grads = result
         return value, grads
 
     return scaled_value_and_grad
 
 
+def _is_pair(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) == 2
+
+
+def _check_argnums(argnums: Any) -> None:
+    positions = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
+    if not positions or not all(
+        isinstance(each, numbers.Integral) and not isinstance(each, bool) for each in positions
+    ):
+        raise TypeError(
+            f"`argnums` must be the position of an argument, or a tuple of them, got {argnums!r}. "
+            "Count from 0, the first argument of `fun`."
+        )
+    if len(set(positions)) < len(positions):
+        raise ValueError(
+            f"`argnums` must name each position once, got {argnums!r}. Leave the repeated out."
+        )
+
+
 def _factor(state: PyTree) -> jax.Array:
+    factor = loss_scale_state(state).loss_scale
+    if jnp.shape(factor):
+        raise ValueError(
+            f"`state` must hold a scalar loss scale, got shape {jnp.shape(factor)}. Map over the "
+            "replicas with `jax.pmap` or `jax.vmap`, or take one: "
+            "`jax.tree.map(lambda x: x[0], state)`."
+        )
     # Strongly typed, for a state in which a Python number was set: see `strongly_typed`.
-    return jnp.asarray(loss_scale_state(state).loss_scale, jnp.float32)
+    return as_field("loss_scale", factor)
 
 
 def at_least_float32(leaf: Any) -> Any:

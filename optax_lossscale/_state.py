@@ -1,11 +1,18 @@
 """The state of loss scaling, and finding it inside an optimizer's state."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from optax_lossscale._tree import PyTree, leaves_of_type, path_name
+from optax_lossscale._tree import PyTree, is_array, leaves_of_type, path_name
+
+# Outside these bounds the float32 reciprocal of the factor is infinite or subnormal, and XLA
+# flushes subnormal numbers to zero: the gradients would vanish.
+SMALLEST_SCALE = 2.0**-126
+LARGEST_SCALE = 2.0**126
+INT32_MAX = int(np.iinfo(np.int32).max)
 
 
 class LossScaleState(NamedTuple):
@@ -62,10 +69,31 @@ def strongly_typed(state: LossScaleState) -> LossScaleState:
             f"`state` must be a LossScaleState, got {type(state).__name__}. Find it in an "
             "optimizer's state with `loss_scale_state(opt_state)`."
         )
-    loss_scale, *counts = state
-    return LossScaleState(
-        jnp.asarray(loss_scale, jnp.float32), *(jnp.asarray(n, jnp.int32) for n in counts)
+    return LossScaleState(*map(as_field, state._fields, state))
+
+
+def as_field(name: str, value: Any) -> jax.Array:
+    """Return the field `name` of a state in the dtype of the contract, or raise an error."""
+    dtype, kinds, low, high = (
+        (jnp.float32, (jnp.floating, jnp.integer), SMALLEST_SCALE, LARGEST_SCALE)
+        if name == "loss_scale"
+        else (jnp.int32, (jnp.integer,), 0, INT32_MAX)
     )
+    kind = value.dtype if is_array(value) else type(value)
+    is_number = is_array(value) or isinstance(value, (int, float))
+    if not (is_number and any(jnp.issubdtype(kind, each) for each in kinds)):
+        expected = "a real number" if name == "loss_scale" else "an integer"
+        raise TypeError(
+            f"`state.{name}` must be {expected}, got {value!r}. Start from `init`, and replace "
+            "fields by numbers of the same kind."
+        )
+    # What an array holds is data: it may be traced, and looking would wait for the device.
+    if not is_array(value) and not low <= value <= high:
+        raise ValueError(
+            f"`state.{name}` must lie between {low:g} and {high:g}, got {value}. Start from "
+            "`init`, and replace fields by numbers within."
+        )
+    return jnp.asarray(value, dtype)
 
 
 def loss_scale_state(opt_state: PyTree) -> LossScaleState:
@@ -98,7 +126,15 @@ def loss_scale_state(opt_state: PyTree) -> LossScaleState:
             f"{type(opt_state).__name__}, found at: {where}. Wrap the whole optimizer once with "
             "`with_loss_scaling`, or hand in the state that is meant."
         )
-    (_, state) = found[0]
+    path, state = found[0]
     # flax.nnx keeps each array of an optimizer's state in a Variable, which is a pytree of one
     # leaf; what is returned holds the arrays themselves.
-    return LossScaleState(*jax.tree.leaves(state))
+    leaves = [jax.tree.leaves(field) for field in state]
+    for name, field, arrays in zip(state._fields, state, leaves, strict=True):
+        if len(arrays) != 1:
+            raise ValueError(
+                f"`opt_state` must hold one array as {name} of the LossScaleState at "
+                f"{path_name(path)}, got {field!r}. Start from `init`, or complete the state that "
+                "was restored."
+            )
+    return LossScaleState(*(array for (array,) in leaves))

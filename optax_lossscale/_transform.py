@@ -4,10 +4,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_lossscale._policy import LossScaleLike, as_loss_scale
-from optax_lossscale._scaling import AxisName, agree, unscale
+from optax_lossscale._scaling import AxisName, agree, check_axis_name, unscale
 from optax_lossscale._selection import update_where
 from optax_lossscale._state import LossScaleState
 from optax_lossscale._tree import (
@@ -71,8 +72,9 @@ def with_loss_scaling(
       `scale_loss` and `value_and_grad`) and whose state is a `LossScaledState`.
 
     Raises:
-      TypeError: If `inner` is no gradient transformation or `loss_scale` names no policy; from
-        `update`, if its state is no `LossScaledState`.
+      TypeError: If `inner` is no gradient transformation, `loss_scale` names no policy or
+        `axis_name` no axis; from `update`, if its state is no `LossScaledState` or `value` holds
+        what is no number.
       ValueError: From `init`, if `inner` has a loss scale already.
 
     Examples:
@@ -90,6 +92,7 @@ def with_loss_scaling(
     """
     inner = with_extra_args("inner", inner)
     policy = as_loss_scale(loss_scale)
+    check_axis_name(axis_name)
 
     def init_fn(params: optax.Params) -> LossScaledState:
         inner_state = inner.init(params)
@@ -122,6 +125,7 @@ def with_loss_scaling(
                 "`init` of this transformation; put the state of a plain optimizer into its "
                 "`inner_state`."
             )
+        _check_value(extra_args.get("value"))
         scale_state, inner_state = state.loss_scale_state, _as_arrays(state.inner_state)
         grads = unscale(updates, scale_state)
         if not policy.skip_nonfinite:
@@ -160,6 +164,18 @@ def with_extra_args(
             f"{optimizer!r}. Call the optimizer's factory first, for example `optax.adam(1e-3)`."
         )
     return optax.with_extra_args_support(optimizer)
+
+
+def _check_value(value: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(value):
+        on_host = isinstance(leaf, (np.ndarray, np.generic))
+        if (on_host and leaf.dtype.kind in "OSU") or not (
+            is_array(leaf) or isinstance(leaf, (bool, int, float, complex))
+        ):
+            raise TypeError(
+                f"`value` must be the loss, a number or a tree of numbers, got {leaf!r} at "
+                f"{path_name(path)}. Hand in what the loss function returned, unscaled."
+            )
 
 
 def _zero_unless(pred: jax.Array, tree: Tree) -> Tree:

@@ -20,11 +20,29 @@ from optax_lossscale._policy import (
     SMALLEST_SCALE,
     DynamicLossScale,
     LossScaleLike,
+    finite_number,
+    scale_number,
 )
-from optax_lossscale._scaling import AxisName, scale_loss, unscale, value_and_grad
+from optax_lossscale._scaling import (
+    AxisName,
+    check_axis_name,
+    over_axes,
+    scale_loss,
+    unscale,
+    value_and_grad,
+)
 from optax_lossscale._state import LossScaleState, loss_scale_state
 from optax_lossscale._transform import with_extra_args, with_loss_scaling
-from optax_lossscale._tree import PyTree, Tree, all_finite, is_array, leaves_of_type, tree_where
+from optax_lossscale._tree import (
+    PyTree,
+    Tree,
+    all_finite,
+    first_difference,
+    is_array,
+    leaves_of_type,
+    path_name,
+    tree_where,
+)
 
 
 class TrainState(train_state.TrainState):
@@ -87,9 +105,12 @@ class TrainState(train_state.TrainState):
           **kwargs: The fields that a subclass adds. Python numbers in them become arrays.
 
         Raises:
-          TypeError: If `tx` is no optimizer, `loss_scale` no policy, or a field is not known.
+          TypeError: If `tx` is no optimizer, `loss_scale` no policy, `count_skipped` no bool, or a
+            field is not known.
           ValueError: If `tx` scales the loss already.
         """
+        if not isinstance(count_skipped, bool):
+            raise TypeError(f"`count_skipped` must be True or False, got {count_skipped!r}.")
         wrapped = with_loss_scaling(_beside_metadata(tx), loss_scale, axis_name=axis_name)
         state = cls(
             step=jnp.zeros((), jnp.int32),
@@ -134,8 +155,10 @@ class TrainState(train_state.TrainState):
 
         Raises:
           TypeError: If a field is not known, or a dtype in it changes.
-          ValueError: If the structure or a shape in a field changes.
+          ValueError: If the structure or a shape in a field changes, or `grads` has not those of
+            `params`.
         """
+        _check_grads(grads, self.params)
         known = {field.name for field in dataclasses.fields(self)} - {"step", "params", "opt_state"}
         if unknown := sorted(set(kwargs) - known):
             raise TypeError(
@@ -218,7 +241,11 @@ class DynamicScale(dynamic_scale.DynamicScale):
           TypeError: If `fun` is not callable, or a hyper-parameter is of the wrong type.
           ValueError: If a hyper-parameter is out of the bounds of `DynamicLossScale`.
         """
-        floor, ceiling = max(float(self.minimum_scale or 0), SMALLEST_SCALE), LARGEST_SCALE
+        floor, ceiling = SMALLEST_SCALE, LARGEST_SCALE
+        if self.minimum_scale is not None:
+            # Flax takes 0 for no floor, too.
+            minimum = finite_number("minimum_scale", self.minimum_scale)
+            floor = scale_number("minimum_scale", max(minimum, floor))
         policy = DynamicLossScale(
             initial_scale=floor,
             growth_interval=self.growth_interval,
@@ -232,19 +259,41 @@ class DynamicScale(dynamic_scale.DynamicScale):
             loss_scale=jnp.minimum(jnp.asarray(self.scale, jnp.float32), ceiling),
             growth_count=jnp.asarray(self.fin_steps, jnp.int32),
         )
+        check_axis_name(axis_name)
         scaled_value_and_grad = value_and_grad(fun, argnums, has_aux)
 
         def finite_value_and_grad(*args: Any, **kwargs: Any) -> dynamic_scale.DynamicScaleResult:
             value, grads = scaled_value_and_grad(state, *args, **kwargs)
-            grads = unscale(grads, state)
-            if axis_name is not None:
-                grads = jax.lax.pmean(grads, axis_name)
+            grads = over_axes(jax.lax.pmean, unscale(grads, state), axis_name)
             finite = all_finite(grads)  # of the mean, as in Flax: it may overflow, and all agree
             new_state = policy.update(state, finite)
             new_self = self.replace(fin_steps=new_state.growth_count, scale=new_state.loss_scale)
             return dynamic_scale.DynamicScaleResult(new_self, finite, value, grads)
 
         return finite_value_and_grad
+
+
+def _check_grads(grads: PyTree, params: PyTree) -> None:
+    if jax.tree.structure(grads) != jax.tree.structure(params):
+        raise ValueError(
+            "`grads` must have the structure of `params`, got a difference at "
+            f"{path_name(first_difference(grads, params) or ())}. Differentiate with respect to "
+            "all of `state.params`."
+        )
+    leaves = jax.tree_util.tree_leaves_with_path(grads)
+    for (path, grad), param in zip(leaves, jax.tree.leaves(params), strict=True):
+        if not (is_array(grad) or isinstance(grad, (int, float, complex))):
+            raise TypeError(
+                f"`grads` must hold arrays, got {grad!r} at {path_name(path)}. Hand in what "
+                "`jax.grad` returned."
+            )
+        # Summed with the parameter, another shape would be broadcast.
+        if jnp.shape(grad) != jnp.shape(param):
+            raise ValueError(
+                f"`grads` must have the shapes of `params`, got {jnp.shape(grad)} for "
+                f"{jnp.shape(param)} at {path_name(path)}. Differentiate with respect to "
+                "`state.params`."
+            )
 
 
 def _has_metadata(params: PyTree) -> bool:

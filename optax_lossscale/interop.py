@@ -13,6 +13,7 @@ torch has no floor. Here the factor stays between 2**-126 and 2**126, where its 
 is a normal number. The counters of skipped steps start at 0: nobody else has them.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,9 @@ import numpy as np
 
 from optax_lossscale._policy import INT32_MAX, LARGEST_SCALE, SMALLEST_SCALE, DynamicLossScale
 from optax_lossscale._state import LossScaleState, loss_scale_state
+
+# What counts steps, whatever it is called.
+_COUNTS = {"fin_steps", "counter", "_growth_tracker", "growth_count", "growth_interval", "period"}
 
 
 def from_flax_dynamic_scale(ds: Any) -> tuple[DynamicLossScale, LossScaleState]:
@@ -49,7 +53,8 @@ def from_flax_dynamic_scale(ds: Any) -> tuple[DynamicLossScale, LossScaleState]:
     expected = "a flax.training.dynamic_scale.DynamicScale"
     names = ("scale", "fin_steps", "growth_interval", "growth_factor", "backoff_factor")
     scale, count, interval, growth, backoff = _numbers("ds", ds, names, expected)
-    floor = float(getattr(ds, "minimum_scale", None) or 0)  # None is no floor
+    minimum = getattr(ds, "minimum_scale", None)
+    floor = 0.0 if minimum is None else _number("ds", "minimum_scale", minimum)
     is_ours = any(cls.__module__ == "optax_lossscale.flax" for cls in type(ds).__mro__)
     rule = {"growth_factor": growth, "backoff_factor": backoff, "min_scale": floor}
     return _convert("ds", scale, count, interval if is_ours else interval + 1, **rule)
@@ -142,7 +147,7 @@ def to_torch_state_dict(policy: DynamicLossScale, state: Any) -> dict[str, Any]:
     Raises:
       TypeError: If `policy` is no `DynamicLossScale`, or `state` does not hold concrete numbers.
       ValueError: If `hysteresis` is greater than 1, or `state` does not hold exactly one
-        `LossScaleState` of scalars.
+        `LossScaleState` of scalars, or one that is out of bounds.
 
     Examples:
       >>> import optax_lossscale as ols
@@ -164,6 +169,7 @@ def to_torch_state_dict(policy: DynamicLossScale, state: Any) -> dict[str, Any]:
         )
     found = loss_scale_state(state)._asdict()
     scale, count = _numbers("state", found, ("loss_scale", "growth_count"), "a LossScaleState")
+    _check_standing("state", scale, count)
     return {
         "scale": scale,
         "growth_factor": policy.growth_factor,
@@ -193,12 +199,30 @@ def _number(argument: str, name: str, value: Any) -> float:
             f"replica: `jax.tree.map(lambda x: x[0], {argument})`."
         )
     try:
-        return float(value)
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError("a flag is no number")  # noqa: TRY301, the message below says it
+        number = float(value)
     except (TypeError, ValueError) as error:  # a traced value is a TypeError, too
         raise TypeError(
             f"`{argument}` must hold concrete numbers, got {name}={value!r}. Convert it outside of "
             "`jax.jit` and other transformations."
         ) from error
+    except OverflowError:  # an integer beyond float64
+        number = math.inf
+    if name in _COUNTS and not number.is_integer():
+        raise ValueError(
+            f"`{argument}` has no equal here. Steps must be whole numbers, got {name}={value}. Use "
+            "`int` to convert it."
+        )
+    return number
+
+
+def _check_standing(argument: str, loss_scale: float, growth_count: float) -> None:
+    if not (SMALLEST_SCALE <= loss_scale <= LARGEST_SCALE and growth_count >= 0):
+        raise ValueError(
+            f"`{argument}` must hold a factor between 2**-126 and 2**126 and a count of at least "
+            f"0, got {loss_scale} and {growth_count:g}. Start anew with a `DynamicLossScale`."
+        )
 
 
 def _convert(
@@ -212,11 +236,7 @@ def _convert(
     min_scale: float = SMALLEST_SCALE,
     max_scale: float = LARGEST_SCALE,
 ) -> tuple[DynamicLossScale, LossScaleState]:
-    if not (SMALLEST_SCALE <= loss_scale <= LARGEST_SCALE and growth_count >= 0):
-        raise ValueError(
-            f"`{argument}` must hold a factor between 2**-126 and 2**126 and a count of at least "
-            f"0, got {loss_scale} and {growth_count:g}. Start anew with a `DynamicLossScale`."
-        )
+    _check_standing(argument, loss_scale, growth_count)
     min_scale = max(min_scale, SMALLEST_SCALE)
     max_scale = max(max_scale, min_scale)
     try:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from optax_lossscale._diagnostics import with_factor
 from optax_lossscale._policy import init
@@ -46,6 +47,7 @@ def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any
       *args: The rest of what `grad_fn` takes.
 
     Raises:
+      TypeError: If `grad_fn` is not callable, or its gradients are traced.
       AssertionError: If the gradients are not proportional to the factor. The message says
         "not scaled", "scaled twice", or how they depend on it.
       ValueError: If `state` holds no `LossScaleState`, or several, or if nothing can be measured
@@ -59,6 +61,11 @@ def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any
       ...     return ols.value_and_grad(lambda w: jnp.sum(w**2))(state, w)[1]
       >>> assert_scaled_once(grad_fn, ols.init(), jnp.ones(3))
     """
+    if not callable(grad_fn):
+        raise TypeError(
+            "`grad_fn` must be a function of the state that returns scaled gradients, got "
+            f"{grad_fn!r}. See `value_and_grad`."
+        )
     loss_scale_state(state)  # there is exactly one
     powers = _powers(grad_fn, state, *args)
     wrong = {name: k for name, k in powers.items() if abs(k - 1) > 0.25}
@@ -94,6 +101,11 @@ def _powers(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any) -> dict[s
 
 def _largest(grads: PyTree) -> dict[str, float]:
     """Return the largest magnitude in each array that the factor goes into."""
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(grads)):
+        raise TypeError(
+            "`grad_fn` must return values, got traced arrays. Call `assert_scaled_once` outside of "
+            "`jax.jit`; the function itself may be jitted."
+        )
     # What `unscale` leaves alone, the metadata of Flax's fp8 layers, is not scaled either.
     ones = jax.tree.map(lambda _: jnp.float32(1), grads)
     scaled = jax.tree.leaves(unscale(ones, init(2.0)))
