@@ -40,24 +40,33 @@ def main(argv: Sequence[str] | None = None) -> None:
         compile_limit=args.compile_limit,
         seed=args.seed,
     )
+    args.output.mkdir(parents=True, exist_ok=True)
     results = {
         "environment": environment(),
         "settings": vars(args) | {"output": str(args.output)},
-        "steps": {
-            group: [suite.run_steps(benchmark, options) for benchmark in suite.STEPS[group]]
-            for group in suite.STEPS
-            if group in args.only
-        },
-        "compilation": suite.run_compilation(options) if suite.COMPILATION in args.only else [],
+        "steps": {},
+        "compilation": [],
     }
-    results["environment"]["load_after"] = os.getloadavg()[0]
-    args.output.mkdir(parents=True, exist_ok=True)
-    table = report.markdown(results)
-    (args.output / "benchmarks.json").write_text(json.dumps(results, indent=1) + "\n")
-    (args.output / "benchmarks.md").write_text(table)
-    report.draw(results, args.output / "benchmarks.png")
-    print(table)
+    # Written after each benchmark: whoever stops the rest keeps what was measured.
+    for group in (group for group in suite.STEPS if group in args.only):
+        found = results["steps"].setdefault(group, [])
+        for benchmark in suite.STEPS[group]:
+            found.append(suite.run_steps(benchmark, options))
+            write(results, args.output)
+    if suite.COMPILATION in args.only:
+        for found in suite.run_compilation(options):
+            results["compilation"].append(found)
+            write(results, args.output)
+    print((args.output / "benchmarks.md").read_text())
     print(f"Written to {args.output}: benchmarks.md, benchmarks.png, benchmarks.json")
+
+
+def write(results: dict[str, Any], output: Path) -> None:
+    """Write what is known so far: every number, the table and the picture."""
+    results["environment"]["load_after"] = os.getloadavg()[0]
+    (output / "benchmarks.json").write_text(json.dumps(results, indent=1) + "\n")
+    (output / "benchmarks.md").write_text(report.markdown(results))
+    report.draw(results, output / "benchmarks.png")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

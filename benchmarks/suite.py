@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -125,9 +125,8 @@ def run_steps(benchmark: StepBenchmark, options: Options) -> dict[str, Any]:
     }
 
 
-def run_compilation(options: Options) -> list[dict[str, Any]]:
-    """Time tracing and compilation against the number of arrays."""
-    results = []
+def run_compilation(options: Options) -> Iterator[dict[str, Any]]:
+    """Time tracing and compilation, and yield what was found for each number of arrays."""
     too_slow: dict[str, str] = {}
     for arrays in options.sizes.arrays:
         workload = gradients(many(arrays), jnp.float32)
@@ -160,8 +159,7 @@ def run_compilation(options: Options) -> list[dict[str, Any]]:
                 rows[kind.name] |= {"seconds": taken, "ratios": ratios}
                 if max(taken) > options.compile_limit:
                     too_slow[kind.name] = f"{max(taken):.0f} s at {arrays} arrays, then stopped"
-        results.append({"arrays": arrays, "rows": rows})
-    return results
+        yield {"arrays": arrays, "rows": rows}
 
 
 def build(

@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import measure, report, suite, workloads  # noqa: E402 - no package, not installed
+from benchmarks import measure, report, run, suite, workloads  # noqa: E402 - no package
 from benchmarks.contenders import CONTENDERS, Jmp, KerasAlone, OptaxAlone, Ours  # noqa: E402
 
 pytestmark = [
@@ -244,3 +244,22 @@ def test_the_command_writes_table_picture_and_numbers(tmp_path):
     assert len(headings) == 4
     assert f"| {Ours.name} | " in table
     assert (tmp_path / "benchmarks.png").stat().st_size > 10_000
+
+
+def test_who_stops_a_run_keeps_what_was_measured(tmp_path, monkeypatch):
+    measured = suite.run_steps
+
+    def stop_at_the_second(benchmark, given):
+        if benchmark not in suite.STEPS["wide"]:
+            raise KeyboardInterrupt
+        return measured(benchmark, given)
+
+    monkeypatch.setattr(suite, "run_steps", stop_at_the_second)
+    arguments = ["--size=tiny", "--rounds=1", "--sample-seconds=0", "--contenders", "Ours"]
+    with pytest.raises(KeyboardInterrupt):
+        run.main([*arguments, "--output", str(tmp_path)])
+    kept = json.loads((tmp_path / "benchmarks.json").read_text())
+    assert list(kept["steps"]) == ["wide"]
+    assert kept["steps"]["wide"][0]["rows"][Ours.name]["ratios"]
+    assert Ours.name in (tmp_path / "benchmarks.md").read_text()
+    assert (tmp_path / "benchmarks.png").stat().st_size > 0
