@@ -79,5 +79,5 @@ pins:
 	mv $(VENV)/constraints.txt constraints.txt
 
 clean:
-	rm -rf $(VENV) build dist output .pytest_cache .ruff_cache .coverage .coverage.*
+	rm -rf $(VENV) .matrix build dist output .pytest_cache .ruff_cache .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
