@@ -92,7 +92,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--compile-limit",
         type=float,
-        default=20.0,
+        default=15.0,
         help="seconds; who takes longer to compile is not compiled again",
     )
     add("--seed", type=int, default=0, help="of the order within a round")
