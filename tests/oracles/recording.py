@@ -1,0 +1,102 @@
+"""What the record scripts share: the runs that they draw, and the file that they write.
+
+It needs the standard library alone, and a Python as old as 3.8, because old releases of the
+recorded libraries need that. Each file in `recorded` is what one script wrote, in an environment
+of its own that held nothing but what is named here and what that requires:
+
+| file                 | script               | Python | installed                               |
+| -------------------- | -------------------- | ------ | --------------------------------------- |
+| tensorflow-2.4.json  | record_tensorflow.py | 3.8    | tensorflow-cpu==2.4.4                   |
+| tensorflow-2.21.json | record_tensorflow.py | 3.11   | tensorflow-cpu==2.21.0 tf_keras==2.21.0 |
+| mindspore-2.10.json  | record_mindspore.py  | 3.11   | mindspore==2.10.0                       |
+
+The command is `python tests/oracles/<script>`. Run again with the same versions it writes the same
+bytes, except for what other versions of Python and NumPy put into `versions`.
+
+TensorFlow 2.4 still has the loss scales of `tf.mixed_precision.experimental`; they are those of
+`tf.compat.v1.mixed_precision`, which are recorded. 2.21's Keras 2 is the package `tf_keras`.
+"""
+
+import json
+import math
+import pathlib
+import platform
+import random
+import struct
+
+# How a step is written: T is good, the others say what every gradient is made of.
+SPOILT = {"n": math.nan, "+": math.inf, "-": -math.inf}
+STEPS = 40
+RECORDED = pathlib.Path(__file__).parent / "recorded"
+
+
+def multiplier_of(step):
+    """Return what the loss of a step is multiplied by."""
+    return SPOILT.get(step, 1.0)
+
+
+def draw_steps(rng, interval, length=STEPS):
+    """Draw steps with overflows: balanced with the growth, rare, frequent, none, or only."""
+    bad = rng.choice([1 - 0.5 ** (1 / interval)] * 3 + [0.03, 0.2, 0.6, 0.0, 1.0])
+    return "".join(rng.choice("n+-") if rng.random() < bad else "T" for _ in range(length))
+
+
+def draw_rules(seed, count, factors, exponents=(0, 24)):
+    """Draw (initial factor, interval, growth factor, steps) of `count` runs."""
+    rng = random.Random(seed)  # noqa: S311, reproducible and no secret
+    runs = []
+    for _ in range(count):
+        interval = rng.choice([1, 1, 2, 2, 3, 5, 10])
+        start = float(2 ** rng.randint(*exponents)) * rng.choice([1.0, 1.0, 1.0, 1.3])
+        runs.append((start, interval, rng.choice(factors), draw_steps(rng, interval)))
+    return runs
+
+
+def draw_problem(seed):
+    """Draw a linear regression, its start, and the steps in which its loss is spoilt."""
+    rng = random.Random(seed)  # noqa: S311, reproducible and no secret
+
+    def matrix(rows, columns):
+        return [[round(rng.uniform(-2, 2), 3) for _ in range(columns)] for _ in range(rows)]
+
+    return {
+        "x": matrix(6, 3),
+        "y": matrix(6, 2),
+        "w": matrix(3, 2),
+        "b": matrix(1, 2)[0],
+        "initial_scale": float(2 ** rng.randint(0, 12)),
+        "interval": rng.choice([1, 2, 3, 5]),
+        "steps": "TT"
+        + "".join("T" if rng.random() < 0.8 else rng.choice("n+-") for _ in range(28)),
+    }
+
+
+def shortest(number):
+    """Return a float32 as the shortest decimal that rounds to it, which keeps the files small."""
+    number = float(number)
+    for digits in range(1, 18):
+        short = float(f"{number:.{digits}g}")
+        if bits(short) == bits(number) != b"":
+            return int(short) if short.is_integer() and abs(short) < 1e15 else short
+    return number
+
+
+def bits(number):
+    """Return the float32 that is nearest, as bytes, or nothing where there is none."""
+    try:
+        return struct.pack("f", number)
+    except OverflowError:
+        return b""
+
+
+def write(name, versions, trajectories, trainings):
+    """Write the recording as JSON, a run on each line."""
+    versions = {"python": platform.python_version(), **versions}
+    lines = ["{", f'"versions": {json.dumps(versions)},']
+    for key, runs in (("trajectories", trajectories), ("trainings", trainings)):
+        rows = [json.dumps(run, separators=(",", ":"), allow_nan=False) for run in runs]
+        lines += [f'"{key}": [', ",\n".join(rows), "]" + ("," if key == "trajectories" else "")]
+    RECORDED.mkdir(exist_ok=True)
+    path = RECORDED / f"{name}.json"
+    path.write_text("\n".join([*lines, "}"]) + "\n", encoding="ascii")
+    print(f"{path.name}: {path.stat().st_size} bytes")  # noqa: T201, a script's result
