@@ -27,9 +27,10 @@ test: $(VENV)/test.installed
 oracles: $(VENV)/oracles.installed
 	$(PYTEST) tests/oracles
 
-# The site, in output/docs, with warnings as errors.
+# The site, in output/docs, with warnings as errors; then its links, its pictures and its reference.
 docs: $(VENV)/docs.installed
 	$(RUN) -m sphinx -W --keep-going -n -E -b html docs output/docs
+	$(RUN) -m pytest tests/test_docs_site.py
 
 # Trains in float32, float16 and float16 with loss scaling, and writes docs/training.md anew.
 fidelity: $(VENV)/test.installed

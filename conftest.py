@@ -37,6 +37,6 @@ def _defaults() -> Iterator[None]:
 
 pytest_collect_file = Sybil(
     parsers=[CodeBlockParser("python", _run), CodeBlockParser("text", _compare)],
-    patterns=["README.md", "BUILD.md", "docs/*.md"],
+    patterns=["README.md", "BUILD.md", "docs/*.md", "docs/api/*.md"],
     fixtures=["_defaults"],
 ).pytest()

@@ -233,9 +233,9 @@ class DynamicScale(dynamic_scale.DynamicScale):
           axis_name: The mapped axis over which to average the gradients.
 
         Returns:
-          A function of the arguments of `fun` that returns a `DynamicScaleResult`: the next
-          `dynamic_scale`; whether all gradients are `finite`; `aux`, which is what `fun` returned;
-          and `grad`, the true gradients, in float32 or larger.
+          A function of the arguments of `fun` that returns a `DynamicScaleResult`, which holds the
+          next `dynamic_scale`, whether all gradients are `finite`, `aux`, which is what `fun`
+          returned, and `grad`, the true gradients, in float32 or larger.
 
         Raises:
           TypeError: If `fun` is not callable, or a hyper-parameter is of the wrong type.

@@ -14,11 +14,14 @@ DOCUMENTS = [
     "README.md",
     "BUILD.md",
     "CHANGELOG.md",
-    *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/*.md")),
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md")),
 ]
 COMMANDS = [
     "README.md",
     "BUILD.md",
+    "CONTRIBUTING.md",
     ".ci/run",
     ".pre-commit-config.yaml",
     ".github/workflows/ci.yml",

@@ -1,0 +1,104 @@
+"""How Sphinx builds the site: `make docs`. The pages are plain Markdown and need none of this."""
+
+from typing import Any
+
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.application import Sphinx
+from sphinx.transforms import SphinxTransform
+
+import optax_lossscale
+import optax_lossscale.flax
+import optax_lossscale.interop
+import optax_lossscale.keras
+import optax_lossscale.testing
+
+project = "optax_lossscale"
+author = "The optax_lossscale authors"
+version = release = optax_lossscale.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+default_role = "literal"  # a backtick in a docstring is code; see `LinkNames`
+
+myst_heading_anchors = 3
+# Types of others, for which no inventory can be read without a network, in full and as Optax and
+# matplotlib shorten them; and our one type variable, a tree that comes out as it went in.
+nitpick_ignore_regex = [
+    ("py:.*", r"(collections|flax|jax|matplotlib|numpy|optax)\..*"),
+    ("py:class", r"ArrayTree|Axes|optax_lossscale\._tree\.Tree"),
+]
+
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 88
+napoleon_attr_annotations = False
+napoleon_numpy_docstring = False
+
+html_theme = "furo"
+html_title = f"optax_lossscale {version}"
+html_favicon = "images/icon.svg"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_copyright = False
+html_show_sphinx = False
+html_copy_source = False
+pygments_style = "friendly"
+pygments_dark_style = "native"
+
+# Public names are known where they are imported from, not in the module that defines them.
+for name in optax_lossscale.__all__:
+    getattr(optax_lossscale, name).__module__ = "optax_lossscale"
+
+# What is linked wherever it stands in backticks: `ols.init`, and `scale_loss` without more; but not
+# `init` or `update` alone, which are words of every page.
+_PUBLIC = {name: f"optax_lossscale.{name}" for name in optax_lossscale.__all__}
+_AMBIGUOUS = {"calibrate", "init", "loss_scale_state", "metrics", "update", "value_and_grad"}
+LINKED = {f"ols.{name}": target for name, target in _PUBLIC.items()}
+LINKED |= {name: target for name, target in _PUBLIC.items() if name not in _AMBIGUOUS}
+_ELSEWHERE = {
+    "assert_scaled_once": "optax_lossscale.testing.assert_scaled_once",
+    "ema_params": "optax_lossscale.keras.ema_params",
+    "loss_scale_optimizer": "optax_lossscale.keras.loss_scale_optimizer",
+}
+LINKED |= _ELSEWHERE | {target: target for target in _ELSEWHERE.values()}
+_FLAX = ("DynamicScale", "TrainState")  # only in full: Flax's own are spoken of as often
+LINKED |= {f"optax_lossscale.flax.{name}": f"optax_lossscale.flax.{name}" for name in _FLAX}
+
+
+class LinkNames(SphinxTransform):
+    """Links a public name in backticks to its entry in the reference.
+
+    Not where others' classes of the same names are spoken of.
+    """
+
+    default_priority = 500
+
+    def apply(self, **kwargs: object) -> None:
+        """Replace each literal that is such a name by a reference to it."""
+        del kwargs
+        if self.env.docname == "migration":
+            return
+        for literal in list(self.document.findall(nodes.literal)):
+            target = LINKED.get(literal.astext())
+            if target is None or isinstance(
+                literal.parent, (nodes.reference, nodes.title, addnodes.pending_xref)
+            ):
+                continue
+            link = addnodes.pending_xref(
+                "", refdomain="py", reftype="obj", reftarget=target, refexplicit=True, refwarn=True
+            )
+            literal.replace_self(link)
+            link += literal
+
+
+def keep_bars(*event: Any) -> None:
+    """Let the bars of a magnitude in a docstring be bars; between two of them is a substitution."""
+    lines = event[-1]
+    lines[:] = [line.replace("|g|", r"\|g\|") for line in lines]
+
+
+def setup(app: Sphinx) -> None:
+    """Add what is ours."""
+    app.add_transform(LinkNames)
+    app.connect("autodoc-process-docstring", keep_bars)
