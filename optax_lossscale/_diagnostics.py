@@ -21,7 +21,14 @@ from jax.typing import ArrayLike, DTypeLike
 
 from optax_lossscale._policy import LossScale, LossScaleLike, as_loss_scale
 from optax_lossscale._scaling import AxisName, check_axis_name, unscale_and_check
-from optax_lossscale._state import INT32_MAX, LossScaleState, loss_scale_state, strongly_typed
+from optax_lossscale._state import (
+    INT32_MAX,
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    LossScaleState,
+    loss_scale_state,
+    strongly_typed,
+)
 from optax_lossscale._tree import PyTree, Tree, is_array, is_inexact
 
 if TYPE_CHECKING:
@@ -97,7 +104,7 @@ def check_health(
         cannot be raised from a compiled step.
       ValueError: If `max_consecutive_skipped` is negative, or `opt_state` holds no
         `LossScaleState`, or several, or one of several replicas, or one that no training leads
-        to: a factor that is not positive and finite, a negative count.
+        to: a factor that is not between 2**-126 and 2**126, a negative count.
 
     Warns:
       UserWarning: If the factor has grown to its cap and no step was ever skipped. That is no
@@ -124,8 +131,8 @@ def check_health(
             f"the loss scale is {factor:g}, {standing}. Likely causes, the likeliest first:\n"
             + "\n".join(f"  {i}. {cause}" for i, cause in causes)
         )
-    started_below = policy.init().loss_scale < factor
-    if bounds is not None and factor == bounds[1] and started_below and not state.total_skipped:
+    at_cap = bounds is not None and factor == bounds[1]
+    if at_cap and _starts_at(policy) < factor and not state.total_skipped:
         warnings.warn(
             f"The loss scale is at its cap of {factor:g} and no step was ever skipped. "
             "Either the loss need not be scaled, as in bfloat16 and float32: `loss_scale=None` "
@@ -183,6 +190,12 @@ def _bounds(policy: LossScale) -> tuple[float, float] | None:
     return None if None in bounds else (float(np.float32(bounds[0])), float(np.float32(bounds[1])))
 
 
+def _starts_at(policy: LossScale) -> float:
+    """Return the factor of the first step."""
+    with jax.transfer_guard("allow"):  # asked for
+        return policy.init().loss_scale.item()
+
+
 def _on_host(state: LossScaleState) -> LossScaleState:
     if any(isinstance(field, Tracer) for field in state):
         raise TypeError(
@@ -194,13 +207,15 @@ def _on_host(state: LossScaleState) -> LossScaleState:
             "`opt_state` must hold scalars, got a loss scale of shape "
             f"{np.shape(state.loss_scale)}. Take one replica: `jax.tree.map(lambda x: x[0], ...)`."
         )
-    state = strongly_typed(state)
+    # On the host from here on, where comparing moves nothing to the device (`jax_transfer_guard`).
+    state = LossScaleState(*(np.asarray(jax.device_get(f)) for f in strongly_typed(state)))  # pyright: ignore[reportArgumentType]
     # Neither training nor a policy makes these: a damaged checkpoint or a slip by hand does, and
     # the rule cannot lead out of some of them.
     factor = state.loss_scale.item()
-    if not 0 < factor < math.inf:
+    # Above the bounds all gradients would be unscaled to zero, and the steps applied.
+    if not SMALLEST_SCALE <= factor <= LARGEST_SCALE:
         raise ValueError(
-            f"`opt_state` must hold a loss scale that is positive and finite, got {factor:g}. "
+            f"`opt_state` must hold a loss scale between 2**-126 and 2**126, got {factor:g}. "
             "Restore an earlier checkpoint, or put the state of `init` in its place."
         )
     for name, count in list(state._asdict().items())[1:]:
@@ -209,7 +224,7 @@ def _on_host(state: LossScaleState) -> LossScaleState:
                 f"`opt_state` must hold counts of at least 0, got {name}={count}. Restore an "
                 "earlier checkpoint, or put the state of `init` in its place."
             )
-    return LossScaleState(*(np.asarray(field) for field in state))  # pyright: ignore[reportArgumentType]
+    return state
 
 
 class NonfiniteCounts(NamedTuple):

@@ -179,6 +179,40 @@ def damage(path, pattern, how):
         file.write_bytes(content[: len(content) // 2])
 
 
+def with_one_bit_flipped(content, where):
+    i = int(where * (len(content) - 1))
+    return content[:i] + bytes([content[i] ^ 16]) + content[i + 1 :]
+
+
+HARMS = {
+    "missing": lambda file, _: file.unlink(),
+    "emptied": lambda file, _: file.write_bytes(b""),
+    "cut off": lambda file, content: file.write_bytes(content[: len(content) // 2]),
+    **{
+        f"a bit at {where}": lambda file, content, where=where: file.write_bytes(
+            with_one_bit_flipped(content, where)
+        )
+        for where in (0.0, 0.5, 1.0)
+    },
+}
+
+
+def restore_after_each_harm(folder, like):
+    """Damage every file of an Orbax checkpoint in every way, and return what came of each."""
+    outcomes = {}
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    for file, (harm, do) in itertools.product(files, HARMS.items()):
+        content = file.read_bytes()
+        do(file, content)
+        try:
+            outcome = restore_orbax(folder, like)
+        except Exception as error:  # noqa: BLE001, the test looks at what it is
+            outcome = type(error)
+        outcomes[file.relative_to(folder).parts[0], file.name, harm] = outcome
+        file.write_bytes(content)
+    return outcomes
+
+
 def resume_all(folder):
     """Restore every checkpoint of `folder`, train to the end, and write down what came of it."""
     policy = ols.as_loss_scale(json.loads((folder / "policy.json").read_text("utf-8")))
@@ -206,6 +240,7 @@ def resume_all(folder):
             results[name] = restore_orbax(folder / "_".join(name).replace("/*", ""), fresh)
         except Exception as error:  # noqa: BLE001, the test looks at what it is
             results[name] = type(error)
+    results["harms"] = restore_after_each_harm(folder / f"orbax_{SAVED_AFTER[1]}", fresh)
     (folder / "results.pickle").write_bytes(pickle.dumps(results))
 
 
@@ -433,6 +468,123 @@ def test_a_file_that_was_cut_off_is_an_error(name, error, kept, tmp_path):
 def test_an_orbax_checkpoint_that_was_damaged_is_an_error(run, damaged):
     *_, resumed = run
     assert issubclass(resumed[damaged], (ValueError, FileNotFoundError))
+
+
+def test_no_harm_to_any_file_of_an_orbax_checkpoint_restores_another_state(run):
+    """Orbax notices, or it did not need what was harmed: its copies of each process's part."""
+    states, _, resumed = run
+    outcomes = resumed["harms"]
+    noticed = {part for (part, *_), each in outcomes.items() if isinstance(each, type)}
+    for outcome in outcomes.values():
+        if isinstance(outcome, type):
+            assert issubclass(outcome, (ValueError, FileNotFoundError))
+        else:
+            assert_same_bits(outcome, states[SAVED_AFTER[1]])
+    assert {"_METADATA", "d", "manifest.ocdbt"} <= noticed
+
+
+def test_the_managers_earlier_step_is_there_when_the_latest_is_damaged(tmp_path):
+    today, _ = states_of_two_versions()
+    tx = ols.with_loss_scaling(optax.adam(0.1))
+    _, later = tx.update({"w": jnp.ones((4, 4))}, today)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        for step, state in enumerate((today, later)):
+            manager.save(step, args=ocp.args.StandardSave(state))
+    (tmp_path / "1" / "default" / "manifest.ocdbt").unlink()
+    args = ocp.args.StandardRestore(abstract(today))
+    with ocp.CheckpointManager(tmp_path) as manager:
+        assert manager.latest_step() == 1
+        with pytest.raises((ValueError, FileNotFoundError)):
+            manager.restore(1, args=args)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        assert_same_bits(manager.restore(0, args=args), today)
+
+
+@pytest.mark.parametrize("name", ["pickle", "flax"])
+def test_a_flipped_bit_is_an_error_or_changes_a_number_and_nothing_else(name, tmp_path):
+    """Neither format has a checksum: what it holds may change, but never the type of the state."""
+    save, restore = FORMATS[name]
+    today, _ = states_of_two_versions()
+    path = tmp_path / "file"
+    save(path, today)
+    content = path.read_bytes()
+    errors = changed = 0
+    for i in range(len(content)):
+        path.write_bytes(with_one_bit_flipped(content, i / (len(content) - 1)))
+        try:
+            found = ols.loss_scale_state(restore(path, today))
+            after = ols.update(found, grads_finite=True)
+        except Exception:  # noqa: BLE001, whatever the library of the format raises
+            errors += 1
+            continue
+        assert [(x.shape, x.dtype) for x in after] == [(x.shape, x.dtype) for x in ols.init()]
+        changed += any(
+            bits(a).tolist() != bits(b).tolist() for a, b in zip(found, today[0], strict=True)
+        )
+    assert errors > len(content) / 4
+    assert changed > 10  # the bytes of the five fields
+
+
+DAMAGED_NUMBERS = [
+    *[("loss_scale", number) for number in (np.nan, np.inf, -np.inf, 0.0, -1024.0, 3e38)],
+    *[(name, -1) for name in ols.LossScaleState._fields[1:]],
+]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("field", "number"), DAMAGED_NUMBERS)
+def test_a_damaged_number_that_no_format_notices_is_found_by_check_health(
+    name, field, number, tmp_path
+):
+    save, restore = FORMATS[name]
+    tx = ols.with_loss_scaling(optax.sgd(0.5))
+    state = {"opt": tx.init(jnp.ones(2)), "step": jnp.zeros((), jnp.int32)}
+    ols.check_health(state)
+    fields = state["opt"].loss_scale_state
+    damaged = fields._replace(**{field: jnp.asarray(number, getattr(fields, field).dtype)})
+    path = tmp_path / "file"
+    save(path, state | {"opt": state["opt"]._replace(loss_scale_state=damaged)})
+    restored = restore(path, state)
+    with pytest.raises(
+        ValueError, match=f"{field.replace('loss_scale', 'loss scale')}.*got|{field}="
+    ):
+        ols.check_health(restored)
+
+
+@pytest.mark.parametrize("damaged", [np.nan, np.inf, -np.inf, 0.0, -1024.0, 1e-45, 1e30])
+def test_training_from_a_damaged_factor_applies_true_steps_or_none(damaged):
+    policy = ols.DynamicLossScale(2.0**10, growth_interval=2)
+    tx = ols.with_loss_scaling(optax.sgd(0.125), policy)
+    loss_and_grads = ols.value_and_grad(lambda w: jnp.sum(w * w) / 2)
+
+    @jax.jit
+    def step(w, opt_state):
+        loss, grads = loss_and_grads(opt_state, w)
+        updates, opt_state = tx.update(grads, opt_state, w, value=loss)
+        return optax.apply_updates(w, updates), opt_state
+
+    w = jnp.array([1.0, -2.0])
+    opt_state = tx.init(w)
+    fields = opt_state.loss_scale_state._replace(loss_scale=jnp.asarray(damaged, jnp.float32))
+    opt_state = opt_state._replace(loss_scale_state=fields)
+    applied = 0
+    for _ in range(60):
+        before = w
+        w, opt_state = step(w, opt_state)
+        if int(opt_state.loss_scale_state.consecutive_skipped):
+            assert_same_bits(w, before)
+        else:
+            np.testing.assert_allclose(w, before * 0.875, rtol=1e-6)
+            applied += 1
+    if np.isnan(damaged) or damaged == np.inf:  # the rule cannot lead out of it
+        assert applied == 0
+        opt_state = opt_state._replace(
+            loss_scale_state=opt_state.loss_scale_state._replace(loss_scale=jnp.float32(1024))
+        )
+        with pytest.raises(ols.LossScaleStalledError, match="60 steps were skipped"):
+            ols.check_health(opt_state)
+    else:
+        assert applied >= 59
 
 
 def test_the_comparison_of_bits_sees_a_single_one():

@@ -119,7 +119,8 @@ def circumstances(results: Results) -> str:
         f"{versions}; {results['processor_seconds'] / 60:.0f} minutes of processor time. "
         f"Sizes: {'; '.join(sorted(sizes))}. "
         f"The text to train on has {text['train_characters']:,} characters, that to test on "
-        f"{text['test_characters']:,}; the SHA-256 of the two, joined, begins with `{text['sha256'][:16]}`."
+        f"{text['test_characters']:,}; the SHA-256 of the two, joined, begins with "
+        f"`{text['sha256'][:16]}`."
     )
 
 
