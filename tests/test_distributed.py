@@ -216,6 +216,16 @@ WAYS = {
     ),
 }
 
+# What needs `jax.set_mesh` or `jax.lax.pcast`, which came after jax 0.7.0.
+NEWER = {
+    name
+    for name, way in WAYS.items()
+    if way.axis_type == EXPLICIT or way.loss_fn is averaged_in_float32
+}
+needs_pcast = pytest.mark.skipif(
+    not hasattr(jax.lax, "pcast"), reason="jax.lax.pcast and jax.set_mesh are newer than this JAX"
+)
+
 
 class Trainer:
     """A way with its compiled step, and what to start it with."""
@@ -295,7 +305,10 @@ def scaled(way, **kwargs):
     return Trainer(way, ols.with_loss_scaling(way.inner, POLICY, axis_name=axis_name))
 
 
-@pytest.fixture(scope="module", params=WAYS, ids=str)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[needs_pcast] * (name in NEWER), id=name) for name in WAYS],
+)
 def trainer(request):
     return scaled(WAYS[request.param])
 
@@ -459,6 +472,7 @@ def assert_as_many_times_larger_as_devices(wrong, right):
     np.testing.assert_allclose(wrong[loud] / right[loud], DEVICES, rtol=0.02)
 
 
+@needs_pcast
 def test_a_mean_of_gradients_that_are_summed_already_is_as_many_times_too_large_as_devices():
     way = WAYS["shard_map"]
     right = first_update(way)
@@ -540,10 +554,11 @@ def test_shards_skip_together_only_if_the_flag_is_agreed(name, axis_name, moved)
 
 def test_check_vma_refuses_a_replicated_state_that_was_not_agreed():
     trainer = scaled(WAYS["manual FSDP"], axis_name=None)
-    with pytest.raises(ValueError, match=r"P\(\) which implies .* replicated"):
+    with pytest.raises(ValueError, match="replicat"):
         trainer.step(*trainer.start(), *trainer.batch(0))
 
 
+@needs_pcast
 def test_check_vma_sums_in_float16_unless_the_params_vary_before_the_cast():
     def dtypes(name):
         arrays = (a for kind, a in collectives(scaled(WAYS[name]).compile()) if elements(a) > 64)

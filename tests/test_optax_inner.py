@@ -236,7 +236,7 @@ def test_params_may_be_left_out_where_the_inner_optimizer_allows_it(training):
                 lambda: training.update(tx, step.grads, state, None, **step.loss)
             )
         except (TypeError, ValueError, AttributeError) as error:
-            return type(error), str(error)
+            return type(error), str(error).partition(" got ")[0]  # then come arrays
         return types(state.inner_state if tx is training.tx else state)
 
     expected = outcome(training.inner, step.before.inner_state)

@@ -37,8 +37,28 @@ PYTHONS = ("3.11", "3.12", "3.13")
 PINS = {"newest": "constraints.txt", "oldest": "tools/oldest.txt"}
 # The table names the versions of these.
 SHOWN = ("jax", "jaxlib", "optax", "flax", "numpy")
-# What cannot run on the oldest versions, and why: a file, or a test as pytest names it.
-NOT_ON_THE_OLDEST: dict[str, str] = {}
+# What cannot run on the oldest versions, and why: a file, or how the name that pytest gives a test
+# begins. A test of what is newer than they are says so itself, and is skipped.
+_NAN = "Optax 0.2.6 itself gives NaN"
+_MANY = "XLA of jaxlib 0.7.0 does not merge the collectives of the arrays' flags into one"
+NOT_ON_THE_OLDEST: dict[str, str] = {
+    "docs/distributed.md": "it shows jax.lax.pcast and jax.set_mesh, which are newer",
+    "tests/test_benchmarks.py": "jaxlib 0.7.0 crashes when all that was compiled is dropped",
+    "tests/test_distributed.py::test_everything_stays_where_it_was_put[pmap": (
+        "pmap of jax 0.7.0 lays results out in a way of its own"
+    ),
+    "tests/test_distributed.py::test_at_most_one_small_collective_is_added[jit, FSDP": _MANY,
+    "tests/test_distributed.py::test_at_most_one_small_collective_is_added[jit, tensor": _MANY,
+    "tests/test_distributed.py::test_each_device_reads_its_own_part_of_the_gradients": _MANY,
+    "tests/test_optax_inner.py::test_a_good_step_is_the_inner_optimizers_to_the_bit"
+    "[scale_by_distance": _NAN,
+    "tests/test_optax_inner.py::test_every_step_is_that_of_plain_where[scale_by_distance": _NAN,
+    "tests/test_optax_inner.py::test_training_goes_on_as_if_a_bad_step_had_never_been"
+    "[scale_by_distance": _NAN,
+    "tests/test_processes.py": (
+        "helpers of jax 0.7.0 for several processes warn of themselves, which is an error in tests"
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True)
