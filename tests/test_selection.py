@@ -195,6 +195,14 @@ def test_leaves_that_are_no_arrays_stay():
     np.testing.assert_array_equal(jax.jit(step)(False, X), X)
 
 
+@pytest.mark.parametrize("pred", [True, False])
+def test_a_counter_that_is_reset_is_chosen_too(pred):
+    # A number that the update knows when it is traced is a literal in the jaxpr's results.
+    update = jax.jit(lambda pred, n: update_where(pred, lambda old: (old + 1, np.float32(0)), n))
+    out, new = update(pred, jnp.float32(7))
+    assert (float(out), float(new)) == (8, 0 if pred else 7)
+
+
 def test_prng_keys_are_chosen():
     def update(key):
         key, sample = jax.random.split(key)
@@ -250,6 +258,7 @@ def test_an_equations_context_and_name_are_kept():
     assert "HIGHEST" in text
 
 
+@pytest.mark.skipif(not hasattr(jax, "reshard"), reason="jax.reshard is newer than this JAX")
 def test_shard_map_inside_of_the_update_is_replayed():
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
     spec = jax.sharding.PartitionSpec("x")
