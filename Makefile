@@ -40,7 +40,7 @@ fidelity: $(VENV)/test.installed
 matrix: $(VENV)/check.installed
 	$(RUN) tools/matrix.py $(MATRIX)
 
-# Breaks the package in every small way and shows that some test fails each time; takes hours.
+# Breaks the package in every small way and shows that some test fails each time; an hour or two.
 mutants: $(VENV)/test.installed
 	$(RUN) tools/mutants.py $(MUTANTS)
 

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from optax_lossscale._policy import LossScale, LossScaleLike, as_loss_scale
-from optax_lossscale._scaling import AxisName, check_axis_name, unscale_and_check
+from optax_lossscale._scaling import AxisName, unscale_and_check
 from optax_lossscale._state import (
     INT32_MAX,
     LARGEST_SCALE,
@@ -581,7 +581,7 @@ def plot_gradient_exponents(
         label = f"{what}: {within:.1f} %"
         ax.axvspan(low, high, facecolor=color, alpha=0.25, linewidth=0, zorder=0, label=label)
     ax.set(
-        xlim=(min([flushed_below - 6, *seen[:1] - 1]), max([info.maxexp + 4, *seen[-1:] + 2])),
+        xlim=(min([flushed_below - 6, *seen - 1]), max([info.maxexp + 4, *seen + 2])),
         ylim=(0, 1.3 * max(share.max(), 1)),  # the legend stands above the bars
         xlabel="log2 of the gradient's magnitude",
         ylabel="% of the entries",
@@ -712,7 +712,6 @@ def calibrate(
             "`grad_fn` must be a function of the state that returns scaled gradients, got "
             f"{grad_fn!r}. See `value_and_grad`."
         )
-    check_axis_name(axis_name)
     policy = as_loss_scale(loss_scale)
     bounds = _bounds(policy)
     if bounds is None:

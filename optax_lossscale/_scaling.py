@@ -228,7 +228,7 @@ def value_and_grad(
 
         result: Any = transform(scaled, has_aux=True, **kwargs)(*args, **kwds)
         # `jax.grad` returns gradients and aux, which could be taken for a value and gradients.
-        if not (isinstance(result, tuple) and len(result) == 2 and _is_pair(result[0])):
+        if not (_is_pair(result) and _is_pair(result[0])):
             raise TypeError(
                 "`transform` must return ((loss, aux), grads) with `has_aux=True`, as "
                 f"`jax.value_and_grad` does, got {result!r} of {transform!r}. Take the function "

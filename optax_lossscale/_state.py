@@ -80,8 +80,7 @@ def as_field(name: str, value: Any) -> jax.Array:
         else (jnp.int32, (jnp.integer,), 0, INT32_MAX)
     )
     kind = value.dtype if is_array(value) else type(value)
-    is_number = is_array(value) or isinstance(value, (int, float))
-    if not (is_number and any(jnp.issubdtype(kind, each) for each in kinds)):
+    if not any(jnp.issubdtype(kind, each) for each in kinds):
         expected = "a real number" if name == "loss_scale" else "an integer"
         raise TypeError(
             f"`state.{name}` must be {expected}, got {value!r}. Start from `init`, and replace "

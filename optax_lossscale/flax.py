@@ -337,8 +337,8 @@ def _apply_updates(params: Any, updates: Any, applied: jax.Array) -> Any:
 
 def _strongly_typed(leaf: Any, dtype: Any = None) -> Any:
     """Return `leaf` as a strongly typed array if it is a Python number or a weakly typed one."""
-    weak = is_array(leaf) and getattr(leaf, "weak_type", False)  # a PRNG key does not say
-    if weak or isinstance(leaf, (int, float, complex)):
+    # NumPy's arrays and PRNG keys do not say.
+    if getattr(leaf, "weak_type", False) or isinstance(leaf, (int, float, complex)):
         return jnp.asarray(leaf, dtype or jnp.result_type(leaf))
     return leaf
 

@@ -126,6 +126,8 @@ def test_a_step_with_all_diagnostics_neither_waits_nor_compiles_twice():
         (state(2.0**24), ols.DynamicLossScale(2.0**24)),  # it started there
         (state(2.0**24), 2.0**24),  # as it was told to
         (state(1.0), None),
+        (state(2.0**-126), DYNAMIC),
+        (state(2.0**126), DYNAMIC),
     ],
 )
 def test_healthy_training_raises_and_warns_of_nothing(healthy, policy):
@@ -155,6 +157,12 @@ def test_the_error_says_where_the_loss_scale_stands():
         ols.check_health(state(0.1, 0, 1, 51, 99), loss_scale=policy)
     with pytest.raises(ols.LossScaleStalledError, match="FixedLossScale, which has no floor"):
         ols.check_health(state(128.0, consecutive=51), loss_scale=128)
+
+
+class Bounded(ols.FixedLossScale):
+    """A policy of one's own that has bounds, and names nothing else."""
+
+    min_scale, max_scale = 1.0, 2.0**126
 
 
 @pytest.mark.parametrize(
@@ -193,6 +201,17 @@ def test_the_error_says_where_the_loss_scale_stands():
             [DESCENT, LAYER, LOSS],
         ),
         (state(128.0, consecutive=51), 128.0, [FIXED, LAYER, LOSS]),
+        # near the floor, and near 1
+        (state(2.0, overflows=1, consecutive=51), DYNAMIC, [LOSS, LAYER]),
+        (
+            state(2.0, overflows=1, consecutive=51),
+            ols.DynamicLossScale(min_scale=2.0),
+            [LARGE, LAYER, LOSS],
+        ),
+        # 50 steps down from 2**126 after the first, and one more; half as far
+        (state(2.0**76, overflows=1, consecutive=51), Bounded(8), [DESCENT, LAYER, LOSS]),
+        (state(2.0**76, overflows=1, consecutive=52), Bounded(8), [LOSS, LAYER]),
+        (state(2.0**100, overflows=1, consecutive=51), Bounded(8), [LOSS, LAYER]),
     ],
 )
 def test_the_likeliest_cause_comes_first(stalled, policy, causes):
@@ -246,6 +265,15 @@ def test_the_number_of_allowed_steps_is_a_natural_number(limit, error, message):
 def test_health_is_never_checked_inside_jit():
     with pytest.raises(TypeError, match=r"Call `check_health` outside of `jax\.jit`"):
         jax.jit(ols.check_health)(ols.init())
+
+
+@pytest.mark.parametrize("field", ols.LossScaleState._fields)
+def test_health_is_of_values_in_every_field(field):
+    healthy = ols.init()
+    with pytest.raises(TypeError, match=r"`opt_state` must hold values, got traced arrays"):
+        jax.jit(lambda n: ols.check_health(healthy._replace(**{field: n})))(1)
+    with pytest.raises(ValueError, match=r"`opt_state` must hold scalars"):
+        ols.check_health(ols.init()._replace(**{field: jnp.ones(2, jnp.int32)}))
 
 
 def test_health_is_that_of_one_replica():
@@ -307,6 +335,9 @@ def test_counts_of_arrays_too_large_for_int32_do_not_wrap_around():
     large = jax.ShapeDtypeStruct((2**16, 2**15), jnp.float16)
     compiled = jax.jit(ols.nonfinite_report).lower(large).as_text()
     assert "dense<2.14748352E+9>" in compiled
+    assert "stablehlo.minimum" in compiled
+    largest = jax.ShapeDtypeStruct((2**31 - 1,), jnp.float16)
+    assert "stablehlo.minimum" not in jax.jit(ols.nonfinite_report).lower(largest).as_text()
     found = jax.eval_shape(ols.nonfinite_report, large)[""]
     assert {n.dtype.name for n in found} == {"int32"}
 
@@ -329,8 +360,18 @@ def test_the_worst_array_comes_first():
 def test_the_words_of_a_report_on_one_array_and_on_none():
     bad = ols.nonfinite_report(jnp.array([NAN]))
     assert "the root of the tree: 1 NaN" in ols.format_nonfinite_report(bad)
+    bad = ols.nonfinite_report(jnp.array([INF, -INF, 1.0]))
+    assert "0 NaN and 2 infinite of 3 elements (66.7 %)" in ols.format_nonfinite_report(bad)
     good = ols.nonfinite_report([jnp.ones(3), jnp.zeros(0)])
     assert ols.format_nonfinite_report(good) == "0 of 2 arrays are not finite."
+
+
+def test_a_report_with_a_single_traced_count_is_refused():
+    def formatted(n):
+        return ols.format_nonfinite_report({"w": ols.NonfiniteCounts(n, 0, 3)})
+
+    with pytest.raises(TypeError, match=r"`report\['w'\]` must hold values, got traced"):
+        jax.jit(formatted)(1)
 
 
 # --- gradient_exponents: how large are the gradients, and does the factor fit them?
@@ -416,6 +457,23 @@ def test_float64_gradients_beyond_float32_count_at_the_ends():
     assert counts.histogram[-1] > 1000
 
 
+@pytest.mark.usefixtures("x64")
+def test_gradients_in_float64_are_compared_in_float64():
+    x = jnp.asarray(2.0**-25 * np.array([1 - 2.0**-40, 1, 1 + 2.0**-40]))
+    assert int(ols.gradient_exponents(x).flushed) == 2
+
+
+@pytest.mark.parametrize("factor", [8, np.int32(8), jnp.int32(8), jnp.float16(8), 8.0])
+def test_the_factor_may_be_any_real_number(factor):
+    counts = ols.gradient_exponents(jnp.array([2.0**-27, 2.0**-30]), loss_scale=factor)
+    assert int(counts.flushed) == 1
+
+
+def test_the_factor_may_be_the_largest_float32():
+    largest = float(np.finfo(np.float32).max)
+    assert int(ols.gradient_exponents(jnp.ones(3), loss_scale=largest).overflow) == 3
+
+
 def test_both_parts_of_a_complex_gradient_count(runner):
     counts = runner(ols.gradient_exponents)(jnp.array([complex(2.0, 1e-9), complex(0.0, INF)]))
     assert [int(n) for n in counts[1:]] == [1, 1, 0, 1, 4]
@@ -487,9 +545,15 @@ def test_the_dtype_to_round_to_is_a_small_floating_point_type(dtype):
 
 def test_more_elements_than_an_int32_counts_are_refused():
     half = jax.ShapeDtypeStruct((2**15, 2**15), jnp.float16)
-    jax.eval_shape(ols.gradient_exponents, [half])
+    less = jax.ShapeDtypeStruct((2**30 - 1,), jnp.float16)
+    jax.eval_shape(ols.gradient_exponents, [half, less])
     with pytest.raises(ValueError, match=r"at most 2\*\*31 - 1 elements, got 2147483648"):
         jax.eval_shape(ols.gradient_exponents, [half, half])
+
+
+def test_the_counting_of_an_array_is_dispatched_once():
+    jaxpr = jax.make_jaxpr(ols.gradient_exponents)(jnp.ones((2, 5, 7)))
+    assert [eqn.params["name"] for eqn in jaxpr.eqns if "clz" in str(eqn)] == ["_exponents"]
 
 
 # --- suggest_scale: which factor fits?
@@ -519,6 +583,8 @@ def test_at_the_suggested_scale_nothing_overflows_and_the_headroom_is_left(dtype
 
 def test_without_headroom_the_largest_gradient_is_moved_to_the_very_top():
     assert ols.suggest_scale(counts_of(1.0, 1e-3), headroom=0) == 2.0**15
+    assert ols.suggest_scale(counts_of(1.0, 1e-3), headroom=0, dtype=np.float32) == 2.0**126
+    assert ols.suggest_scale(counts_of(4.0, 1e-3), headroom=0, dtype=np.float32) == 2.0**125
 
 
 def test_the_suggested_scale_is_one_that_a_policy_takes():
@@ -527,6 +593,7 @@ def test_the_suggested_scale_is_one_that_a_policy_takes():
     )
     assert smallest == 2.0 ** (15 - 127 - 4)
     assert largest == 2.0**126
+    assert ols.suggest_scale(counts_of(np.float32(3e38)), headroom=20) == 2.0**-126
     for scale in (smallest, largest):
         assert isinstance(scale, float)
         ols.FixedLossScale(scale)
@@ -546,6 +613,13 @@ def test_the_suggested_scale_is_one_that_a_policy_takes():
 def test_no_scale_is_suggested_for_what_is_no_histogram(exponents, headroom, error, message):
     with pytest.raises(error, match=message):
         ols.suggest_scale(exponents, headroom=headroom)
+
+
+@pytest.mark.parametrize("function", [ols.suggest_scale, ols.plot_gradient_exponents])
+def test_counts_of_which_a_single_one_is_traced_are_refused(function):
+    counts = counts_of(1.0)
+    with pytest.raises(TypeError, match="`exponents` must hold values, got traced arrays"):
+        jax.jit(lambda n: function(counts._replace(zero=n)))(1)
 
 
 def test_counts_added_on_the_host_may_exceed_int32():
@@ -590,6 +664,21 @@ def test_the_limits_drawn_are_those_where_the_dtype_rounds():
         ("infinite", expected.overflow),
     ):
         assert found[name] == pytest.approx(100 * count / x.size, abs=0.06)
+
+
+def test_the_plot_frames_what_the_dtype_holds_and_all_that_was_seen():
+    ax = ols.plot_gradient_exponents(counts_of(1.0))
+    assert (ax.get_xlim(), ax.get_ylim()) == ((-31, 20), (0, 130))
+    handles, _ = ax.get_legend_handles_labels()
+    spans = [h.get_path().transformed(h.get_patch_transform()).get_extents() for h in handles]
+    # float16: the smallest number is 2**-24, the smallest normal one 2**-14, the largest 65504.
+    assert [(s.x0, s.x1) for s in spans] == [(-150, -25), (-25, -14), (-14, 16), (16, 129)]
+    wide = ols.plot_gradient_exponents(counts_of(2.0**-100, 2.0**100))
+    assert (wide.get_xlim(), wide.get_ylim()) == ((-101, 102), (0, 65))
+    far = ols.plot_gradient_exponents(counts_of(2.0**100))
+    assert far.get_xlim() == (-31, 102)
+    flat = ols.plot_gradient_exponents(counts_of(*2.0 ** np.arange(-100, 100)))
+    assert flat.get_ylim() == (0, 1.3)
 
 
 def test_the_plot_is_drawn_where_it_is_told_to():

@@ -408,6 +408,11 @@ def test_every_leaf_keeps_its_type():
         assert [(x.dtype, x.shape, x.weak_type) for x in leaves] == expected
 
 
+def test_a_long_run_of_finite_steps_is_counted():
+    ds = Ours(growth_interval=10**6, fin_steps=2**16)
+    assert int(ds.value_and_grad(jnp.sum)(jnp.ones(2)).dynamic_scale.fin_steps) == 2**16 + 1
+
+
 @pytest.mark.usefixtures("x64")
 def test_it_stays_float32_where_jax_has_float64():
     ds = Ours(scale=1024.0)

@@ -561,3 +561,36 @@ def test_an_overflow_that_an_fp8_layer_clips_is_seen_in_its_metadata():
     after = state.apply_gradients(grads=grads)
     assert_same_bits(after.params, state.params)
     assert float(after.loss_scale) == TOO_LARGE / 2
+
+
+def test_a_state_built_without_create_counts_applied_steps():
+    tx = ols.with_loss_scaling(optax.sgd(1.0), 8)
+    params = jnp.float32(1)
+    state = TrainState(0, None, params, tx, tx.init(params))
+    steps = [state.apply_gradients(grads=jnp.float32(g)).step for g in (8, jnp.inf)]
+    assert [int(n) for n in steps] == [1, 0]
+
+
+def test_a_gradient_may_be_a_python_number():
+    state = TrainState.create(
+        apply_fn=None, params={"w": 1.0}, tx=optax.sgd(1.0), loss_scale=ols.FixedLossScale(8)
+    )
+    assert float(state.apply_gradients(grads={"w": 4.0}).params["w"]) == 0.5
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_field_stays_frozen_or_not_whatever_it_is_given(frozen):
+    container, other = (core.freeze, core.unfreeze)[:: 1 if frozen else -1]
+    old, new = {"a": {"mean": jnp.zeros(2)}}, {"a": {"mean": jnp.ones(2)}}
+    state = NetState.create(
+        apply_fn=None,
+        params=jnp.ones(1),
+        tx=optax.sgd(1.0),
+        batch_stats=container(old),
+        ema=None,
+        key=None,
+    )
+    for given in (container(new), other(new)):
+        after = state.apply_gradients(grads=jnp.ones(1), batch_stats=given)
+        assert type(after.batch_stats) is type(container(old))
+        assert_same_bits(after.batch_stats, container(new))

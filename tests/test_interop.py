@@ -184,11 +184,12 @@ def test_jmp_forgets_its_floor_under_jit_and_the_policy_does_not():
     assert float(forgot.loss_scale) == 1
 
 
-def test_jmp_in_float16_stops_growing_where_twice_as_much_is_infinite():
-    ls = jmp.DynamicLossScale(jnp.float16(2**12), period=2, min_loss_scale=jnp.float16(1))
+@pytest.mark.parametrize(("scale", "ceiling"), [(2**12, 2**15), (4094, 65504)])
+def test_jmp_in_float16_stops_growing_where_twice_as_much_is_infinite(scale, ceiling):
+    ls = jmp.DynamicLossScale(jnp.float16(scale), period=2, min_loss_scale=jnp.float16(1))
     finite = jnp.asarray([True] * 12 + [False] * 6 + [True] * 20)
     policy, state = interop.from_jmp(ls)
-    assert policy.max_scale == 2**15
+    assert policy.max_scale == ceiling
     assert_same_moves(run_jmp(ls, finite), run_ours(policy, state, finite), exact=True)
 
 
@@ -335,6 +336,17 @@ def test_what_no_policy_can_express_is_refused(change, message):
 def test_a_factor_of_jmp_that_does_not_grow_is_refused(factor):
     with pytest.raises(ValueError, match=r"`ls` has no equal here.*`growth_factor`"):
         interop.from_jmp(jmp.DynamicLossScale(jnp.float16(8), factor=factor))
+
+
+def test_a_floor_that_is_no_scalar_is_refused_by_its_name():
+    with pytest.raises(ValueError, match=r"`ds` must hold scalars, got minimum_scale of shape"):
+        interop.from_flax_dynamic_scale(DynamicScale(minimum_scale=np.ones(2)))
+
+
+@pytest.mark.parametrize("scale", [2.0**-126, 2.0**126])
+def test_a_factor_at_the_bounds_is_taken(scale):
+    _, state = interop.from_torch_state_dict({**TORCH, "scale": scale})
+    assert float(state.loss_scale) == scale
 
 
 def test_a_value_that_is_no_number_is_refused():

@@ -981,6 +981,58 @@ def test_an_argument_is_refused_when_the_optimizer_is_built(arguments, error, me
         loss_scale_optimizer(optax.sgd(0.1), **arguments)
 
 
+LARGEST = float(np.finfo(np.float32).max)
+AT_THE_BOUNDS = [
+    *({"initial_scale": value} for value in (2.0**-126, 2.0**126)),
+    *({"loss_scale_factor": value} for value in (2.0**-126, 2.0**126)),
+    *({"dynamic_growth_steps": value} for value in (1, 2**31 - 1)),
+    *({"weight_decay": value, "learning_rate": value} for value in (0, LARGEST)),
+    *({clip: 2.0**-126} for clip in ("clipnorm", "clipvalue", "global_clipnorm")),
+    *({clip: LARGEST} for clip in ("clipnorm", "clipvalue", "global_clipnorm")),
+    *({"use_ema": True, "ema_overwrite_frequency": value} for value in (1, 2**31 - 1)),
+    *({"gradient_accumulation_steps": value} for value in (2, 2**31 - 1)),
+]
+BEYOND = [
+    ("initial_scale", 2.0**-127),
+    ("initial_scale", 2.0**127),
+    ("loss_scale_factor", 2.0**127),
+    ("dynamic_growth_steps", 2**31),
+    ("clipnorm", 2.0**-127),
+    ("clipnorm", 2 * LARGEST),
+    ("clipvalue", float("inf")),
+    ("gradient_accumulation_steps", 2**31),
+]
+
+
+@pytest.mark.parametrize("arguments", AT_THE_BOUNDS, ids=str)
+def test_the_bounds_themselves_are_allowed(arguments):
+    loss_scale_optimizer(optax.sgd(0.1), **arguments)
+
+
+@pytest.mark.parametrize(("argument", "value"), BEYOND)
+def test_what_is_beyond_the_bounds_is_refused_by_its_name(argument, value):
+    with pytest.raises(ValueError, match=f"`{argument}` must lie between .* got"):
+        loss_scale_optimizer(optax.sgd(0.1), **{argument: value})
+
+
+def test_the_counters_are_int32():
+    tx = loss_scale_optimizer(optax.sgd(0.1), weight_decay=0.1, learning_rate=0.1, use_ema=True)
+    state = tx.init(jnp.ones(2))
+    steps = [optax.tree.get(state, name) for name in ("decay_steps", "ema_steps")]
+    assert [(n.dtype, n.shape, n.weak_type) for n in steps] == [(jnp.int32, (), False)] * 2
+
+
+def test_what_stands_beside_a_schedule_is_checked_too():
+    with pytest.raises(ValueError, match="`weight_decay` must lie between 0"):
+        loss_scale_optimizer(optax.sgd(0.1), weight_decay=-1.0, learning_rate=lambda count: count)
+
+
+@pytest.mark.parametrize("argument", ["clipnorm", "weight_decay", "initial_scale"])
+def test_only_the_learning_rate_may_be_a_schedule(argument):
+    with pytest.raises(TypeError, match=f"`{argument}` must be a Python number, got <function"):
+        loss_scale_optimizer(optax.sgd(0.1), **{argument: lambda count: count})
+
+
 def test_numpy_numbers_are_numbers():
     tx = loss_scale_optimizer(
         optax.sgd(0.1),

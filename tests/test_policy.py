@@ -341,6 +341,13 @@ def test_the_bounds_themselves_are_allowed(bound):
     assert float(policy.init().loss_scale) == bound
 
 
+@pytest.mark.parametrize("backoff", [2.0**-126, float(np.nextafter(np.float32(1), np.float32(0)))])
+def test_the_extreme_backoff_factors_are_allowed(backoff):
+    policy = ols.DynamicLossScale(2.0**126, backoff_factor=backoff, max_scale=2.0**126)
+    state = policy.update(policy.init(), grads_finite=False)
+    assert float(state.loss_scale) == 2.0**126 * backoff
+
+
 def test_the_largest_interval_is_allowed():
     assert (
         ols.DynamicLossScale(growth_interval=2**31 - 1, hysteresis=2**31 - 1).hysteresis

@@ -600,6 +600,24 @@ def test_equinox_differentiates_a_module():
     assert grads.weight.tolist() == [[8, 16]]
 
 
+@pytest.mark.parametrize(
+    "result",
+    [
+        3.0,
+        (1.0, 2.0),
+        [(1.0, None), 2.0],
+        ((1.0, None, None), 2.0),
+        ((1.0, None), 2.0, None),
+        ((1.0, None),),
+    ],
+    ids=str,
+)
+def test_what_returns_no_value_beside_the_gradients_is_refused(result):
+    f = ols.value_and_grad(jnp.sum, transform=lambda *_, **__: lambda *_: result)
+    with pytest.raises(TypeError, match=r"`transform` must return \(\(loss, aux\), grads\)"):
+        f(state_of(8), W)
+
+
 @pytest.mark.parametrize("fun", [None, 3, "loss", W], ids=["None", "int", "str", "array"])
 def test_what_is_no_function_is_refused(fun):
     with pytest.raises(TypeError, match=r"`fun` must be a function that returns a loss, got "):

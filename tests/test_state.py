@@ -135,6 +135,18 @@ def test_a_python_number_that_was_set_scales_a_loss_in_float32():
     assert (float(grads), grads.dtype, grads.weak_type) == (2**-15, jnp.float32, False)
 
 
+@pytest.mark.parametrize(
+    ("loss_scale", "count", "after"),
+    [
+        (2.0**-126, 0, [1, 0, 1, 1, 1]),
+        (2.0**126, INT32_MAX, [2.0**125, 0, 1, INT32_MAX, INT32_MAX]),
+    ],
+)
+def test_python_numbers_at_the_bounds_may_be_set(loss_scale, count, after):
+    state = ols.LossScaleState(loss_scale, *[count] * 4)
+    assert [x.item() for x in ols.DynamicLossScale().update(state, False)] == after
+
+
 # Buffers
 
 

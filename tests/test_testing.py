@@ -169,6 +169,69 @@ def test_one_wrong_array_among_right_ones_is_named():
         assert_scaled_once(grad_fn, ols.init(), jnp.ones(3))
 
 
+def powers(*ks):
+    """Gradients that grow with the factor to these powers."""
+    return lambda state: [state.loss_scale**k for k in ks]
+
+
+@pytest.mark.parametrize(
+    ("ks", "message"),
+    [
+        ((1, 0, 3), r"3\.00 at `\[2\]` \(2 of 3 arrays are wrong\): they depend"),
+        ((1, 2, -1), r"-1\.00 at `\[2\]` \(2 of 3 arrays are wrong\): not scaled, but unscaled"),
+    ],
+)
+def test_the_worst_of_several_wrong_arrays_is_named(ks, message):
+    with pytest.raises(AssertionError, match=message):
+        assert_scaled_once(powers(*ks), ols.init())
+
+
+def test_the_power_is_rounded_to_a_quarter():
+    assert_scaled_once(powers(1.2, 0.8), ols.init())
+    with pytest.raises(AssertionError, match=r"got 2\.20 .* scaled twice"):
+        assert_scaled_once(powers(2.2), ols.init())
+    for k in (0.6, 1.4, 2.4):
+        with pytest.raises(AssertionError, match=rf"got {k}0 .* in some other way"):
+            assert_scaled_once(powers(k), ols.init())
+
+
+def test_the_factors_come_down_from_two_to_the_24():
+    seen = []
+
+    def grad_fn(state):
+        seen.append(float(state.loss_scale))
+        return jnp.inf
+
+    with pytest.raises(ValueError, match=r"at no factor between 0\.000976562 and 1\.67772e\+07"):
+        assert_scaled_once(grad_fn, ols.init())
+    assert seen == [2.0**n for top in range(24, -12, -4) for n in (top - 2, top)]
+
+
+@pytest.mark.parametrize("top", [24, 22])
+def test_what_is_zero_at_one_of_the_factors_is_not_judged(top):
+    def grad_fn(state):
+        return [state.loss_scale, jnp.where(state.loss_scale == 2.0**top, 0.0, 1.0)]
+
+    assert_scaled_once(grad_fn, ols.init())
+
+
+@pytest.mark.parametrize("above", [0.0, np.inf])
+def test_smaller_factors_are_tried_where_one_array_says_nothing(above):
+    def grad_fn(state):
+        factor = state.loss_scale
+        return [jnp.where(factor > 2.0**20, above, factor), factor if above else None]
+
+    assert_scaled_once(grad_fn, ols.init())
+
+
+def test_a_single_traced_array_is_refused():
+    def step(w):
+        assert_scaled_once(lambda state: [state.loss_scale, w], ols.init())
+
+    with pytest.raises(TypeError, match=r"`grad_fn` must return values, got traced arrays"):
+        jax.jit(step)(jnp.ones(2))
+
+
 def test_another_dependence_is_stated_as_it_is():
     with pytest.raises(AssertionError, match=r"got 0\.50 .* in some other way"):
         assert_scaled_once(lambda state: jnp.sqrt(state.loss_scale), ols.init())

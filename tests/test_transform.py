@@ -49,6 +49,7 @@ NESTED = {
     ),
 }
 
+X = jnp.ones(2)
 HALVES = (jnp.float16, jnp.bfloat16)
 MIXED = [(p, g) for p in (*HALVES, jnp.float32) for g in (*HALVES, jnp.float32)]
 
@@ -276,12 +277,14 @@ def test_leaves_that_are_no_numbers_pass_through(bad):
         "flag": jnp.array(True),
         "float0": np.zeros((2,), jax.dtypes.float0),
         "empty": jnp.zeros((0, 3)),
+        "name": "frozen",
     }
     tx = ols.with_loss_scaling(passing(), dynamic())
     out, _ = tx.update(updates, tx.init(updates))
     assert jax.tree.structure(out) == jax.tree.structure(updates)
     for name in ("key", "flag", "float0"):
         assert_same_bits(out[name], updates[name])
+    assert out["name"] == "frozen"
     np.testing.assert_array_equal(out["w"], [0.0, 0.0] if bad else [1.0, 1.0])
     assert np.signbit(out["w"]).all() == bad
 
@@ -542,6 +545,25 @@ def test_a_policy_of_ones_own_works():
     updates, state = update(jnp.array([12.0]), state)
     np.testing.assert_allclose(updates, [4.0], rtol=1e-6)
     assert (state.loss_scale_state.loss_scale, state.loss_scale_state.total_skipped) == (2.0, 1)
+
+
+class CountsFlags:
+    """A policy that checks nothing, and moves by what it is told."""
+
+    skip_nonfinite = False
+
+    def init(self):
+        return ols.init(2.0)
+
+    def update(self, state, grads_finite, *, loss_finite=True):
+        both = grads_finite and loss_finite
+        return state._replace(loss_scale=state.loss_scale * (3.0 if both else 0.5))
+
+
+def test_a_policy_that_checks_nothing_is_told_that_all_is_finite():
+    tx = ols.with_loss_scaling(optax.identity(), CountsFlags())
+    _, state = tx.update(jnp.array([NAN]), tx.init(jnp.ones(1)), value=NAN)
+    assert state.loss_scale_state.loss_scale == 6
 
 
 @pytest.mark.parametrize(
@@ -849,14 +871,50 @@ def test_the_state_of_another_optimizer_is_refused(kind, transform):
         transform(tx.update)(params, wrong, params)
 
 
-def test_a_state_that_changes_its_shape_is_refused_with_its_path():
-    inner = optax.GradientTransformation(
-        lambda _: {"history": jnp.zeros(0)},
-        lambda g, s, _=None: (g, {"history": jnp.append(s["history"], 1.0)}),
+def changing(before, after):
+    """An optimizer whose state is `before` at first and then `after`."""
+    return optax.GradientTransformation(lambda _: before, lambda g, *_: (g, after))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "match"),
+    [
+        ([X], [X, X], r"structure it was given, got a difference at `\[1\]`"),
+        (
+            {"n": X},
+            {"n": X[:1]},
+            r"keep the shapes of its state, got \(1,\) for \(2,\) at `\['n'\]`",
+        ),
+        ({"n": X}, {"n": 1.0}, r"keep the shapes of its state, got \(\) for \(2,\) at `\['n'\]`"),
+    ],
+    ids=["structure", "shape", "number"],
+)
+@pytest.mark.parametrize("policy", ["dynamic", None])
+def test_a_state_that_changes_its_shape_is_refused_with_its_path(before, after, match, policy):
+    tx = ols.with_loss_scaling(changing(before, after), policy)
+    with pytest.raises(ValueError, match=f"`inner` must .*{match}"):
+        tx.update(X, tx.init(X))
+
+
+@pytest.mark.parametrize("policy", ["dynamic", None])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (jnp.float16(1), jnp.float32(2)),
+        (jnp.int32(1), jnp.int8(2)),
+        (jnp.int32(1), 2),
+        (jnp.complex64(1), jnp.float32(2)),
+    ],
+    ids=["float", "integer", "number", "complex"],
+)
+def test_a_state_keeps_its_types_whatever_the_inner_optimizer_returns(before, after, policy):
+    tx = ols.with_loss_scaling(
+        changing({"n": before, "name": "x"}, {"n": after, "name": "x"}), policy
     )
-    tx = ols.with_loss_scaling(inner)
-    with pytest.raises(ValueError, match="history"):
-        tx.update(jnp.ones(1), tx.init(None))
+    _, state = tx.update(X, tx.init(X))
+    assert state.inner_state["name"] == "x"
+    assert state.inner_state["n"] == 2
+    assert state.inner_state["n"].dtype == before.dtype
 
 
 def test_nothing_raises_for_numbers():

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
+from optax_lossscale._tree import _finite, _finite_in_groups, _grouping
 
 F32_MAX = float(np.finfo(np.float32).max)
 FP8 = sorted(
@@ -126,18 +127,21 @@ def test_one_bad_element_of_a_large_array_is_found_wherever_it_stands(shape, dty
 
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD.keys())
 @pytest.mark.parametrize("part", ["real", "imag"])
-def test_both_parts_of_a_complex_number_are_looked_at(part, bad):
-    array = np.ones(5000, np.complex64)
+@pytest.mark.parametrize("size", [5000, 2**16])
+def test_both_parts_of_a_complex_number_are_looked_at(size, part, bad):
+    array = np.ones(size, np.complex64)
     getattr(array, part)[4999] = bad
     assert not verdict({"c": array})
     assert not verdict({"c": jnp.asarray(array)})
 
 
+@pytest.mark.parametrize("size", [3, 2**16])
 @pytest.mark.parametrize("dtype", FP8)
-def test_eight_bit_formats_are_looked_at(dtype):
-    clean = jnp.ones(3, jnp.float32).astype(dtype)
-    assert verdict(clean)
-    assert not verdict(jnp.array([1.0, jnp.nan, 1.0]).astype(dtype))
+def test_eight_bit_formats_are_looked_at(dtype, size):
+    clean = np.ones(size, np.float32)
+    assert verdict(clean.astype(dtype))
+    clean[1] = np.nan
+    assert not verdict(clean.astype(dtype))
 
 
 def test_an_infinity_in_eight_bits_is_found():
@@ -186,15 +190,65 @@ def test_every_example_of_vmap_is_judged_alone():
         assert jax.vmap(ols.all_finite)({"a": batch}).tolist() == [True, False, False, True]
 
 
+def views_of(shape, dtype="float32"):
+    """Return what an array is reshaped into to be checked."""
+    program = jax.jit(ols.all_finite).lower(jax.ShapeDtypeStruct(shape, dtype)).as_text()
+    return re.findall(
+        r"stablehlo.reshape %\w+ : \(tensor<[\dx]+xi\d+>\) -> tensor<([\dx]+)xi\d+>", program
+    )
+
+
 @pytest.mark.parametrize("shape", [(2048, 1024), (3, 3, 512, 256), (512, 8, 64), (4, 512, 512)])
 def test_an_array_is_split_before_its_last_axis(shape):
     # XLA:CPU reads a transposed product against its order in memory where the last one is split.
-    program = jax.jit(ols.all_finite).lower(jnp.ones(shape)).as_text()
-    views = re.findall(
-        r"stablehlo.reshape %\w+ : \(tensor<[\dx]+xi32>\) -> tensor<([\dx]+)xi32>", program
-    )
-    assert views[0].endswith(f"x{shape[-1]}")
-    assert "x2x16x" in views[0]
+    view, *_ = views_of(shape)
+    assert view.endswith(f"x{shape[-1]}")
+    assert "x2x16x" in view
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_large_arrays_are_split_and_small_ones_left_alone(dtype):
+    assert views_of((256, 256), dtype)[0] == "8x2x16x256"  # 2**16 elements
+    assert views_of((256, 255), dtype) == []
+    assert views_of((257, 257), dtype) == []  # which nothing divides
+
+
+SPLIT = {
+    # What each shape becomes for eight devices, and which axis the groups are.
+    (256, 3): (1, (-1, 2, 16, 3)),
+    (128, 3): (1, (-1, 1, 16, 3)),
+    (64, 3): (1, (-1, 1, 8, 3)),
+    (32, 3): None,
+    (256, 256, 3): (2, (256, -1, 2, 16, 3)),
+    (256, 128, 3): (1, (-1, 2, 16, 128, 3)),
+    (64, 2048): (1, (-1, 1, 8, 2048)),
+    (32, 2048): (2, (32, -1, 2, 16, 8)),
+    (32, 1024): (2, (32, -1, 1, 16, 8)),
+    (32, 512): (2, (32, -1, 1, 8, 8)),
+    (2, 3, 2048): (3, (2, 3, -1, 2, 16, 8)),
+    (2048,): (1, (-1, 2, 16, 8)),
+    (2049,): None,
+    (256,): None,
+}
+
+
+@pytest.mark.parametrize(("shape", "split"), SPLIT.items(), ids=str)
+def test_a_shape_is_split_where_it_splits_for_every_device(shape, split):
+    assert _grouping(shape) == split
+
+
+@pytest.mark.parametrize("check", [_finite, _finite_in_groups])
+def test_both_ways_to_check_look_at_every_element(check):
+    arrays = [np.ones(2**16, np.float32), np.ones((8, 2**13), np.float32), np.ones(5, np.float16)]
+    assert check(arrays).tolist() == [True, True, True]
+    for i, position in enumerate((0, 2**15, 4)):
+        arrays[i].flat[position] = -np.inf
+    assert check(arrays).tolist() == [False, False, False]
+
+
+def test_a_check_is_dispatched_once_in_eager_execution():
+    jaxpr = jax.make_jaxpr(ols.all_finite)([jnp.ones(2), jnp.ones(3)])
+    assert len(jaxpr.eqns) == 1
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
