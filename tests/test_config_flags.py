@@ -345,6 +345,7 @@ def test_what_is_irrelevant_changes_no_bit(expected, setting):
 # -- devices ------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="jax.set_mesh is newer than this JAX")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_explicit_mesh_axes_change_no_bit(expected, kind):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,), devices=jax.devices()[:2])

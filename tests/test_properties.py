@@ -286,8 +286,9 @@ def apply_through(name, fun, tree):
 @pytest.fixture(params=[False, True], ids=["single", "double"])
 def double(request):
     """Without and with float64."""
-    with jax.enable_x64(request.param):
-        yield request.param
+    jax.config.update("jax_enable_x64", request.param)
+    yield request.param
+    jax.config.update("jax_enable_x64", False)
 
 
 # -- all_finite, unscale_and_check, nonfinite_report --------------------------------------------
