@@ -373,6 +373,12 @@ MISMATCHES = {
     "missing key": ({"a": ONE, "b": ONE}, {"a": ONE}, ValueError, r"structure, .*`\['b'\]`"),
     "added key": ({"a": ONE}, {"a": ONE, "c": ONE}, ValueError, r"structure, .*`\['c'\]`"),
     "deep": ({"a": [ONE, ONE]}, {"a": [ONE]}, ValueError, r"structure, .*`\['a'\]\[1\]`"),
+    "behind what is the same": (
+        {"a": [ONE], "b": [ONE]},
+        {"a": [ONE], "b": []},
+        ValueError,
+        r"structure, .*`\['b'\]\[0\]`",
+    ),
     "None": ({"a": None}, {"a": ONE}, ValueError, r"structure, .*`\['a'\]`"),
     "leaf and dict": ({"a": ONE}, {"a": {"b": ONE}}, ValueError, r"structure, .*`\['a'\]"),
     "list and tuple": ({"a": [ONE]}, {"a": (ONE,)}, ValueError, r"structure, .*`\['a'\]"),
