@@ -639,9 +639,7 @@ def _small_float(dtype: DTypeLike | None) -> np.dtype:
 def _positive(name: str, value: Any) -> jax.Array:
     """Return `value` as float32[], or raise an error that calls it `name`."""
     kind = value.dtype if is_array(value) else type(value)
-    if not (is_array(value) or isinstance(value, (int, float))) or not (
-        jnp.issubdtype(kind, jnp.floating) or jnp.issubdtype(kind, jnp.integer)
-    ):
+    if not (jnp.issubdtype(kind, jnp.floating) or jnp.issubdtype(kind, jnp.integer)):
         raise TypeError(
             f"`{name}` must be a real number, got {value!r}. Hand in the factor itself."
         )
@@ -707,11 +705,7 @@ def calibrate(
       >>> float(ols.calibrate(grad_fn, ols.init(), jnp.ones(())).loss_scale)
       16384.0
     """
-    if not callable(grad_fn):
-        raise TypeError(
-            "`grad_fn` must be a function of the state that returns scaled gradients, got "
-            f"{grad_fn!r}. See `value_and_grad`."
-        )
+    check_grad_fn(grad_fn)
     policy = as_loss_scale(loss_scale)
     bounds = _bounds(policy)
     if bounds is None:
@@ -748,6 +742,15 @@ def calibrate(
         lambda bounds: bounds[0] < bounds[1], bisect, (jnp.int32(lowest), jnp.int32(highest))
     )
     return start._replace(loss_scale=factor_at(power))
+
+
+def check_grad_fn(grad_fn: Any) -> None:
+    """Raise an error if `grad_fn` is no function."""
+    if not callable(grad_fn):
+        raise TypeError(
+            "`grad_fn` must be a function of the state that returns scaled gradients, got "
+            f"{grad_fn!r}. See `value_and_grad`."
+        )
 
 
 def with_factor(state: Tree, factor: ArrayLike) -> Tree:

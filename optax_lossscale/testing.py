@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from optax_lossscale._diagnostics import with_factor
+from optax_lossscale._diagnostics import check_grad_fn, with_factor
 from optax_lossscale._policy import init
 from optax_lossscale._scaling import unscale
 from optax_lossscale._state import loss_scale_state
@@ -61,11 +61,7 @@ def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any
       ...     return ols.value_and_grad(lambda w: jnp.sum(w**2))(state, w)[1]
       >>> assert_scaled_once(grad_fn, ols.init(), jnp.ones(3))
     """
-    if not callable(grad_fn):
-        raise TypeError(
-            "`grad_fn` must be a function of the state that returns scaled gradients, got "
-            f"{grad_fn!r}. See `value_and_grad`."
-        )
+    check_grad_fn(grad_fn)
     loss_scale_state(state)  # there is exactly one
     powers = _powers(grad_fn, state, *args)
     wrong = {name: k for name, k in powers.items() if abs(k - 1) > 0.25}

@@ -1,7 +1,7 @@
 """The script behind `make matrix`: what it finds, runs, reports and returns."""
 
+import importlib
 import importlib.metadata
-import importlib.util
 import os
 import re
 import sys
@@ -16,16 +16,8 @@ ROOT = Path(__file__).parents[1]
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
-def load():
-    path = ROOT / "tools" / "matrix.py"
-    spec = importlib.util.spec_from_file_location("matrix", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-matrix = load()
+sys.path.insert(0, str(ROOT / "tools"))
+matrix = importlib.import_module("matrix")
 
 
 def pins(path):

@@ -14,7 +14,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "tools" / "mutants.py"
 
-
 sys.path.insert(0, str(SCRIPT.parent))
 mutants = importlib.import_module("mutants")
 
