@@ -213,6 +213,21 @@ def restore_after_each_harm(folder, like):
     return outcomes
 
 
+def restore_after_the_latest_is_damaged(folder, like):
+    """Return the manager's latest step, what came of its restoring, and the step before it."""
+    earlier, latest = sorted(int(path.name) for path in folder.iterdir())
+    damage(folder / str(latest) / "default", "manifest.ocdbt", "missing")
+    with ocp.CheckpointManager(folder) as manager:
+        seen = manager.latest_step()
+        try:
+            outcome = manager.restore(latest, args=ocp.args.StandardRestore(abstract(like)))
+        except Exception as error:  # noqa: BLE001, the test looks at what it is
+            outcome = type(error)
+    with ocp.CheckpointManager(folder) as manager:
+        restored = manager.restore(earlier, args=ocp.args.StandardRestore(abstract(like)))
+    return seen, outcome, restored
+
+
 def resume_all(folder):
     """Restore every checkpoint of `folder`, train to the end, and write down what came of it."""
     policy = ols.as_loss_scale(json.loads((folder / "policy.json").read_text("utf-8")))
@@ -241,6 +256,7 @@ def resume_all(folder):
         except Exception as error:  # noqa: BLE001, the test looks at what it is
             results[name] = type(error)
     results["harms"] = restore_after_each_harm(folder / f"orbax_{SAVED_AFTER[1]}", fresh)
+    results["damaged latest"] = restore_after_the_latest_is_damaged(folder / "two_steps", fresh)
     (folder / "results.pickle").write_bytes(pickle.dumps(results))
 
 
@@ -258,6 +274,7 @@ def run(tmp_path_factory):
             states[save_after] = state
             for name, (save, _) in FORMATS.items():
                 save(folder / f"{name}_{save_after}", state)
+            save_managed(folder / "two_steps", state)
         finals = {n: train(step, states[n], data) for n in SAVED_AFTER}
         sharded, sharded_data = on_mesh(make_mesh("4x2"), *(states[SAVED_AFTER[0]], data))
         save_orbax(folder / "mesh", sharded)
@@ -483,21 +500,12 @@ def test_no_harm_to_any_file_of_an_orbax_checkpoint_restores_another_state(run):
     assert {"_METADATA", "d", "manifest.ocdbt"} <= noticed
 
 
-def test_the_managers_earlier_step_is_there_when_the_latest_is_damaged(tmp_path):
-    today, _ = states_of_two_versions()
-    tx = ols.with_loss_scaling(optax.adam(0.1))
-    _, later = tx.update({"w": jnp.ones((4, 4))}, today)
-    with ocp.CheckpointManager(tmp_path) as manager:
-        for step, state in enumerate((today, later)):
-            manager.save(step, args=ocp.args.StandardSave(state))
-    (tmp_path / "1" / "default" / "manifest.ocdbt").unlink()
-    args = ocp.args.StandardRestore(abstract(today))
-    with ocp.CheckpointManager(tmp_path) as manager:
-        assert manager.latest_step() == 1
-        with pytest.raises((ValueError, FileNotFoundError)):
-            manager.restore(1, args=args)
-    with ocp.CheckpointManager(tmp_path) as manager:
-        assert_same_bits(manager.restore(0, args=args), today)
+def test_the_managers_earlier_step_is_there_when_the_latest_is_damaged(run):
+    states, _, resumed = run
+    latest, outcome, restored = resumed["damaged latest"]
+    assert latest == max(SAVED_AFTER)
+    assert issubclass(outcome, (ValueError, FileNotFoundError))
+    assert_same_bits(restored, states[min(SAVED_AFTER)])
 
 
 @pytest.mark.parametrize("name", ["pickle", "flax"])
