@@ -35,6 +35,7 @@ class Facts:
       state: The size of what is donated.
       in_place: How much of it the results take over.
       copies: Copy instructions of the shape of a parameter, in the optimised program.
+      transpositions: Instructions that transpose a matrix, within a fused loop or by themselves.
       hlo_length: Characters of the optimised program.
       compile_seconds: To trace and compile, once.
     """
@@ -44,6 +45,7 @@ class Facts:
     state: int
     in_place: int
     copies: int
+    transpositions: int
     hlo_length: int
     compile_seconds: float
 
@@ -77,6 +79,7 @@ def compile_step(
         state=tree_bytes(state),
         in_place=memory.alias_size_in_bytes,
         copies=count_copies(hlo, shapes),
+        transpositions=len(re.findall(r"= \w+\[\d+,\d+\]\S* transpose\(", hlo)),
         hlo_length=len(hlo),
         compile_seconds=seconds,
     )

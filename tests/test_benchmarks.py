@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import measure, report, run, suite, workloads  # noqa: E402 - no package
+from benchmarks import measure, report, row_major, run, suite, workloads  # noqa: E402 - no package
 from benchmarks.contenders import CONTENDERS, Jmp, KerasAlone, OptaxAlone, Ours  # noqa: E402
 
 pytestmark = [
@@ -263,3 +263,16 @@ def test_who_stops_a_run_keeps_what_was_measured(tmp_path, monkeypatch):
     assert kept["steps"]["wide"][0]["rows"][Ours.name]["ratios"]
     assert Ours.name in (tmp_path / "benchmarks.md").read_text()
     assert (tmp_path / "benchmarks.png").stat().st_size > 0
+
+
+def test_in_row_major_order_each_gradient_is_transposed_once(capsys):
+    row_major.main(["--size=tiny", "--rounds=1", "--sample-seconds=0"])
+    _, _, *lines = capsys.readouterr().out.splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    transpositions = {name: int(count) for name, *_, count in cells}
+    assert list(transpositions) == [kind.name for kind in row_major.CONTENDERS]
+    assert all(float(ratio) > 0 for _, ratio, *_ in cells)
+    matrices = 5  # four in its only layer, and the head; the embedding's gradient is a scatter
+    assert transpositions[OptaxAlone.name] == 2 * matrices
+    for kind in (row_major.OptaxRowMajor, row_major.OursRowMajor):
+        assert transpositions[kind.name] == matrices
