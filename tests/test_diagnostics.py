@@ -307,6 +307,7 @@ def test_the_report_counts_the_bad_elements_of_each_array(runner):
         (jnp.array([INF, NAN, 1], jnp.bfloat16), (1, 1, 3)),
         (jnp.array([INF, NAN, 1], jnp.float8_e5m2), (1, 1, 3)),
         (jnp.array([NAN, 1], jnp.float8_e4m3fn), (1, 0, 2)),
+        (jnp.array([NAN, 2.0**127], jnp.float8_e8m0fnu), (1, 0, 2)),
         (jnp.array([complex(0, INF), complex(NAN, INF), 1j]), (1, 1, 3)),
         (np.array([INF, NAN]), (1, 1, 2)),
         (np.float32(INF), (0, 1, 1)),
