@@ -10,43 +10,38 @@ gradient, come out ahead of plain Optax in the training step of `benchmarks.run`
 """
 
 import argparse
-import functools
 from collections.abc import Sequence
 
 import jax
 from jax.experimental.layout import Layout, with_layout_constraint
-from tqdm import tqdm
 
-from benchmarks import measure
+from benchmarks import measure, suite
 from benchmarks.contenders import Contender, Control, OptaxAlone, Ours, State
-from benchmarks.workloads import ADAMW, SIZES, Tree, transformer
+from benchmarks.workloads import SIZES, Tree
 
 
-def row_major(tree: Tree) -> Tree:
-    """Return the arrays laid out in memory as JAX lays out arguments and results."""
-    return jax.tree.map(
-        lambda x: with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim)))), tree
-    )
+class RowMajor(Contender):
+    """Lays gradients out in memory as JAX lays out arguments and results."""
+
+    def apply(self, state: State, grads: Tree) -> State:
+        """Take one step of the optimizer."""
+
+        def row_major(grad: jax.Array) -> jax.Array:
+            return with_layout_constraint(grad, Layout(major_to_minor=tuple(range(grad.ndim))))
+
+        return super().apply(state, jax.tree.map(row_major, grads))
 
 
-class OptaxRowMajor(OptaxAlone):
+class OptaxRowMajor(RowMajor, OptaxAlone):
     """Plain Optax on gradients in row-major order."""
 
     name = "Optax alone, row-major"
 
-    def apply(self, state: State, grads: Tree) -> State:
-        """Take one step of the optimizer."""
-        return super().apply(state, row_major(grads))
 
-
-class OursRowMajor(Ours):
+class OursRowMajor(RowMajor, Ours):
     """This library on gradients in row-major order."""
 
     name = "optax_lossscale, row-major"
-
-    def apply(self, state: State, grads: Tree) -> State:
-        """Take one step of the optimizer."""
-        return super().apply(state, row_major(grads))
 
 
 CONTENDERS: tuple[type[Contender], ...] = (OptaxAlone, Control, OptaxRowMajor, Ours, OursRowMajor)
@@ -64,36 +59,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--sample-seconds", type=float, default=1.0, help="length of one sample")
     args = parser.parse_args(argv)
 
-    workload = transformer(SIZES[args.size])
-    steps: dict[str, measure.Compiled] = {}
-    facts: dict[str, measure.Facts] = {}
-    for kind in CONTENDERS:
-        contender = kind(ADAMW, workload.params)
-        step = functools.partial(contender.training_step, workload.loss_fn)
-        init = functools.partial(contender.init, workload.params)
-        run, facts[kind.name] = measure.compile_step(step, init(), workload.batch)
-        steps[kind.name] = measure.Compiled(run, init, workload.batch)
-    with tqdm(total=len(steps) * (args.rounds + 1)) as bar:
-
-        def tick(_: str) -> None:
-            bar.update()
-
-        samples = measure.time_steps(
-            steps,
-            rounds=args.rounds,
-            sample_seconds=args.sample_seconds,
-            seed=0,
-            tick=tick,
-        )
+    options = suite.Options(
+        sizes=SIZES[args.size],
+        contenders=CONTENDERS,
+        rounds=args.rounds,
+        sample_seconds=args.sample_seconds,
+        compile_rounds=0,
+        compile_limit=0,
+        seed=0,
+    )
+    (training,) = suite.STEPS["training"]
+    rows = suite.run_steps(training, options, CONTENDERS)["rows"]
     print("| | ratio | quartiles | temporary memory | transpositions |")
     print("| --- | ---: | ---: | ---: | ---: |")
-    for name, taken in samples.items():
-        ratios = measure.ratios(taken.seconds, samples[OptaxAlone.name].seconds)
-        low, median, high = measure.quartiles(ratios)
-        memory, transpositions = facts[name].temporary / 1e6, facts[name].transpositions
+    for name, row in rows.items():
+        low, median, high = measure.quartiles(row["ratios"])
         print(
-            f"| {name} | {median:.2f} | {low:.2f} to {high:.2f} | {memory:.0f} MB "
-            f"| {transpositions} |"
+            f"| {name} | {median:.2f} | {low:.2f} to {high:.2f} | {row['temporary'] / 1e6:.0f} MB "
+            f"| {row['transpositions']} |"
         )
 
 

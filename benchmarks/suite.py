@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -85,12 +85,16 @@ class LeftOutError(Exception):
     """A contender does not take part, for the reason that the message gives."""
 
 
-def run_steps(benchmark: StepBenchmark, options: Options) -> dict[str, Any]:
+def run_steps(
+    benchmark: StepBenchmark,
+    options: Options,
+    contenders: Sequence[type[Contender]] = CONTENDERS,
+) -> dict[str, Any]:
     """Compile and time every contender on one workload, and say why one is missing."""
     workload = benchmark.workload(options.sizes)
     steps: dict[str, measure.Compiled] = {}
-    rows: Rows = {kind.name: {"baseline": kind.baseline} for kind in CONTENDERS}
-    with tqdm(CONTENDERS, desc=f"{benchmark.title}: compiling", leave=False) as bar:
+    rows: Rows = {kind.name: {"baseline": kind.baseline} for kind in contenders}
+    with tqdm(contenders, desc=f"{benchmark.title}: compiling", leave=False) as bar:
         for kind in bar:
             bar.set_postfix_str(kind.name)
             try:
@@ -110,7 +114,7 @@ def run_steps(benchmark: StepBenchmark, options: Options) -> dict[str, Any]:
             seed=options.seed,
             tick=functools.partial(_tick, bar),
         )
-    for kind in CONTENDERS:
+    for kind in contenders:
         if kind.name in samples:
             taken = samples[kind.name]
             ratios = measure.ratios(taken.seconds, samples[kind.baseline].seconds)

@@ -153,10 +153,10 @@ def save_managed(path, state):
         manager.save(int(state["step"]), args=ocp.args.StandardSave(state))
 
 
-def restore_managed(path, like):
+def restore_managed(path, like, step=None):
     with ocp.CheckpointManager(path) as manager:
         args = ocp.args.StandardRestore(abstract(like))
-        return manager.restore(manager.latest_step(), args=args)
+        return manager.restore(manager.latest_step() if step is None else step, args=args)
 
 
 FORMATS = {
@@ -197,6 +197,14 @@ HARMS = {
 }
 
 
+def outcome_of(restore, *args):
+    """Return what is restored, or the type of the error, for the test to look at."""
+    try:
+        return restore(*args)
+    except Exception as error:  # noqa: BLE001
+        return type(error)
+
+
 def restore_after_each_harm(folder, like):
     """Damage every file of an Orbax checkpoint in every way, and return what came of each."""
     outcomes = {}
@@ -204,11 +212,8 @@ def restore_after_each_harm(folder, like):
     for file, (harm, do) in itertools.product(files, HARMS.items()):
         content = file.read_bytes()
         do(file, content)
-        try:
-            outcome = restore_orbax(folder, like)
-        except Exception as error:  # noqa: BLE001, the test looks at what it is
-            outcome = type(error)
-        outcomes[file.relative_to(folder).parts[0], file.name, harm] = outcome
+        key = file.relative_to(folder).parts[0], file.name, harm
+        outcomes[key] = outcome_of(restore_orbax, folder, like)
         file.write_bytes(content)
     return outcomes
 
@@ -219,13 +224,8 @@ def restore_after_the_latest_is_damaged(folder, like):
     damage(folder / str(latest) / "default", "manifest.ocdbt", "missing")
     with ocp.CheckpointManager(folder) as manager:
         seen = manager.latest_step()
-        try:
-            outcome = manager.restore(latest, args=ocp.args.StandardRestore(abstract(like)))
-        except Exception as error:  # noqa: BLE001, the test looks at what it is
-            outcome = type(error)
-    with ocp.CheckpointManager(folder) as manager:
-        restored = manager.restore(earlier, args=ocp.args.StandardRestore(abstract(like)))
-    return seen, outcome, restored
+    outcome = outcome_of(restore_managed, folder, like)
+    return seen, outcome, restore_managed(folder, like, earlier)
 
 
 def resume_all(folder):
@@ -251,10 +251,8 @@ def resume_all(folder):
         results[name] = (restored, *train(step, restored, data), placed == asked)
     # Here because Orbax closes its event loop on an error while other reads are still under way.
     for name in DAMAGED:
-        try:
-            results[name] = restore_orbax(folder / "_".join(name).replace("/*", ""), fresh)
-        except Exception as error:  # noqa: BLE001, the test looks at what it is
-            results[name] = type(error)
+        damaged = folder / "_".join(name).replace("/*", "")
+        results[name] = outcome_of(restore_orbax, damaged, fresh)
     results["harms"] = restore_after_each_harm(folder / f"orbax_{SAVED_AFTER[1]}", fresh)
     results["damaged latest"] = restore_after_the_latest_is_damaged(folder / "two_steps", fresh)
     (folder / "results.pickle").write_bytes(pickle.dumps(results))
