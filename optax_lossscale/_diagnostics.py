@@ -29,7 +29,7 @@ from optax_lossscale._state import (
     loss_scale_state,
     strongly_typed,
 )
-from optax_lossscale._tree import PyTree, Tree, is_array, is_inexact
+from optax_lossscale._tree import PyTree, Tree, is_array, is_inexact, readable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -265,7 +265,7 @@ def nonfinite_report(grads: PyTree) -> dict[str, NonfiniteCounts]:
     """
 
     def count(leaf: Any) -> NonfiniteCounts:
-        array = _readable(leaf)
+        array = readable(leaf)
         is_nan = jnp.isnan(array)
         return NonfiniteCounts(
             nan=_saturated_count(is_nan),
@@ -413,7 +413,7 @@ def gradient_exponents(
     parts: list[jax.Array] = []
     for leaf in jax.tree.leaves(grads):
         if is_inexact(leaf):
-            array = _readable(leaf)
+            array = readable(leaf)
             parts += [array.real, array.imag] if jnp.iscomplexobj(array) else [array]
     size = sum(part.size for part in parts)
     if size > INT32_MAX:
@@ -763,9 +763,3 @@ def with_factor(state: Tree, factor: ArrayLike) -> Tree:
         return treedef.unflatten([jnp.asarray(factor, jnp.float32), *leaves[1:]])
 
     return jax.tree.map(replace, state, is_leaf=lambda node: isinstance(node, LossScaleState))
-
-
-def _readable(leaf: Any) -> jax.Array:
-    """Return an array of a type that every function of JAX takes."""
-    array = jnp.asarray(leaf)
-    return array.astype(jnp.float32) if jnp.finfo(array.dtype).bits < 16 else array

@@ -76,9 +76,16 @@ def _finite(arrays: list[jax.Array]) -> jax.Array:
 
 
 def _is_finite(array: jax.Array) -> jax.Array:
-    if jnp.finfo(array.dtype).bits < 16:
-        array = array.astype(jnp.float32)  # `isfinite` is not defined for every eight-bit format
-    return jnp.isfinite(array)
+    return jnp.isfinite(readable(array))
+
+
+def readable(leaf: ArrayLike) -> jax.Array:
+    """Return an array of a type that every function of JAX takes.
+
+    `isfinite`, for one, is not defined for every eight-bit format.
+    """
+    array = jnp.asarray(leaf)
+    return array.astype(jnp.float32) if jnp.finfo(array.dtype).bits < 16 else array
 
 
 def _finite_in_groups(arrays: list[jax.Array]) -> jax.Array:
