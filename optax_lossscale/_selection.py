@@ -1,74 +1,93 @@
-"""Keeping the old state of a function, chosen where each leaf of the new one is made.
+"""Keeping the old state of a function where a flag is false.
 
-`jnp.where(pred, new, old)` on what an optimizer step returns is right and slow: XLA:CPU (seen in
-jaxlib 0.10.2) computes Adam's new moments a second time inside the loop that writes the
-parameters, so that the old moments have two readers, cannot be overwritten in place, and are
-copied: three to six times the cost of the step. If the choice is made at the place where each new
-moment is computed, everything after it reads the chosen value, the old one has a single reader,
-and nothing is copied. The results are the same: where `pred` holds, the chosen value is the new
-one, and where it does not, all that is computed from it is thrown away.
-
-The function is therefore traced to a jaxpr, which is cut after each equation that defines a leaf
-of the new state, and the pieces are evaluated one after the other with a `jnp.where` in between.
-A piece is evaluated by JAX itself (`jax.extend.core.jaxpr_as_fun`), nested jaxprs and all. Where
-there is nothing to fuse, in eager execution, plain `jnp.where` on the outputs does.
-
-The choice cannot be made early for a leaf that is made inside of a nested jaxpr, as when the
-optimizer's update is itself jitted: it is then made at the call's end. This module can go when
-XLA:CPU writes the outputs that share a computation in one loop, as XLA:TPU does.
+The result is that of `jnp.where` on what the function returns. Where the function is compiled and
+the state is large, `_replay` selects in a way that copies nothing.
 """
 
+import cmath
+import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.extend import core
+from jax.typing import ArrayLike
 
-from optax_lossscale._tree import PyTree, Tree, is_array, tree_where
+from optax_lossscale._replay import constant_unless, replay_where
+from optax_lossscale._tree import PyTree, Tree, is_array, is_inexact, tree_where
 
 Out = TypeVar("Out")
 
+# The number of elements below which a state may be copied: tracing costs more than that.
+SMALL = 2**12
+
 
 def update_where(
-    pred: jax.Array, update: Callable[[Tree], tuple[Out, Tree]], state: Tree
+    pred: jax.Array, update: Callable[[Any, Tree], tuple[Out, Tree]], grads: Any, state: Tree
 ) -> tuple[Out, Tree]:
-    """Return `update(state)` with the old state in place of the new one where `pred` is false.
+    """Return `update(grads, state)`, but the old state where `pred` is false.
 
     Args:
       pred: Whether the state moves. `bool[]`.
       update: Returns an output and a new state with the structure, shapes and dtypes of the one
         it is given.
+      grads: What the state moves by. Where `pred` is false, `update` is given zeros: a line search
+        loops on NaN, and `jax_debug_nans` raises.
       state: The old state.
 
     Returns:
       The output, which means nothing where `pred` is false, and the chosen state.
 
     Raises:
-      ValueError: If `update` returns a state of another structure.
+      ValueError: If `update` returns a state of another structure: see `tree_where`.
     """
-    if not isinstance(pred, Tracer):
-        out, new_state = update(state)
-        return out, tree_where(pred, new_state, state)
-
+    grads = zero_unless(pred, grads)
+    given, join_given, _ = _split(grads)
     old, join_old, skeleton = _split(state)
     join: dict[str, Callable[[list[Any]], PyTree]] = {}
 
-    def traced(arrays: list[jax.Array]) -> tuple[list[Any], list[Any]]:
-        out, new_state = update(join_old(arrays))
+    def traced(given: list[Any], old: list[Any]) -> tuple[list[Any], list[Any]]:
+        out, new_state = update(join_given(given), join_old(old))
         new, join["new"], new_skeleton = _split(new_state)
         if new_skeleton != skeleton:
-            raise ValueError(
-                "the optimizer must return a state of the structure it was given, got "
-                f"{new_skeleton} for {skeleton}. Keep what changes in arrays of a fixed shape."
-            )
+            raise ValueError  # `tree_where` says what differs
         outputs, join["out"], _ = _split(out)
         return new, outputs
 
-    jaxpr = jax.make_jaxpr(traced)(old)
-    values = _evaluate_where(pred, jaxpr, old)
+    closed = None
+    if isinstance(pred, Tracer) and _is_large(old):
+        # Some code runs in its caller's trace alone: Haiku's `next_rng_key`, a write to an
+        # `nnx.Variable`. An error with any other cause comes again from the call below.
+        with contextlib.suppress(Exception):
+            closed = jax.make_jaxpr(traced)(given, old)
+    if closed is None:
+        out, new_state = update(grads, join_old([constant_unless(pred, leaf) for leaf in old]))
+        return out, tree_where(pred, new_state, state)
+    values = replay_where(pred, closed, given, old)
     return join["out"](values[len(old) :]), join["new"](values[: len(old)])
+
+
+def _is_large(arrays: list[Any]) -> bool:
+    sizes = [array.size for array in arrays]
+    return all(isinstance(size, int) for size in sizes) and sum(sizes) >= SMALL
+
+
+def zero_unless(pred: jax.Array, tree: Tree) -> Tree:
+    """Return `tree` with zeros for its floating-point and complex numbers where `pred` is false."""
+
+    def select(leaf: Any) -> Any:
+        if isinstance(leaf, (float, complex)):  # stays a Python number, weakly typed
+            return leaf if cmath.isfinite(leaf) else 0.0
+        return fill_unless(pred, leaf, 0.0) if is_inexact(leaf) else leaf
+
+    return jax.tree.map(select, tree)
+
+
+def fill_unless(pred: jax.Array, leaf: ArrayLike, value: float) -> jax.Array:
+    """Return an array of the type of `leaf` that holds `value` where `pred` is false."""
+    array = jnp.asarray(leaf)
+    return jnp.where(pred, array, jax.lax.full_like(array, value))
 
 
 def _split(tree: PyTree) -> tuple[list[Any], Callable[[list[Any]], PyTree], Any]:
@@ -86,42 +105,6 @@ def _split(tree: PyTree) -> tuple[list[Any], Callable[[list[Any]], PyTree], Any]
             for leaf, traced in zip(rest, is_traced, strict=True)
         )
 
-    return arrays, join, (treedef, is_traced, rest)
-
-
-def _evaluate_where(pred: jax.Array, closed: core.ClosedJaxpr, old: list[Any]) -> list[Any]:
-    """Evaluate a jaxpr that maps the old state to the new state and more outputs."""
-    jaxpr = closed.jaxpr
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *old], strict=True))
-    # What each equation has to choose. An output that is an input or a literal is defined by no
-    # equation, and one that stands for two leaves is chosen early for the first alone.
-    early: dict[core.Var, Any] = {}
-    for var, old_value in zip(jaxpr.outvars, old, strict=False):
-        if not isinstance(var, core.Literal) and var not in values:
-            early.setdefault(var, old_value)
-    read = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, core.Literal)}
-    read.update(v for v in jaxpr.outvars if not isinstance(v, core.Literal))
-
-    def evaluate(eqns: list[core.JaxprEqn]) -> None:
-        made = [v for eqn in eqns for v in eqn.outvars if v in read]
-        needed = {v: None for eqn in eqns for v in eqn.invars if not isinstance(v, core.Literal)}
-        for var in made:
-            needed.pop(var, None)
-        piece = jaxpr.replace(constvars=[], invars=list(needed), outvars=made, eqns=eqns)
-        function = core.jaxpr_as_fun(core.ClosedJaxpr(piece, []))
-        values.update(zip(made, function(*(values[v] for v in needed)), strict=True))
-
-    start = 0
-    for end, eqn in enumerate(jaxpr.eqns, start=1):
-        chosen = [var for var in eqn.outvars if var in early]
-        if chosen or end == len(jaxpr.eqns):
-            evaluate(jaxpr.eqns[start:end])
-            start = end
-        for var in chosen:
-            values[var] = jnp.where(pred, values[var], early[var])
-
-    outputs = [v.val if isinstance(v, core.Literal) else values[v] for v in jaxpr.outvars]
-    for i, (var, old_value) in enumerate(zip(jaxpr.outvars, old, strict=False)):
-        if isinstance(var, core.Literal) or early.get(var) is not old_value:
-            outputs[i] = jnp.where(pred, outputs[i], old_value)
-    return outputs
+    # float0 holds nothing but a shape.
+    skeleton = treedef, is_traced, [leaf.shape if is_array(leaf) else leaf for leaf in rest]
+    return arrays, join, skeleton

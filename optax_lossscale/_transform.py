@@ -1,6 +1,7 @@
 """Loss scaling around any Optax optimizer."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import optax
 
 from optax_lossscale._policy import LossScaleLike, as_loss_scale
 from optax_lossscale._scaling import AxisName, agree, check_axis_name, unscale
-from optax_lossscale._selection import update_where
+from optax_lossscale._selection import fill_unless, update_where, zero_unless
 from optax_lossscale._state import LossScaleState
 from optax_lossscale._tree import (
     KeyPath,
@@ -36,34 +37,62 @@ class LossScaledState(NamedTuple):
     inner_state: optax.OptState
 
 
+class LossScaling(optax.GradientTransformationExtraArgs):
+    """What `with_loss_scaling` returns: an optimizer that can also say whether it applied a step.
+
+    Attributes:
+      update_and_flag: As `update`, with one more result: whether the step was applied. `bool[]`.
+    """
+
+    update_and_flag: Callable[..., tuple[optax.Updates, LossScaledState, jax.Array]]
+
+    def __new__(cls, init: Any, update_and_flag: Any) -> Self:
+        """Build the transformation whose `update` leaves the flag out."""
+
+        def update_fn(
+            updates: optax.Updates,
+            state: optax.OptState,
+            params: optax.Params | None = None,
+            **extra_args: Any,
+        ) -> tuple[optax.Updates, LossScaledState]:
+            return update_and_flag(updates, state, params, **extra_args)[:2]
+
+        self = super().__new__(cls, init, update_fn)
+        self.update_and_flag = update_and_flag
+        return self
+
+
 def with_loss_scaling(
     inner: optax.GradientTransformation | optax.MultiSteps,
     loss_scale: LossScaleLike = "dynamic",
     *,
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Give an optimizer gradients of a scaled loss.
+    """Wrap an optimizer with loss scaling.
 
     At each step the wrapper unscales the gradients and checks them. If all are finite, the inner
     optimizer moves by them, bit for bit as if it had been given `grads * (1 / loss_scale)`.
-    Otherwise the step is skipped: no bit of the inner state moves, and the updates are negative
-    zeros, since `p + -0.0` is `p` for every `p` (`-0.0 + 0.0` is not `-0.0`). Then the factor moves
-    by the rule of its policy. All of it is selection with `jnp.where`, so that a step stays one
-    compiled program.
+    Otherwise the step is skipped: the inner state is bitwise unchanged, and the updates are
+    negative zeros, since `p + -0.0` is `p` for every `p` that is not subnormal (`-0.0 + 0.0` is not
+    `-0.0`, and XLA flushes subnormal numbers). Then the policy updates the loss scale. The skip is
+    a selection with `jnp.where`, so that a step stays one compiled program, and its derivative is
+    that of a step that was never taken.
 
     Wrap the whole optimizer, once. Clipping, gradient accumulation, weight decay and averages
-    that stand inside see true gradients and stand still on a skipped step. That holds for
-    `optax.MultiSteps` above all: outside of the wrapper a single overflow would stay in its
-    accumulator for ever.
+    inside see true gradients and are unchanged by a skipped step. `optax.MultiSteps` above all
+    belongs inside: outside, a single overflow stays in its accumulator for ever.
 
-    The extra argument `value` of `update` (Optax's name for the loss, here unscaled) is handed on
-    and, if given, tells a loss that is itself NaN or infinite from an overflow in the gradients:
-    see `optax_lossscale.update`. Extra arguments are in true units, as the inner optimizer
-    expects them.
+    The extra argument `value` of `update` (Optax's name for the loss, here unscaled) is passed on
+    to `inner`. If it is given, a loss that is NaN or infinite skips the step too, and the policy
+    can tell a bad batch from an overflow: see `DynamicLossScale`. Extra arguments are in true
+    units, as `inner` expects them.
+
+    Under `jax.jit` the inner update is traced in a trace of its own, as a nested `jax.jit` does it.
+    What it stores elsewhere as a Python side effect, in a list for example, cannot be used later.
 
     Args:
       inner: Any Optax optimizer, or an `optax.MultiSteps`.
-      loss_scale: The policy, or anything that `as_loss_scale` takes.
+      loss_scale: `"dynamic"`, a number (fixed), a policy, or whatever else `as_loss_scale` takes.
       axis_name: The mapped axis, or a tuple of them, over which all must skip together. See
         `unscale_and_check`.
 
@@ -72,9 +101,9 @@ def with_loss_scaling(
       `scale_loss` and `value_and_grad`) and whose state is a `LossScaledState`.
 
     Raises:
-      TypeError: If `inner` is no gradient transformation, `loss_scale` names no policy or
-        `axis_name` no axis; from `update`, if its state is no `LossScaledState` or `value` holds
-        what is no number.
+      TypeError: If `inner` is not a gradient transformation, `loss_scale` does not name a policy
+        or `axis_name` an axis; from `update`, if its state is not a `LossScaledState` or `value`
+        does not hold numbers.
       ValueError: From `init`, if `inner` has a loss scale already.
 
     Examples:
@@ -110,15 +139,25 @@ def with_loss_scaling(
         params: optax.Params | None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        updates, new_state = inner.update(grads, inner_state, params, **extra_args)
+        try:
+            updates, new_state = inner.update(grads, inner_state, params, **extra_args)
+        except (TypeError, ValueError) as error:
+            dtypes = [jnp.result_type(p) for p in jax.tree.leaves(params) if is_inexact(p)]
+            if any(jnp.finfo(dtype).bits < 32 for dtype in dtypes):
+                error.add_note(
+                    "`params` are of a smaller type than float32, and the unscaled gradients are "
+                    "float32, which `inner` may not take together. Keep the parameters in float32, "
+                    "and cast them inside the loss function."
+                )
+            raise
         return updates, _cast_like(new_state, inner_state)
 
-    def update_fn(
+    def update_and_flag(
         updates: optax.Updates,
         state: optax.OptState,
         params: optax.Params | None = None,
         **extra_args: Any,
-    ) -> tuple[optax.Updates, LossScaledState]:
+    ) -> tuple[optax.Updates, LossScaledState, jax.Array]:
         if not isinstance(state, LossScaledState):
             raise TypeError(
                 f"`state` must be a LossScaledState, got {type(state).__name__}. Make it with "
@@ -130,24 +169,21 @@ def with_loss_scaling(
         grads = unscale(updates, scale_state)
         if not policy.skip_nonfinite:
             updates, inner_state = inner_update(grads, inner_state, params, **extra_args)
-            return updates, LossScaledState(
-                policy.update(scale_state, grads_finite=True), inner_state
-            )
+            new_scale_state = policy.update(scale_state, grads_finite=True)
+            return updates, LossScaledState(new_scale_state, inner_state), jnp.asarray(True)
         # One collective for both flags.
         flags = jnp.stack([all_finite(grads), all_finite(extra_args.get("value"))])
         grads_finite, loss_finite = agree(flags, axis_name)
         applied = grads_finite & loss_finite
-        # What the inner optimizer makes of a bad step is thrown away, but it must get there: a
-        # line search loops on NaN, and `jax_debug_nans` raises.
-        grads, extra_args = _zero_unless(applied, (grads, extra_args))
+        extra_args = zero_unless(applied, extra_args)
         updates, inner_state = update_where(
-            applied, lambda s: inner_update(grads, s, params, **extra_args), inner_state
+            applied, lambda g, s: inner_update(g, s, params, **extra_args), grads, inner_state
         )
-        return _negative_zero_unless(applied, updates), LossScaledState(
-            policy.update(scale_state, grads_finite, loss_finite=loss_finite), inner_state
-        )
+        new_scale_state = policy.update(scale_state, grads_finite, loss_finite=loss_finite)
+        updates = _negative_zero_unless(applied, updates)
+        return updates, LossScaledState(new_scale_state, inner_state), applied
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return LossScaling(init_fn, update_and_flag)
 
 
 def with_extra_args(
@@ -178,35 +214,30 @@ def _check_value(value: Any) -> None:
             )
 
 
-def _zero_unless(pred: jax.Array, tree: Tree) -> Tree:
-    """Return `tree` with every floating-point or complex leaf zero where `pred` is false."""
-
-    def select(leaf: Any) -> Any:
-        if not is_inexact(leaf):
-            return leaf
-        value = jnp.asarray(leaf)
-        return jnp.where(pred, value, jnp.zeros((), value.dtype))
-
-    return jax.tree.map(select, tree)
-
-
 def _negative_zero_unless(pred: jax.Array, updates: Tree) -> Tree:
     """Return `updates` as they are, or, where `pred` is false, such that adding them is nothing."""
 
     def select(leaf: Any) -> Any:
-        if not (is_inexact(leaf) or (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.integer))):
-            return leaf
-        value = jnp.asarray(leaf)
-        return jnp.where(pred, value, -jnp.zeros((), value.dtype))
+        if is_inexact(leaf):
+            return fill_unless(pred, leaf, -0.0)
+        if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.integer):
+            return fill_unless(pred, leaf, 0)
+        return leaf
 
     return jax.tree.map(select, updates)
 
 
 def _as_arrays(state: Tree) -> Tree:
-    """Return `state` with arrays for Python numbers, as `jax.jit` would hand it on."""
-    return jax.tree.map(
-        lambda leaf: jnp.asarray(leaf) if isinstance(leaf, (int, float, complex)) else leaf, state
-    )
+    """Return `state` with arrays for numbers of Python and NumPy, as `jax.jit` does."""
+
+    def convert(leaf: Any) -> Any:
+        if isinstance(leaf, (np.ndarray, np.generic)):
+            is_number = leaf.dtype.kind not in "OSU" and leaf.dtype != jax.dtypes.float0
+        else:
+            is_number = isinstance(leaf, (int, float, complex))
+        return jnp.asarray(leaf) if is_number else leaf
+
+    return jax.tree.map(convert, state)
 
 
 def _cast_like(new: Tree, old: Tree) -> Tree:

@@ -10,6 +10,7 @@ import pytest
 from plain_where import assert_same_bits
 
 import optax_lossscale as ols
+from optax_lossscale import _selection
 from optax_lossscale._selection import update_where
 from optax_lossscale._tree import tree_where
 
@@ -118,6 +119,11 @@ def old_state():
     return {"a": jnp.array([1.0, -0.0, 3.0, 0.5]), "b": jnp.array([2.0, 2.5, -0.0, 1.0])}
 
 
+def where(pred, update, state):
+    """Select a state that moves by itself, without gradients."""
+    return update_where(pred, lambda _, old: update(old), (), state)
+
+
 def plain_where(pred, update, state):
     out, new_state = update(state)
     return out, tree_where(pred, new_state, state)
@@ -150,7 +156,7 @@ def transform(request):
 
 @pytest.mark.parametrize("update", UPDATES, ids=lambda f: getattr(f, "__name__", "jitted"))
 def test_it_is_plain_where_on_the_outputs(update, transform):
-    run = transform(lambda pred, state: update_where(pred, update, state))
+    run = transform(lambda pred, state: where(pred, update, state))
     reference = transform(lambda pred, state: plain_where(pred, update, state))
     state = old_state()
     _, kept = run(jnp.asarray(False), state)
@@ -165,16 +171,114 @@ def test_it_is_plain_where_on_the_outputs(update, transform):
     )
 
 
-def test_what_follows_in_the_update_reads_the_chosen_value():
-    # This is what saves the copies: the old value has one reader. The output of a step that is
-    # not taken therefore comes from the old state.
+def test_the_old_leaf_has_one_reader():
+    # This is what saves the copies. The new leaf is a sum, of which the old one is a part.
     def chained(state):
         a = state["a"] * 2
         return a + 1, {"a": a, "b": state["b"]}
 
-    step = jax.jit(lambda pred, state: update_where(pred, chained, state))
-    out, _ = step(False, old_state())
-    np.testing.assert_array_equal(out, old_state()["a"] + 1)
+    jaxpr = jax.make_jaxpr(lambda pred, state: where(pred, chained, state))(True, old_state()).jaxpr
+    readers = [eqn for eqn in jaxpr.eqns if jaxpr.invars[1] in eqn.invars]
+    assert len(readers) == 3  # the update, the choice, and what takes its derivative away
+
+
+@pytest.mark.parametrize("pred", [True, False])
+def test_what_follows_in_the_update_never_meets_old_and_new_leaves_together(transform, pred):
+    # Each leaf moves by the same amount, so that their differences are those of the old state.
+    def update(state):
+        a = state["a"] + 1
+        b = state["b"] + (a - state["a"])
+        return {"difference": b - a, "a": a, "ratio": a / b}, {"a": a, "b": b}
+
+    out, _ = transform(lambda pred, state: where(pred, update, state))(
+        jnp.asarray(pred), old_state()
+    )
+    expected, _ = update(old_state())
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), out, expected)
+
+
+def test_the_gradients_of_a_bad_step_are_zeros_wherever_they_are_read(transform):
+    def update(grads, state):
+        norm = jnp.linalg.norm(grads)
+        a = 0.5 * state["a"] + grads / (1 + norm)
+        return {"a": a, "next": a / (1 + norm)}, {"a": a, "b": state["b"]}
+
+    step = transform(
+        lambda pred, state: update_where(pred, update, jnp.where(pred, X, jnp.nan), state)
+    )
+    out, kept = step(jnp.asarray(False), old_state())
+    assert_same_bits(kept, old_state())
+    half = 0.5 * old_state()["a"]
+    np.testing.assert_array_equal(out["a"], half)
+    np.testing.assert_array_equal(out["next"], half)
+    out, moved = step(jnp.asarray(True), old_state())
+    np.testing.assert_allclose(moved["a"], half + X / (1 + jnp.linalg.norm(X)), rtol=1e-6)
+
+
+def test_what_may_run_for_ever_or_raise_is_evaluated_once():
+    # The new leaf is made by a loop and seen by a callback, and later equations read it.
+    seen = []
+
+    def update(state):
+        a = jax.lax.while_loop(lambda v: v[0] < 100, lambda v: 2 * v, state["a"])
+        b = jax.pure_callback(lambda v: seen.append(v) or v, state["b"], state["b"])
+        return jnp.sin(a) + jnp.cos(b), {"a": a, "b": b}
+
+    jaxpr = jax.make_jaxpr(lambda pred, state: where(pred, update, state))(True, old_state())
+    names = [eqn.primitive.name for eqn in jaxpr.jaxpr.eqns]
+    assert (names.count("while"), names.count("pure_callback")) == (1, 1)
+    jax.block_until_ready(jax.jit(lambda p, s: where(p, update, s))(False, old_state()))
+    assert len(seen) == 1
+
+
+def test_the_derivative_of_what_is_kept_is_that_of_the_old_state_alone():
+    # The update has an infinite derivative at the old state, and NaN at NaN.
+    def kept(pred, a, x):
+        update = lambda grads, old: (None, jnp.sqrt(old - a) * grads)  # noqa: E731
+        _, new = update_where(pred, update, x, a)
+        return jnp.sum(2 * new)
+
+    for derivative in (jax.grad, jax.jacfwd):
+        by_a, by_x = jax.jit(derivative(kept, argnums=(1, 2)))(False, X, X * jnp.nan)
+        np.testing.assert_array_equal(by_a, jnp.full(4, 2.0))
+        np.testing.assert_array_equal(by_x, jnp.zeros(4))
+
+
+def test_an_update_that_traces_in_its_callers_trace_alone_is_called_there():
+    # `flax.nnx` refuses to write a Variable in another trace than the one that it was made in.
+    nnx = pytest.importorskip("flax.nnx")
+
+    @jax.jit
+    def step(pred, state):
+        calls = nnx.Variable(jnp.zeros(()))
+
+        def update(old):
+            calls[...] = calls[...] + 1
+            return old["a"] + 1, {"a": old["a"] + 1, "b": old["b"]}
+
+        return where(pred, update, state), calls[...]
+
+    (_, kept), calls = step(False, old_state())
+    assert calls == 1
+    assert_same_bits(kept, old_state())
+
+
+def test_a_small_state_is_updated_in_its_callers_trace(monkeypatch):
+    monkeypatch.setattr(_selection, "SMALL", 2**12)
+    seen = []
+
+    @jax.jit
+    def step(pred, state):
+        def update(old):
+            seen.append(jnp.sum(old["a"]))
+            return old["a"] + 1, {"a": old["a"] + 1, "b": old["b"]}
+
+        return where(pred, update, state), seen.pop()
+
+    (_, kept), total = step(False, old_state())
+    assert total == 4.5
+    assert_same_bits(kept, old_state())
+    assert not seen
 
 
 def test_leaves_that_are_no_arrays_stay():
@@ -185,7 +289,7 @@ def test_leaves_that_are_no_arrays_stay():
             assert s["name"] == "adam"
             return {"u": s["a"], "label": "updates"}, {**s, "a": s["a"] + 1}
 
-        out, new = update_where(pred, update, {**state, "a": a})
+        out, new = where(pred, update, {**state, "a": a})
         assert out["label"] == "updates"
         assert new["name"] == "adam"
         assert new["float0"] is state["float0"]
@@ -198,7 +302,7 @@ def test_leaves_that_are_no_arrays_stay():
 @pytest.mark.parametrize("pred", [True, False])
 def test_a_counter_that_is_reset_is_chosen_too(pred):
     # A number that the update knows when it is traced is a literal in the jaxpr's results.
-    update = jax.jit(lambda pred, n: update_where(pred, lambda old: (old + 1, np.float32(0)), n))
+    update = jax.jit(lambda pred, n: where(pred, lambda old: (old + 1, np.float32(0)), n))
     out, new = update(pred, jnp.float32(7))
     assert (float(out), float(new)) == (8, 0 if pred else 7)
 
@@ -209,7 +313,7 @@ def test_prng_keys_are_chosen():
         return jax.random.normal(sample), key
 
     key = jax.random.key(3)
-    step = jax.jit(lambda pred, key: update_where(pred, update, key))
+    step = jax.jit(lambda pred, key: where(pred, update, key))
     assert_same_bits(step(False, key)[1], key)
     assert_same_bits(step(True, key), jax.jit(update)(key))
 
@@ -224,10 +328,10 @@ def test_prng_keys_are_chosen():
     ids=["leaf lost", "array to text", "leaf more"],
 )
 def test_a_state_of_another_structure_is_refused(update):
-    with pytest.raises(ValueError, match="structure"):
-        jax.jit(lambda pred, state: update_where(pred, update, state))(True, old_state())
     with pytest.raises(ValueError, match=r"structure|must be an array in both"):
-        update_where(jnp.asarray(True), update, old_state())
+        jax.jit(lambda pred, state: where(pred, update, state))(True, old_state())
+    with pytest.raises(ValueError, match=r"structure|must be an array in both"):
+        where(jnp.asarray(True), update, old_state())
 
 
 def test_callbacks_run_once_and_in_order():
@@ -240,7 +344,7 @@ def test_callbacks_run_once_and_in_order():
         return a, {"a": a, "b": state["b"]}
 
     jax.block_until_ready(
-        jax.jit(lambda pred, state: update_where(pred, update, state))(True, old_state())
+        jax.jit(lambda pred, state: where(pred, update, state))(True, old_state())
     )
     jax.effects_barrier()
     assert seen == [4.5, 8.5]
@@ -252,7 +356,7 @@ def test_an_equations_context_and_name_are_kept():
             a = jnp.outer(state["a"], X) @ X
         return a, {"a": a, "b": state["b"]}
 
-    lowered = jax.jit(lambda p, s: update_where(p, update, s)).lower(True, old_state())
+    lowered = jax.jit(lambda p, s: where(p, update, s)).lower(True, old_state())
     text = lowered.as_text(debug_info=True)
     assert "inner_moment" in text
     assert "HIGHEST" in text
@@ -272,14 +376,14 @@ def test_shard_map_inside_of_the_update_is_replayed():
         return a, {"a": a, "b": state["b"]}
 
     state = jax.device_put(old_state(), jax.sharding.NamedSharding(mesh, jax.P()))
-    step = jax.jit(lambda pred, state: update_where(pred, update, state))
+    step = jax.jit(lambda pred, state: where(pred, update, state))
     np.testing.assert_array_equal(step(True, state)[1]["a"], state["a"] + 4.5)
     np.testing.assert_array_equal(step(False, state)[1]["a"], state["a"])
 
 
 def test_no_tracer_leaks():
     with jax.check_tracer_leaks():
-        jax.jit(lambda pred, s: update_where(pred, defines_state_in_sequence, s))(True, old_state())
+        jax.jit(lambda pred, s: where(pred, defines_state_in_sequence, s))(True, old_state())
 
 
 @pytest.mark.integration

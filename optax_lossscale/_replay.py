@@ -1,0 +1,177 @@
+"""Evaluating a jaxpr such that the old state is kept where a flag is false, and never copied.
+
+`jnp.where(pred, new, old)` on what an optimizer step returns is right, and is the oracle of this
+module; XLA:CPU (seen in jaxlib 0.10.2) makes it slow. It computes Adam's new moments a second time
+inside the loop that writes the parameters. The old moments then have two readers, cannot be
+overwritten in place, and are copied: three to six times the cost of the step. Here the choice is
+made where each new leaf is computed: what comes after it reads the chosen leaf, and the old one
+has a single reader.
+
+What comes after it must not meet an old leaf among new ones: Adam's bias correction of an old
+count of 0 is 0/0. Where `pred` is false, it therefore reads what the equations between the old leaf
+and the new one make of the leaf that was kept, and of gradients of zero. So everything is computed
+from one consistent state, and where `pred` is false, the derivative is that of keeping the state.
+
+The module can go when XLA:CPU writes the outputs that share a computation in one loop, as XLA:TPU
+does: `test_plain_where_on_the_outputs_copies_the_state` fails then.
+"""
+
+import functools
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.extend import core
+
+from optax_lossscale._tree import is_inexact
+
+# What is never evaluated twice: a loop may not end and a callback may raise on numbers that no step
+# makes; the others cost more than the copy of a leaf.
+_ONCE = frozenset(
+    ["while", "scan", "cond", "pure_callback", "dot_general", "conv_general_dilated", "sort"]
+)
+
+# Equations that lead from an old leaf, whose position comes first, to the new one.
+_Path = tuple[int, list[core.JaxprEqn]]
+
+
+def replay_where(
+    pred: jax.Array, closed: core.ClosedJaxpr, grads: list[Any], old: list[Any]
+) -> list[Any]:
+    """Return the outputs of a jaxpr, with the old state for the new one where `pred` is false.
+
+    Args:
+      pred: Whether the state moves. `bool[]`.
+      closed: Maps gradients and the old state to the new state, and more outputs behind it.
+      grads: The gradients, which are zeros where `pred` is false.
+      old: The old state.
+    """
+    jaxpr = closed.jaxpr
+    read = {*_variables(jaxpr.outvars), *_read_by(jaxpr.eqns)}
+
+    def evaluate(eqns: list[core.JaxprEqn], values: dict[core.Var, Any]) -> dict[core.Var, Any]:
+        made = [var for eqn in eqns for var in eqn.outvars if var in read]
+        needed = _read_by(eqns)
+        for var in made:
+            needed.pop(var, None)
+        piece = jaxpr.replace(constvars=[], invars=list(needed), outvars=made, eqns=eqns)
+        function = core.jaxpr_as_fun(core.ClosedJaxpr(piece, []))
+        return dict(zip(made, function(*(values[var] for var in needed)), strict=True))
+
+    inputs = [constant_unless(pred, array) for array in (*closed.consts, *grads, *old)]
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
+    grad_vars, old_vars = jaxpr.invars[: len(grads)], jaxpr.invars[len(grads) :]
+    early = _early_choices(jaxpr, grad_vars, old_vars)
+    kept: dict[int, Any] = {}
+    start = 0
+    for end, eqn in enumerate(jaxpr.eqns, start=1):
+        chosen = [var for var in eqn.outvars if var in early]
+        if chosen or end == len(jaxpr.eqns):
+            values.update(evaluate(jaxpr.eqns[start:end], values))
+            start = end
+        for var in chosen:
+            leaf, path = early[var]
+            choice = jnp.where(pred, values[var], old[leaf])
+            # Under `shard_map` the choice may vary over axes over which the new leaf does not, and
+            # what follows was traced for the type of the new leaf.
+            if jax.typeof(choice) == var.aval:
+                kept[leaf] = choice
+                zeros = {v: jnp.zeros_like(values[v]) for v in grad_vars if _alike(v, var)}
+                again = evaluate(path, values | zeros | {old_vars[leaf]: choice})[var]
+                values[var] = jnp.where(pred, choice, jax.lax.stop_gradient(again))
+
+    outputs = [v.val if isinstance(v, core.Literal) else values[v] for v in jaxpr.outvars]
+    for leaf, array in enumerate(old):
+        outputs[leaf] = kept[leaf] if leaf in kept else jnp.where(pred, outputs[leaf], array)
+    return outputs
+
+
+def constant_unless(pred: jax.Array, array: Any) -> Any:
+    """Return `array`, with a derivative of zero where `pred` is false."""
+    if not (isinstance(array, Tracer) and is_inexact(array)):
+        return array
+    return jax.lax.select_n(pred, jax.lax.stop_gradient(array), array)
+
+
+def _early_choices(
+    jaxpr: core.Jaxpr, grads: list[core.Var], old: list[core.Var]
+) -> dict[core.Var, _Path]:
+    """Return the variables at which to choose early, each with the path from the old leaf.
+
+    Those are the arrays that are made from the old leaf, by equations that may be evaluated twice,
+    and that later equations read. For any other, a choice at the end does as well. Each equation
+    of the path takes the old leaf, or gradients to something of the leaf's shape: of zeros that is
+    a constant, and the gradients are not read once more.
+    """
+    leaves = _leaves_read_later(jaxpr, len(old))
+    # What a variable is made from, as bits: gradients are the first, and the old leaves follow, if
+    # not through a leaf that is chosen early.
+    origins = dict.fromkeys(grads, 1) | {var: 2 << leaf for leaf, var in enumerate(old)}
+    made_by: dict[core.Var, int] = {}
+
+    def path_to(new: core.Var, leaf: int) -> list[core.JaxprEqn]:
+        found: set[int] = set()
+        pending = [new]
+        while pending:
+            index = made_by.get(pending.pop())
+            if index is not None and index not in found:
+                found.add(index)
+                for var in _variables(jaxpr.eqns[index].invars):
+                    origin = origins.get(var, 0)
+                    if origin & 2 << leaf or (origin & 1 and _alike(var, new)):
+                        pending.append(var)
+        return [jaxpr.eqns[index] for index in sorted(found)]
+
+    early: dict[core.Var, _Path] = {}
+    for index, eqn in enumerate(jaxpr.eqns):
+        origin = functools.reduce(
+            operator.or_, (origins.get(var, 0) for var in _variables(eqn.invars)), 0
+        )
+        for var in eqn.outvars:
+            origins[var], made_by[var] = origin, index
+            if var in leaves and origin & 2 << leaves[var]:
+                path = path_to(var, leaves[var])
+                if all(map(_may_repeat, path)):
+                    early[var] = leaves[var], path
+                    origins[var] = 0
+    return early
+
+
+def _leaves_read_later(jaxpr: core.Jaxpr, leaves: int) -> dict[core.Var, int]:
+    """Return the variables that are new leaves, no scalars, and read by equations."""
+    made = {var for eqn in jaxpr.eqns for var in eqn.outvars}.intersection(_read_by(jaxpr.eqns))
+    found: dict[core.Var, int] = {}
+    for leaf, var in enumerate(jaxpr.outvars[:leaves]):
+        if not isinstance(var, core.Literal) and var in made and _shape(var):
+            found.setdefault(var, leaf)  # two leaves that are one variable: the first
+    return found
+
+
+def _may_repeat(eqn: core.JaxprEqn) -> bool:
+    inner = [getattr(param, "jaxpr", None) for param in eqn.params.values()]
+    return (
+        eqn.primitive.name not in _ONCE
+        and not eqn.effects
+        and all(_may_repeat(each) for jaxpr in inner if jaxpr is not None for each in jaxpr.eqns)
+    )
+
+
+def _read_by(eqns: Iterable[core.JaxprEqn]) -> dict[core.Var, None]:
+    """Return the variables that the equations read, each once and in their order."""
+    return dict.fromkeys(var for eqn in eqns for var in _variables(eqn.invars))
+
+
+def _variables(atoms: Iterable[Any]) -> list[core.Var]:
+    return [atom for atom in atoms if not isinstance(atom, core.Literal)]
+
+
+def _alike(a: core.Var, b: core.Var) -> bool:
+    return _shape(a) == _shape(b)
+
+
+def _shape(var: core.Var) -> tuple[int, ...]:
+    aval: Any = var.aval  # of an abstract type without a shape, for type checkers
+    return aval.shape

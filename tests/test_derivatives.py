@@ -1,0 +1,111 @@
+"""The derivative of training in which steps are skipped: that of the applied steps alone.
+
+Training is a function of the learning rate, the first parameters and the data, and people
+differentiate it (hyper-gradients, meta-learning). The oracle is the bare optimizer, run for the
+applied steps only.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optimizers import OPTIMIZERS
+
+import optax_lossscale as ols
+
+pytestmark = pytest.mark.integration
+
+APPLIED = 3
+# Which of five steps are skipped: the first ones, the first and a later one, later ones.
+SKIPPED = [(0, 1), (0, 3), (1, 2), (2, 4)]
+# The gradients are scaled by one, and the first parameters moved by the other.
+THETA = {"scale": jnp.float32(1.25), "start": jnp.float32(0.75)}
+
+# The others, marked `slow`, are made of the same parts.
+QUICK = {"adam", "adamax", "adafactor", "chain", "sgd: nesterov", "MultiSteps", "contrib.muon"}
+# Their derivative is NaN without a skipped step, too.
+NOT_FINITE = {"radam"}
+EVERY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in OPTIMIZERS]
+
+
+def plan(skipped):
+    """Return the number of each step among the applied ones, and what is added to its gradients."""
+    bad = np.isin(np.arange(APPLIED + len(skipped)), skipped)
+    return jnp.asarray(np.cumsum(~bad) - ~bad, jnp.float32), jnp.where(bad, jnp.inf, 0.0)
+
+
+def train(tx, optimizer, loss_scale, theta, steps):
+    """Return a number that depends on all parameters after the last step."""
+
+    def step(carry, inputs):
+        (params, state), (number, add) = carry, inputs
+        grads = jax.tree.map(lambda g: g * theta["scale"], optimizer.grads(params, number))
+        extra_args = optimizer.extra_args(number, value=theta["scale"], grad=grads)
+        scaled = jax.tree.map(lambda g: g * loss_scale + add, grads)
+        updates, state = tx.update(scaled, state, params, **extra_args)
+        return (optax.apply_updates(params, updates), state), None
+
+    params = jax.tree.map(lambda p: p * theta["start"] + 0.125, optimizer.params())
+    (params, _), _ = jax.lax.scan(step, (params, tx.init(params)), steps)
+    return sum(jnp.sum(jnp.abs(p) ** 2 * (i + 1)) for i, p in enumerate(jax.tree.leaves(params)))
+
+
+@pytest.mark.parametrize("mode", ["reverse", "forward"])
+@pytest.mark.parametrize("name", EVERY)
+def test_skipped_steps_leave_no_trace_in_the_derivative(name, mode):
+    optimizer = OPTIMIZERS[name]
+    derivative = {"reverse": jax.grad, "forward": jax.jacfwd}[mode]
+    bare = functools.partial(train, optimizer.plain(), optimizer, 1.0)
+    try:
+        expected = jax.jit(derivative(bare))(THETA, plan(()))
+    except ValueError as error:
+        assert "Reverse-mode differentiation does not work" in str(error)  # noqa: PT017
+        return
+    if not all(jnp.isfinite(each) for each in expected.values()):
+        assert name in NOT_FINITE
+        return
+    tx = ols.with_loss_scaling(optimizer.make(), 8.0)
+    wrapped = jax.jit(derivative(functools.partial(train, tx, optimizer, 8.0)))
+    for skipped in SKIPPED:
+        found = wrapped(THETA, plan(skipped))
+        np.testing.assert_allclose(
+            list(found.values()), list(expected.values()), rtol=1e-4, atol=1e-5, err_msg=skipped
+        )
+
+
+@pytest.mark.parametrize("derivative", [jax.grad, jax.jacfwd])
+@pytest.mark.parametrize("factory", [optax.adam, optax.adamax, optax.lamb, optax.lion])
+def test_a_learning_rate_that_is_differentiated_is_closed_over(factory, derivative):
+    def last(loss_scale, learning_rate, added):
+        wrapped = ols.with_loss_scaling(factory(learning_rate), loss_scale)
+        tx = wrapped if loss_scale > 1 else factory(learning_rate)
+        params = jnp.array([1.0, -2.0, 0.5])
+        state = tx.init(params)
+        for add in added:
+            grads = 2 * params * loss_scale + add
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        return jnp.sum(params**2)
+
+    expected = derivative(functools.partial(last, 1.0))(0.1, jnp.zeros(2))
+    added = jnp.array([jnp.inf, 0.0, jnp.nan, 0.0, -jnp.inf])
+    found = jax.jit(derivative(functools.partial(last, 8.0)))(0.1, added)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert np.isfinite(found)
+
+
+def test_second_derivatives_are_those_of_the_applied_steps_too():
+    def last(loss_scale, start, added):
+        tx = ols.with_loss_scaling(optax.adam(0.1), loss_scale)
+        state = tx.init(start)
+        for add in added:
+            updates, state = tx.update(2 * start**3 * loss_scale + add, state, start)
+            start = optax.apply_updates(start, updates)
+        return start
+
+    hessian = jax.jit(jax.grad(jax.grad(functools.partial(last, 8.0))))
+    skipping = hessian(jnp.float32(1.5), jnp.array([jnp.inf, 0.0, jnp.inf, 0.0]))
+    np.testing.assert_allclose(skipping, hessian(jnp.float32(1.5), jnp.zeros(2)), rtol=1e-4)
