@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._state import as_field, loss_scale_state
+from optax_lossscale._state import as_field, find_state
 from optax_lossscale._tree import KeyPath, PyTree, Tree, all_finite, is_array, is_inexact, path_name
 
 #: The name of a mapped axis, or several.
@@ -59,7 +59,8 @@ def scale_loss(loss: Tree, state: PyTree) -> Tree:
             kind = leaf.dtype if is_array(leaf) else type(leaf).__name__
             raise TypeError(
                 f"`loss` must be floating-point, got {kind} at {path_name(path)}. Cast it with "
-                "`astype(jnp.float32)`, or take the real part."
+                "`astype(jnp.float32)`, take the real part of a complex loss, or give "
+                "`value_and_grad` the argument `has_aux=True` if `fun` returns more than the loss."
             )
         value = at_least_float32(leaf)
         return value * factor.astype(value.dtype)
@@ -72,8 +73,9 @@ def unscale_and_check(
 ) -> tuple[Tree, jax.Array]:
     """Divide the gradients by the loss scale and say whether they are all finite.
 
-    The gradients are multiplied by the reciprocal of the factor, which is taken once, in float32.
-    That is exact for powers of two, and within one unit in the last place otherwise.
+    The gradients are multiplied by the reciprocal of the loss scale, which is taken once, in
+    float32. That is exact for powers of two. Otherwise it is within one unit in the last place of
+    float32, for float64 gradients too.
 
     Args:
       grads: Gradients of a loss that was scaled with `state`. Leaves that hold no floating-point
@@ -123,8 +125,20 @@ def unscale(grads: Tree, state: PyTree) -> Tree:
 
 
 def agree(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
-    """Return where `flag` holds on every member of the mapped axes, if there are any."""
-    return over_axes(jax.lax.pmin, flag, axis_name)
+    """Return whether `flag` holds on every member of the mapped axes, if there are any."""
+    return over_axes(_minimum, flag, axis_name)
+
+
+def _minimum(flag: jax.Array, axis_name: AxisName) -> jax.Array:
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    # `shard_map` with `check_vma` knows over which axes a value varies, and the `pmin` of jax 0.12
+    # refuses the others. Without it no value has a record of that, nor has the index of an axis.
+    varying = tuple(
+        name
+        for name in names
+        if name in jax.typeof(flag).vma or name not in jax.typeof(jax.lax.axis_index(name)).vma
+    )
+    return jax.lax.pmin(flag, varying) if varying else flag
 
 
 def over_axes(reduce: Callable[[Tree, Any], Tree], tree: Tree, axis_name: AxisName | None) -> Tree:
@@ -214,7 +228,7 @@ def value_and_grad(
         kwargs["argnums"] = argnums
 
     def scaled_value_and_grad(state: PyTree, *args: Any, **kwds: Any) -> tuple[Any, PyTree]:
-        scale_state = loss_scale_state(state)
+        scale_state = find_state("state", state)
 
         def scaled(*args: Any, **kwds: Any) -> tuple[Any, Any]:
             value = fun(*args, **kwds)
@@ -260,7 +274,7 @@ def _check_argnums(argnums: Any) -> None:
 
 
 def _factor(state: PyTree) -> jax.Array:
-    factor = loss_scale_state(state).loss_scale
+    factor = find_state("state", state).loss_scale
     if jnp.shape(factor):
         raise ValueError(
             f"`state` must hold a scalar loss scale, got shape {jnp.shape(factor)}. Map over the "

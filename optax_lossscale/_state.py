@@ -18,13 +18,13 @@ INT32_MAX = int(np.iinfo(np.int32).max)
 class LossScaleState(NamedTuple):
     """What loss scaling remembers from one step to the next.
 
-    The state is a pytree of five scalars. Every function of the library takes one and returns
-    a new one of the same type, so that it can be carried through `jax.lax.scan`, donated, and
-    saved by any checkpointer. The fields are part of the public interface.
+    The state is a pytree of five scalars. `update` returns a new one of the same type, so it can be
+    carried through `jax.lax.scan`, donated, and saved by any checkpointer. The fields are part of
+    the public interface.
 
     Attributes:
-      loss_scale: The factor that the next loss is multiplied by. `float32[]`.
-      growth_count: Finite steps in a row since the factor last moved or a step was skipped.
+      loss_scale: What the next loss is multiplied by. `float32[]`.
+      growth_count: Finite steps in a row since the loss scale last changed or a step was skipped.
         `int32[]`.
       overflow_count: Overflows counted towards `hysteresis` since it was last refilled.
         `int32[]`.
@@ -117,12 +117,17 @@ def loss_scale_state(opt_state: PyTree) -> LossScaleState:
       >>> float(ols.loss_scale_state(tx.init(jnp.ones(3))).loss_scale)
       1024.0
     """
-    found = list(leaves_of_type(opt_state, LossScaleState))
+    return find_state("opt_state", opt_state)
+
+
+def find_state(argument: str, tree: PyTree) -> LossScaleState:
+    """Return the one `LossScaleState` in `tree`, or raise an error that calls it `argument`."""
+    found = list(leaves_of_type(tree, LossScaleState))
     if len(found) != 1:
         where = ", ".join(path_name(path) for path, _ in found) or "nowhere"
         raise ValueError(
-            f"`opt_state` must hold exactly one LossScaleState, got {len(found)} in a "
-            f"{type(opt_state).__name__}, found at: {where}. Wrap the whole optimizer once with "
+            f"`{argument}` must hold exactly one LossScaleState, got {len(found)} in a "
+            f"{type(tree).__name__}, found at: {where}. Wrap the whole optimizer once with "
             "`with_loss_scaling`, or hand in the state that is meant."
         )
     path, state = found[0]
@@ -132,7 +137,7 @@ def loss_scale_state(opt_state: PyTree) -> LossScaleState:
     for name, field, arrays in zip(state._fields, state, leaves, strict=True):
         if len(arrays) != 1:
             raise ValueError(
-                f"`opt_state` must hold one array as {name} of the LossScaleState at "
+                f"`{argument}` must hold one array as {name} of the LossScaleState at "
                 f"{path_name(path)}, got {field!r}. Start from `init`, or complete the state that "
                 "was restored."
             )

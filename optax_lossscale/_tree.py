@@ -102,8 +102,9 @@ def _finite_in_groups(arrays: list[jax.Array]) -> jax.Array:
     """
 
     def finite(array: jax.Array) -> jax.Array:
-        small = array.size < 2**16 or jnp.finfo(array.dtype).bits < 16
-        grouping = None if small else _grouping(array.shape)
+        is_symbolic = not isinstance(array.size, int)  # a dimension of `jax.export`
+        is_plain = is_symbolic or array.size < 2**16 or jnp.finfo(array.dtype).bits < 16
+        grouping = None if is_plain else _grouping(array.shape)
         if grouping is None:
             return jnp.all(_is_finite(array))
         if jnp.iscomplexobj(array):
