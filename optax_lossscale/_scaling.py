@@ -131,14 +131,17 @@ def agree(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
 
 def _minimum(flag: jax.Array, axis_name: AxisName) -> jax.Array:
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    # `shard_map` with `check_vma` knows over which axes a value varies, and the `pmin` of jax 0.12
-    # refuses the others. Without it no value has a record of that, nor has the index of an axis.
-    varying = tuple(
-        name
-        for name in names
-        if name in jax.typeof(flag).vma or name not in jax.typeof(jax.lax.axis_index(name)).vma
-    )
+    varying = tuple(name for name in names if _may_vary(flag, name))
     return jax.lax.pmin(flag, varying) if varying else flag
+
+
+def _may_vary(flag: jax.Array, name: Hashable) -> bool:
+    # `shard_map` with `check_vma` keeps in the type over which axes a value varies, and the `pmin`
+    # of jax 0.12 refuses the others. The index of an axis varies over it, and so does what is
+    # computed from it: if that is another type, the flag does not. (JAX's versions disagree on the
+    # type's attribute.)
+    varying = jnp.full(flag.shape, jax.lax.axis_index(name) < 0)
+    return jax.typeof(flag | varying) == jax.typeof(flag)
 
 
 def over_axes(reduce: Callable[[Tree, Any], Tree], tree: Tree, axis_name: AxisName | None) -> Tree:
