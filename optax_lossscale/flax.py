@@ -1,6 +1,7 @@
-"""Loss scaling in Flax: Linen's `TrainState` that skips bad steps, and a better `DynamicScale`.
+"""Loss scaling in Flax: a Linen `TrainState` that skips bad steps, and a drop-in `DynamicScale`.
 
-With `flax.nnx`, hand `with_loss_scaling(...)` to `nnx.Optimizer`.
+`import optax_lossscale.flax as dynamic_scale_lib` replaces `flax.training.dynamic_scale`. With
+`flax.nnx`, pass `with_loss_scaling(...)` to `nnx.Optimizer`.
 """
 
 import dataclasses
@@ -15,14 +16,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import dynamic_scale, train_state
 from jax.typing import ArrayLike
 
-from optax_lossscale._policy import (
-    LARGEST_SCALE,
-    SMALLEST_SCALE,
-    DynamicLossScale,
-    LossScaleLike,
-    finite_number,
-    scale_number,
-)
+from optax_lossscale._policy import DynamicLossScale, LossScaleLike
 from optax_lossscale._scaling import (
     AxisName,
     check_axis_name,
@@ -31,8 +25,14 @@ from optax_lossscale._scaling import (
     unscale,
     value_and_grad,
 )
-from optax_lossscale._state import LossScaleState, loss_scale_state
-from optax_lossscale._transform import with_extra_args, with_loss_scaling
+from optax_lossscale._state import (
+    INT32_MAX,
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    LossScaleState,
+    loss_scale_state,
+)
+from optax_lossscale._transform import LossScaling, with_extra_args, with_loss_scaling
 from optax_lossscale._tree import (
     PyTree,
     Tree,
@@ -44,17 +44,20 @@ from optax_lossscale._tree import (
     tree_where,
 )
 
+#: What `DynamicScale.value_and_grad` returns: Flax's own class.
+DynamicScaleResult = dynamic_scale.DynamicScaleResult
+
 
 class TrainState(train_state.TrainState):
-    """Flax's `TrainState` with loss scaling: a step with non-finite gradients changes nothing.
+    """Flax's `TrainState` with loss scaling: a step with non-finite gradients is skipped.
 
     Make one with `create`; subclass it to add fields. Every leaf is an array from the start, so
-    that a training step compiles once and can be scanned. `step` counts applied steps, unless
-    `count_skipped`.
+    that a training step compiles once and can be scanned. `step` counts applied steps, or all
+    steps if `count_skipped` is true.
 
-    If `params` has the collection `_overwrite_with_gradient` of Flax's fp8 layers, it is
-    overwritten by its gradient, as Flax does it. That gradient is checked too: fp8 layers clip
-    infinite gradients, which then show only in what the layers note about them.
+    If `params` has the collection `_overwrite_with_gradient` of Flax's fp8 layers, its gradient
+    replaces it, as in Flax. That gradient is checked too: fp8 layers clip infinite gradients, which
+    then appear only in the maxima that the layers record.
 
     Examples:
       >>> import flax.linen as nn
@@ -70,15 +73,17 @@ class TrainState(train_state.TrainState):
       ...         return state.scale_loss(jnp.mean(state.apply_fn(params, x) ** 2))
       ...
       ...     return state.apply_gradients(grads=jax.grad(loss_fn)(state.params))
-      >>> for factor in (1, jnp.inf):
-      ...     state = train_step(state, factor * x)
+      >>> for batch in (x, jnp.inf * x):
+      ...     state = train_step(state, batch)
       ...     print(int(state.step), bool(state.grads_finite), float(state.loss_scale))
       1 True 32768.0
       1 False 16384.0
     """
 
-    # By keyword only, so that fields without a default can follow in a subclass.
+    # Keyword-only, so that a subclass can add fields without a default.
     count_skipped: bool = struct.field(pytree_node=False, kw_only=True, default=False)
+    #: Whether the last step was applied; true before the first one. `bool[]`.
+    grads_finite: jax.Array = struct.field(kw_only=True, default_factory=lambda: jnp.asarray(True))
 
     @classmethod
     def create(
@@ -97,17 +102,17 @@ class TrainState(train_state.TrainState):
         Args:
           apply_fn: Usually the model's `apply`.
           params: The parameters.
-          tx: The optimizer, which is wrapped here by `with_loss_scaling`.
-          loss_scale: The policy, or anything that `as_loss_scale` takes.
-          axis_name: The mapped axis, or a tuple of them, over which all must skip together. The
-            gradients are averaged by the caller.
+          tx: The optimizer. `create` wraps it with `with_loss_scaling`.
+          loss_scale: `"dynamic"`, a number (fixed), a policy, or None.
+          axis_name: The mapped axis, or a tuple of them, whose members skip steps together. The
+            caller averages the gradients.
           count_skipped: Whether `step` counts skipped steps too.
           **kwargs: The fields that a subclass adds. Python numbers in them become arrays.
 
         Raises:
-          TypeError: If `tx` is no optimizer, `loss_scale` no policy, `count_skipped` no bool, or a
-            field is not known.
-          ValueError: If `tx` scales the loss already.
+          TypeError: If `tx` is not an optimizer, `loss_scale` is not a policy, `count_skipped` is
+            not a bool, or a field is unknown.
+          ValueError: If `tx` already scales the loss.
         """
         if not isinstance(count_skipped, bool):
             raise TypeError(f"`count_skipped` must be True or False, got {count_skipped!r}.")
@@ -125,41 +130,38 @@ class TrainState(train_state.TrainState):
 
     @property
     def loss_scale(self) -> jax.Array:
-        """The factor that the next loss is multiplied by. `float32[]`."""
+        """The number that the next loss is multiplied by. `float32[]`."""
         return loss_scale_state(self.opt_state).loss_scale
 
-    @property
-    def grads_finite(self) -> jax.Array:
-        """Whether the last step was applied; true before the first one. `bool[]`."""
-        return loss_scale_state(self.opt_state).consecutive_skipped == 0
-
     def scale_loss(self, loss: Tree) -> Tree:
-        """Multiply the loss by the loss scale, in the function that is differentiated."""
+        """Multiply the loss by the loss scale, inside the function that is differentiated."""
         return scale_loss(loss, self.opt_state)
 
     def apply_gradients(
         self, *, grads: PyTree, value: ArrayLike | None = None, **kwargs: Any
     ) -> Self:
-        """Apply the step if its gradients are finite, and otherwise move the loss scale only.
+        """Apply the step if its gradients are finite; otherwise only update the loss scale.
 
         Args:
           grads: The gradients of the scaled loss, with the structure of `params`.
-          value: The loss, unscaled. If given, it is handed on to the optimizer, and a loss that is
-            itself NaN or infinite skips the step without moving the factor.
+          value: The loss, unscaled. If given, it is passed to the optimizer, and a loss that is
+            itself NaN or infinite skips the step; see `optax_lossscale.update`.
           **kwargs: New values of other fields, such as `batch_stats`. On a skipped step each keeps
-            its old value. What is computed from the result, such as an average of the parameters,
-            is kept with `tree_where(state.grads_finite, new, old)`.
+            its old value. For what is computed from the result, such as an average of the
+            parameters, use `tree_where(state.grads_finite, new, old)`.
 
         Returns:
           The state after the step, of the same type.
 
         Raises:
-          TypeError: If a field is not known, or a dtype in it changes.
-          ValueError: If the structure or a shape in a field changes, or `grads` has not those of
+          TypeError: If a field is unknown, a dtype in it changes, or `tx` was replaced by an
+            optimizer without loss scaling.
+          ValueError: If the structure or a shape in a field changes, or `grads` does not match
             `params`.
         """
         _check_grads(grads, self.params)
-        known = {field.name for field in dataclasses.fields(self)} - {"step", "params", "opt_state"}
+        set_here = {"step", "params", "opt_state", "grads_finite"}
+        known = {field.name for field in dataclasses.fields(self)} - set_here
         if unknown := sorted(set(kwargs) - known):
             raise TypeError(
                 f"`apply_gradients` must be given fields of {type(self).__name__} that it does not "
@@ -167,12 +169,14 @@ class TrainState(train_state.TrainState):
                 "subclass."
             )
         extra_args = {} if value is None else {"value": value}
-        updates, opt_state = optax.with_extra_args_support(self.tx).update(
+        if not isinstance(self.tx, LossScaling):
+            raise TypeError(
+                f"`tx` must be what `with_loss_scaling` returns, got {self.tx!r}. Make the state "
+                "with `create`, or wrap the whole optimizer."
+            )
+        updates, opt_state, applied = self.tx.update_and_flag(
             grads, self.opt_state, self.params, **extra_args
         )
-        # Not `== 0`: a policy that checks nothing leaves the counters as it found them.
-        before, after = map(loss_scale_state, (self.opt_state, opt_state))
-        applied = jnp.asarray(after.consecutive_skipped <= before.consecutive_skipped)
         old = {name: getattr(self, name) for name in kwargs}
         new = {name: _contained_like(kwargs[name], old[name]) for name in kwargs}
         moved = jnp.logical_or(applied, self.count_skipped).astype(jnp.int32)
@@ -180,6 +184,7 @@ class TrainState(train_state.TrainState):
             step=jnp.asarray(self.step, jnp.int32) + moved,
             params=_apply_updates(self.params, updates, applied),
             opt_state=opt_state,
+            grads_finite=applied,
             **tree_where(applied, new, old),
         )
 
@@ -187,13 +192,20 @@ class TrainState(train_state.TrainState):
 class DynamicScale(dynamic_scale.DynamicScale):
     """A drop-in for `flax.training.dynamic_scale.DynamicScale`, with the same fields and results.
 
-    It differs in what the rule of `DynamicLossScale` and the rest of this library do differently:
+    The differences are deliberate:
 
-    * The factor grows on exactly the `growth_interval`-th finite step in a row, in Flax one later.
-    * `scale` and `fin_steps` are arrays from the start: a training step compiles once, not twice.
-    * The factor stays between 2**-126 and 2**126, where its reciprocal is a normal number.
+    * The loss scale grows on exactly the `growth_interval`-th finite step in a row; in Flax, one
+      step later. A count beyond the interval grows on the next finite step; in Flax, never.
+    * `scale` and `fin_steps` are strongly typed arrays from the start: a training step compiles
+      once, not twice.
+    * The loss scale stays between 2**-126 and 2**126, where its float32 reciprocal is a normal
+      number.
     * The loss is returned as `fun` returned it; Flax scales it, which may overflow, and divides.
-    * Gradients of a larger type than float32 keep it, and fp8 metadata are not divided.
+      A float16 loss warns, as in `optax_lossscale.scale_loss`.
+    * Gradients wider than float32 keep their dtype, and fp8 metadata are not divided.
+
+    Like Flax's class, it does not check its hyper-parameters: `growth_factor` and `backoff_factor`
+    may be 1, and `minimum_scale` may be any scalar, even a traced one.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -206,13 +218,15 @@ class DynamicScale(dynamic_scale.DynamicScale):
       (True, 2.0, [2.0, 2.0], 1)
     """
 
-    # Annotated as in Flax. A new array for each object: a shared buffer cannot be donated.
-    fin_steps: int = struct.field(default_factory=lambda: jnp.zeros((), jnp.int32))
+    # Annotated as in Flax. Arrays cannot be hashed, and a static argument must be. Each object has
+    # an array of its own: a shared buffer cannot be donated.
+    fin_steps: int = struct.field(default_factory=lambda: jnp.zeros((), jnp.int32), hash=False)
+    scale: float = struct.field(default=65536.0, hash=False)
 
     def __post_init__(self) -> None:
         """Turn Python numbers into arrays."""
-        # JAX builds this object, too, with axes, None or specs in place of the numbers. Those are
-        # never floats, and never stand beside an array.
+        # JAX also builds this object with axes, None or specs instead of numbers. Those are never
+        # floats and never appear beside an array.
         if any(is_array(x) or isinstance(x, float) for x in (self.fin_steps, self.scale)):
             for name, dtype in (("fin_steps", jnp.int32), ("scale", jnp.float32)):
                 object.__setattr__(self, name, _strongly_typed(getattr(self, name), dtype))
@@ -224,53 +238,70 @@ class DynamicScale(dynamic_scale.DynamicScale):
         has_aux: bool = False,
         axis_name: str | None = None,
     ) -> Callable[..., dynamic_scale.DynamicScaleResult]:
-        """Differentiate a loss function, scaled.
+        """Differentiate a scaled loss, and return its value and gradients unscaled.
 
         Args:
-          fun: The loss function, as for `jax.value_and_grad`. It knows nothing of loss scaling.
-          argnums: Which arguments of `fun` to differentiate with respect to.
+          fun: The loss function, as for `jax.value_and_grad`. It returns the loss unscaled.
+          argnums: The arguments of `fun` to differentiate with respect to.
           has_aux: Whether `fun` returns `(loss, aux)`.
           axis_name: The mapped axis over which to average the gradients.
 
         Returns:
-          A function of the arguments of `fun` that returns a `DynamicScaleResult`, which holds the
-          next `dynamic_scale`, whether all gradients are `finite`, `aux`, which is what `fun`
-          returned, and `grad`, the true gradients, in float32 or larger.
+          A function of the arguments of `fun` that returns a `DynamicScaleResult`: the next
+          `dynamic_scale`, whether all gradients are `finite` (`bool[]`), `aux`, which is what
+          `fun` returned, and `grad`, the true gradients, in float32 or wider.
 
         Raises:
-          TypeError: If `fun` is not callable, or a hyper-parameter is of the wrong type.
-          ValueError: If a hyper-parameter is out of the bounds of `DynamicLossScale`.
+          TypeError: If `axis_name` cannot be the name of an axis; from the function returned, if
+            the loss is not floating-point.
         """
-        floor, ceiling = SMALLEST_SCALE, LARGEST_SCALE
-        if self.minimum_scale is not None:
-            # Flax takes 0 for no floor, too.
-            minimum = finite_number("minimum_scale", self.minimum_scale)
-            floor = scale_number("minimum_scale", max(minimum, floor))
-        policy = DynamicLossScale(
-            initial_scale=floor,
-            growth_interval=self.growth_interval,
-            growth_factor=self.growth_factor,
-            backoff_factor=self.backoff_factor,
-            min_scale=floor,
-            max_scale=ceiling,
-        )
-        # The factor may start below the floor, as in Flax, and one saved by Flax above the ceiling.
-        state = policy.init()._replace(
-            loss_scale=jnp.minimum(jnp.asarray(self.scale, jnp.float32), ceiling),
+        check_axis_name(axis_name)
+        rule = _flax_rule(self)
+        state = rule.init()._replace(
+            loss_scale=jnp.clip(
+                jnp.asarray(self.scale, jnp.float32), SMALLEST_SCALE, LARGEST_SCALE
+            ),
             growth_count=jnp.asarray(self.fin_steps, jnp.int32),
         )
-        check_axis_name(axis_name)
-        scaled_value_and_grad = value_and_grad(fun, argnums, has_aux)
 
-        def finite_value_and_grad(*args: Any, **kwargs: Any) -> dynamic_scale.DynamicScaleResult:
-            value, grads = scaled_value_and_grad(state, *args, **kwargs)
-            grads = over_axes(jax.lax.pmean, unscale(grads, state), axis_name)
-            finite = all_finite(grads)  # of the mean, as in Flax: it may overflow, and all agree
-            new_state = policy.update(state, finite)
+        def loss_and_aux(*args: Any, **kwargs: Any) -> Any:
+            loss, aux, *_ = fun(*args, **kwargs)  # Flax drops the rest, too
+            return loss, aux
+
+        scaled_value_and_grad = value_and_grad(loss_and_aux if has_aux else fun, argnums, has_aux)
+
+        def grad_fn_wrapper(*args: Any, **kwargs: Any) -> dynamic_scale.DynamicScaleResult:
+            aux, grad = scaled_value_and_grad(state, *args, **kwargs)
+            grad = over_axes(jax.lax.pmean, unscale(grad, state), axis_name)
+            # The mean is checked, as in Flax: it may overflow, and all replicas agree.
+            finite = all_finite(grad)
+            new_state = rule.update(state, finite)
             new_self = self.replace(fin_steps=new_state.growth_count, scale=new_state.loss_scale)
-            return dynamic_scale.DynamicScaleResult(new_self, finite, value, grads)
+            return DynamicScaleResult(new_self, finite, aux, grad)
 
-        return finite_value_and_grad
+        return grad_fn_wrapper
+
+
+class _UncheckedLossScale(DynamicLossScale):
+    """The rule of `DynamicLossScale` with whatever hyper-parameters Flax takes."""
+
+    def __post_init__(self) -> None:
+        """Check nothing."""
+
+
+def _flax_rule(ds: dynamic_scale.DynamicScale) -> DynamicLossScale:
+    interval: Any = ds.growth_interval
+    floor = SMALLEST_SCALE if ds.minimum_scale is None else ds.minimum_scale
+    hyperparams: dict[str, Any] = {
+        # Flax grows on every finite step if the interval is 0, and never if it is negative.
+        "growth_interval": max(interval, 1) if 0 <= interval <= INT32_MAX else INT32_MAX,
+        # Scalars of any dtype would otherwise promote the loss scale.
+        "growth_factor": jnp.asarray(ds.growth_factor, jnp.float32),
+        "backoff_factor": jnp.asarray(ds.backoff_factor, jnp.float32),
+        "min_scale": jnp.clip(jnp.asarray(floor, jnp.float32), SMALLEST_SCALE, LARGEST_SCALE),
+        "max_scale": LARGEST_SCALE,
+    }
+    return _UncheckedLossScale(**hyperparams)
 
 
 def _check_grads(grads: PyTree, params: PyTree) -> None:
@@ -284,10 +315,10 @@ def _check_grads(grads: PyTree, params: PyTree) -> None:
     for (path, grad), param in zip(leaves, jax.tree.leaves(params), strict=True):
         if not (is_array(grad) or isinstance(grad, (int, float, complex))):
             raise TypeError(
-                f"`grads` must hold arrays, got {grad!r} at {path_name(path)}. Hand in what "
+                f"`grads` must hold arrays, got {grad!r} at {path_name(path)}. Pass what "
                 "`jax.grad` returned."
             )
-        # Summed with the parameter, another shape would be broadcast.
+        # A sum with the parameter would broadcast another shape.
         if jnp.shape(grad) != jnp.shape(param):
             raise ValueError(
                 f"`grads` must have the shapes of `params`, got {jnp.shape(grad)} for "
@@ -303,7 +334,7 @@ def _has_metadata(params: PyTree) -> bool:
 def _beside_metadata(
     tx: optax.GradientTransformation | optax.MultiSteps,
 ) -> optax.GradientTransformation:
-    """Return `tx` for trees in which Flax's fp8 metadata, which it must not see, lie beside."""
+    """Return `tx` for trees that also hold Flax's fp8 metadata, which it must not see."""
     inner = with_extra_args("tx", tx)
 
     def init_fn(params: Any) -> optax.OptState:
@@ -311,8 +342,8 @@ def _beside_metadata(
         for path, _ in leaves_of_type(state, LossScaleState):
             raise ValueError(
                 "`tx` must not scale the loss itself, got a LossScaleState at "
-                f"`{jax.tree_util.keystr(path)}` of its state. Hand in the optimizer that "
-                "`with_loss_scaling` was given, and the policy as `loss_scale`."
+                f"`{jax.tree_util.keystr(path)}` of its state. Pass the optimizer without "
+                "`with_loss_scaling`, and the policy as `loss_scale`."
             )
         return state
 
@@ -337,14 +368,14 @@ def _apply_updates(params: Any, updates: Any, applied: jax.Array) -> Any:
 
 def _strongly_typed(leaf: Any, dtype: Any = None) -> Any:
     """Return `leaf` as a strongly typed array if it is a Python number or a weakly typed one."""
-    # NumPy's arrays and PRNG keys do not say.
+    # NumPy arrays and PRNG keys lack the attribute.
     if getattr(leaf, "weak_type", False) or isinstance(leaf, (int, float, complex)):
         return jnp.asarray(leaf, dtype or jnp.result_type(leaf))
     return leaf
 
 
 def _contained_like(new: PyTree, old: PyTree) -> PyTree:
-    """Return `new` frozen or not as `old` is: `apply` returns dicts, whatever it is given."""
+    """Return `new` frozen if `old` is: `apply` returns dicts even for frozen variables."""
     if isinstance(old, core.FrozenDict):
         return core.freeze(new) if isinstance(new, dict) else new
     return core.unfreeze(new) if isinstance(new, core.FrozenDict) else new

@@ -1,47 +1,58 @@
-"""The state of loss scaling from and to Flax's `DynamicScale`, JMP and torch's `GradScaler`.
+"""Convert the state of loss scaling of Flax, JMP and torch, and back to torch.
 
-Whoever moves in the middle of training keeps the rule, the factor and the count of finite steps:
-the next move of the factor comes at the step at which it would have come there. None of the three
-libraries is imported; what is handed in is read by its attributes or keys.
+A run that switches midway keeps its rule, its loss scale and its count of finite steps: the loss
+scale next changes at the step at which it would have changed before. None of the three libraries
+is imported; their objects are read by attribute or key.
 
-They differ in when the factor grows. With an interval of N, JMP and torch grow on the N-th finite
-step in a row, as this library does, and Flax on the one after it. A count that lies beyond the
-interval, because the interval was made shorter, grows on the next finite step here.
+The libraries differ in when the loss scale grows. With an interval of N, JMP and torch grow on the
+N-th finite step in a row, as this library does. Releases of Flax grow one step later. A count
+beyond the interval, because the interval was shortened, grows on the next finite step here.
 
-They differ in the bounds, too. None has a ceiling but what the dtype of the factor can hold, and
-torch has no floor. Here the factor stays between 2**-126 and 2**126, where its float32 reciprocal
-is a normal number. The counters of skipped steps start at 0: nobody else has them.
+They also differ in bounds. Their only ceiling is the largest number of the loss scale's dtype, and
+torch has no floor. Here the loss scale stays between 2**-126 and 2**126, where its float32
+reciprocal is a normal number. The counters of skipped steps start at 0, since the other libraries
+do not keep them.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._policy import INT32_MAX, LARGEST_SCALE, SMALLEST_SCALE, DynamicLossScale
-from optax_lossscale._state import LossScaleState, loss_scale_state
+from optax_lossscale._policy import DynamicLossScale
+from optax_lossscale._state import (
+    INT32_MAX,
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    LossScaleState,
+    loss_scale_state,
+)
 
-# What counts steps, whatever it is called.
+# The names that the libraries give to counts of steps.
 _COUNTS = {"fin_steps", "counter", "_growth_tracker", "growth_count", "growth_interval", "period"}
 
 
 def from_flax_dynamic_scale(ds: Any) -> tuple[DynamicLossScale, LossScaleState]:
-    """Go on where a `flax.training.dynamic_scale.DynamicScale` stands.
+    """Convert a `flax.training.dynamic_scale.DynamicScale`.
 
-    Flax grows one step later than its `growth_interval` says, so the policy's is one larger; of an
-    `optax_lossscale.flax.DynamicScale`, which grows when it says, the policy's is the same.
+    Releases of Flax grow on the step after the `growth_interval`-th finite one, Flax's main branch
+    has also grown on that step itself, and so does `optax_lossscale.flax.DynamicScale`. The class
+    of `ds` takes one small step to show which of the two it does, and the policy's
+    `growth_interval` is one larger where it waits.
 
     Args:
-      ds: The `DynamicScale`, outside of `jax.jit`; of a replicated one, a single replica.
+      ds: The `DynamicScale`, with concrete numbers; one replica of a replicated one.
 
     Returns:
-      The policy for `with_loss_scaling`, and the state to put into the optimizer's.
+      The policy for `with_loss_scaling`, and the state to put into the optimizer state.
 
     Raises:
-      TypeError: If `ds` lacks an attribute of a `DynamicScale`, or one is no concrete number.
-      ValueError: If one is no scalar or is out of bounds.
+      TypeError: If `ds` lacks an attribute of a `DynamicScale`, or one is not a concrete number.
+      ValueError: If one is not a scalar or is out of bounds.
 
     Examples:
       >>> from flax.training.dynamic_scale import DynamicScale
@@ -55,28 +66,27 @@ def from_flax_dynamic_scale(ds: Any) -> tuple[DynamicLossScale, LossScaleState]:
     scale, count, interval, growth, backoff = _numbers("ds", ds, names, expected)
     minimum = getattr(ds, "minimum_scale", None)
     floor = 0.0 if minimum is None else _number("ds", "minimum_scale", minimum)
-    is_ours = any(cls.__module__ == "optax_lossscale.flax" for cls in type(ds).__mro__)
     rule = {"growth_factor": growth, "backoff_factor": backoff, "min_scale": floor}
-    return _convert("ds", scale, count, interval if is_ours else interval + 1, **rule)
+    return _convert("ds", scale, count, interval + _waits_a_step(ds), **rule)
 
 
 def from_jmp(ls: Any) -> tuple[DynamicLossScale, LossScaleState]:
-    """Go on where a `jmp.DynamicLossScale` stands.
+    """Convert a `jmp.DynamicLossScale`.
 
-    The floor is the one that the object holds. JMP itself forgets it whenever the object passes
-    through `jax.jit`, and then uses 1. A factor of float16 never grows above 2**15 in JMP, where
-    twice as much is infinite, and neither does the policy's.
+    The floor is the one that the object holds. JMP itself loses it when the object passes through
+    `jax.jit`, and then uses 1. In JMP a float16 loss scale never grows above 2**15, since twice
+    that is infinite; the policy has the same ceiling.
 
     Args:
-      ls: The `jmp.DynamicLossScale`, outside of `jax.jit`; of a replicated one, a single replica.
+      ls: The `jmp.DynamicLossScale`, with concrete numbers; one replica of a replicated one.
 
     Returns:
-      The policy for `with_loss_scaling`, and the state to put into the optimizer's.
+      The policy for `with_loss_scaling`, and the state to put into the optimizer state.
 
     Raises:
       TypeError: If `ls` lacks an attribute of a `jmp.DynamicLossScale`, as JMP's other two classes
-        do, or one is no concrete number.
-      ValueError: If one is no scalar or is out of bounds.
+        do, or one is not a concrete number.
+      ValueError: If one is not a scalar or is out of bounds.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -102,18 +112,18 @@ def from_jmp(ls: Any) -> tuple[DynamicLossScale, LossScaleState]:
 
 
 def from_torch_state_dict(d: Mapping[str, Any]) -> tuple[DynamicLossScale, LossScaleState]:
-    """Go on where a `torch.amp.GradScaler` stands.
+    """Convert the state of a `torch.amp.GradScaler`.
 
     Args:
-      d: What `GradScaler.state_dict()` returned.
+      d: The result of `GradScaler.state_dict()`.
 
     Returns:
-      The policy for `with_loss_scaling`, and the state to put into the optimizer's.
+      The policy for `with_loss_scaling`, and the state to put into the optimizer state.
 
     Raises:
-      TypeError: If `d` is no mapping or lacks a key, as the empty dict of a disabled scaler does,
-        or a value is no concrete number.
-      ValueError: If one is no scalar or is out of bounds.
+      TypeError: If `d` is not a mapping or lacks a key, as the empty dict of a disabled scaler
+        does, or a value is not a concrete number.
+      ValueError: If one is not a scalar or is out of bounds.
 
     Examples:
       >>> from optax_lossscale.interop import from_torch_state_dict
@@ -124,7 +134,7 @@ def from_torch_state_dict(d: Mapping[str, Any]) -> tuple[DynamicLossScale, LossS
       (100, 1024.0, 7)
     """
     expected = (
-        "what `GradScaler.state_dict()` of torch returned; for a scaler with `enabled=False`, "
+        "the result of torch's `GradScaler.state_dict()`; for a scaler with `enabled=False`, "
         "which returns an empty dict, use `as_loss_scale(None)`"
     )
     names = ("scale", "_growth_tracker", "growth_interval", "growth_factor", "backoff_factor")
@@ -134,18 +144,18 @@ def from_torch_state_dict(d: Mapping[str, Any]) -> tuple[DynamicLossScale, LossS
 
 
 def to_torch_state_dict(policy: DynamicLossScale, state: Any) -> dict[str, Any]:
-    """Return what `torch.amp.GradScaler.load_state_dict` takes.
+    """Return a dict for `torch.amp.GradScaler.load_state_dict`.
 
-    Torch has no bounds: `min_scale` and `max_scale` stay behind, and so do the counters of skipped
-    steps. Until the factor meets a bound, it moves at the same steps.
+    Torch has no bounds and no counters of skipped steps, so these are lost. Until the loss scale
+    meets a bound, it changes at the same steps.
 
     Args:
       policy: The policy of the run, with `hysteresis=1`: torch backs off on every overflow.
-      state: Its `LossScaleState`, or an optimizer's state that holds exactly one, outside of
-        `jax.jit`.
+      state: Its `LossScaleState`, or an optimizer state that holds exactly one, with concrete
+        numbers.
 
     Raises:
-      TypeError: If `policy` is no `DynamicLossScale`, or `state` does not hold concrete numbers.
+      TypeError: If `policy` is not a `DynamicLossScale`, or `state` does not hold concrete numbers.
       ValueError: If `hysteresis` is greater than 1, or `state` does not hold exactly one
         `LossScaleState` of scalars, or one that is out of bounds.
 
@@ -160,12 +170,13 @@ def to_torch_state_dict(policy: DynamicLossScale, state: Any) -> dict[str, Any]:
     if not isinstance(policy, DynamicLossScale):
         raise TypeError(
             f"`policy` must be a DynamicLossScale, the rule of torch's GradScaler, got {policy!r}. "
-            "For a fixed factor multiply the loss yourself in torch."
+            "For a fixed loss scale, multiply the loss yourself in torch."
         )
     if policy.hysteresis > 1:
         raise ValueError(
             f"`policy` must have hysteresis=1, got {policy.hysteresis}: torch's GradScaler backs "
-            "off on every overflow. Hand in `dataclasses.replace(policy, hysteresis=1)` if it may."
+            "off on every overflow. If that is acceptable, pass `dataclasses.replace(policy, "
+            "hysteresis=1)`."
         )
     found = loss_scale_state(state)._asdict()
     scale, count = _numbers("state", found, ("loss_scale", "growth_count"), "a LossScaleState")
@@ -175,15 +186,32 @@ def to_torch_state_dict(policy: DynamicLossScale, state: Any) -> dict[str, Any]:
         "growth_factor": policy.growth_factor,
         "backoff_factor": policy.backoff_factor,
         "growth_interval": policy.growth_interval,
-        # Torch asks whether the count is the interval: beyond it, the factor would never grow.
+        # Torch tests for equality: with a count beyond the interval it would never grow.
         "_growth_tracker": min(int(count), policy.growth_interval - 1),
     }
+
+
+def _waits_a_step(ds: Any) -> bool:
+    """Say whether `ds` grows one step later than its `growth_interval`."""
+    # Flax's releases and its main branch (8163517a) differ in this under the same name.
+    with jax.ensure_compile_time_eval():
+        start = dataclasses.replace(
+            ds,
+            growth_factor=2.0,
+            backoff_factor=0.5,
+            growth_interval=1,
+            fin_steps=0,
+            scale=1.0,
+            minimum_scale=None,
+        )
+        after = start.value_and_grad(lambda x: x)(1.0).dynamic_scale
+        return float(after.scale) == 1
 
 
 def _numbers(
     argument: str, theirs: Any, names: tuple[str, ...], expected: str
 ) -> tuple[float, ...]:
-    """Return the attributes or values of these names, or say what is wrong with which."""
+    """Return the attributes or values of these names, or raise an error that names the bad one."""
     if not isinstance(theirs, Mapping):
         theirs = {name: getattr(theirs, name) for name in names if hasattr(theirs, name)}
     missing = [name for name in names if name not in theirs]
@@ -200,7 +228,7 @@ def _number(argument: str, name: str, value: Any) -> float:
         )
     try:
         if isinstance(value, (bool, np.bool_)):
-            raise TypeError("a flag is no number")  # noqa: TRY301, the message below says it
+            raise TypeError("a bool is not a number")  # noqa: TRY301, the message below says it
         number = float(value)
     except (TypeError, ValueError) as error:  # a traced value is a TypeError, too
         raise TypeError(
@@ -211,8 +239,7 @@ def _number(argument: str, name: str, value: Any) -> float:
         number = math.inf
     if name in _COUNTS and not number.is_integer():
         raise ValueError(
-            f"`{argument}` has no equal here. Steps must be whole numbers, got {name}={value}. Use "
-            "`int` to convert it."
+            f"`{argument}` must count whole steps, got {name}={value}. Convert it with `int`."
         )
     return number
 
@@ -220,8 +247,9 @@ def _number(argument: str, name: str, value: Any) -> float:
 def _check_standing(argument: str, loss_scale: float, growth_count: float) -> None:
     if not (SMALLEST_SCALE <= loss_scale <= LARGEST_SCALE and growth_count >= 0):
         raise ValueError(
-            f"`{argument}` must hold a factor between 2**-126 and 2**126 and a count of at least "
-            f"0, got {loss_scale} and {growth_count:g}. Start anew with a `DynamicLossScale`."
+            f"`{argument}` must hold a loss scale between 2**-126 and 2**126 and a count of at "
+            f"least 0, got {loss_scale} and {growth_count:g}. Start again from a "
+            "`DynamicLossScale`."
         )
 
 
@@ -241,7 +269,7 @@ def _convert(
     max_scale = max(max_scale, min_scale)
     try:
         policy = DynamicLossScale(
-            # A factor below the floor may be: the next overflow lifts it, here as there.
+            # The state may be below the floor: the next overflow lifts it, here as there.
             initial_scale=min(max(loss_scale, min_scale), max_scale),
             growth_interval=int(min(growth_interval, INT32_MAX)),
             growth_factor=growth_factor,
@@ -250,7 +278,7 @@ def _convert(
             max_scale=max_scale,
         )
     except ValueError as error:
-        raise ValueError(f"`{argument}` has no equal here. {error}") from error
+        raise ValueError(f"`{argument}` cannot be represented. {error}") from error
     state = policy.init()
     return policy, state._replace(
         loss_scale=jnp.asarray(loss_scale, jnp.float32),

@@ -1,5 +1,6 @@
 """`optax_lossscale.flax.TrainState`: what moves on which step, and that it is one compiled step."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -213,7 +214,8 @@ def test_scanning_is_stepping():
 def test_it_can_be_donated():
     state = jax.tree.map(jnp.copy, create())
     after = jax.jit(take_step, donate_argnums=0)(state, batch(bad=True))
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    # A step does not read the flag of the step before.
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state) if leaf.dtype != jnp.bool_)
     assert_same_bits(after.params, create().params)
 
 
@@ -301,8 +303,45 @@ def scalar_state(cls=TrainState, tx=None, **options):
     return cls.create(apply_fn=None, params={"w": jnp.float32(1)}, tx=tx, **options)
 
 
+class Counting(TrainState):
+    seen: Any = None
+
+
 def grads_of(state, value):
     return {"w": jnp.float32(value) * state.loss_scale}
+
+
+@dataclasses.dataclass(frozen=True)
+class Uncounted:
+    """A policy that counts nothing."""
+
+    skip_nonfinite = True
+
+    def init(self):
+        return ols.init(8)
+
+    def update(self, state, grads_finite, *, loss_finite=True):
+        del loss_finite
+        return state._replace(loss_scale=state.loss_scale * jnp.where(grads_finite, 1, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("loss_scale", "skipped_before"),
+    [(Uncounted(), 0), ("dynamic", np.iinfo(np.int32).max)],
+    ids=["not counted", "saturated"],
+)
+def test_a_step_is_skipped_whatever_the_policy_counts(loss_scale, skipped_before):
+    state = scalar_state(Counting, loss_scale=loss_scale, seen=jnp.float32(0))
+    state = state.replace(
+        opt_state=optax.tree.set(state.opt_state, consecutive_skipped=jnp.int32(skipped_before))
+    )
+    assert state.grads_finite
+    for value, applied in ((jnp.inf, 0), (1, 1)):
+        state = state.apply_gradients(
+            grads=grads_of(state, value), seen=jnp.float32(1 if applied else jnp.nan)
+        )
+        assert (int(state.step), bool(state.grads_finite)) == (applied, applied)
+        assert (float(state.params["w"]), float(state.seen)) == (1 - applied, applied)
 
 
 def test_a_step_is_that_of_flax_on_the_true_gradients():
@@ -374,6 +413,14 @@ def test_an_optimizer_that_scales_already_is_refused(tx):
         scalar_state(tx=tx)
 
 
+@pytest.mark.parametrize("chain", [False, True])
+def test_an_optimizer_that_is_not_wrapped_as_a_whole_is_refused_by_a_step(chain):
+    tx = optax.chain(ols.with_loss_scaling(optax.sgd(1.0))) if chain else optax.sgd(1.0)
+    state = scalar_state().replace(tx=tx)
+    with pytest.raises(TypeError, match=r"`tx` must be what `with_loss_scaling` returns, got"):
+        state.apply_gradients(grads=grads_of(state, 1))
+
+
 def test_what_is_no_optimizer_is_refused():
     with pytest.raises(TypeError, match=r"must be an optax\.GradientTransformation"):
         scalar_state(tx=optax.adam)
@@ -384,15 +431,13 @@ def test_a_field_that_is_not_known_is_refused_when_created():
         scalar_state(batch_stat={})
 
 
-@pytest.mark.parametrize("name", ["batch_stat", "loss_scale", "step", "params", "opt_state"])
+@pytest.mark.parametrize(
+    "name", ["batch_stat", "loss_scale", "step", "params", "opt_state", "grads_finite"]
+)
 def test_a_field_that_it_does_not_take_is_refused(name):
     state = scalar_state()
     with pytest.raises(TypeError, match=rf"TrainState .* got \['{name}'\]"):
         state.apply_gradients(grads=grads_of(state, 1), **{name: 1})
-
-
-class Counting(TrainState):
-    seen: Any = None
 
 
 @pytest.mark.parametrize(
@@ -424,7 +469,7 @@ def trained():
     opt_state = optax.tree.set(
         state.opt_state, **{name: jnp.int32(n) for name, n in counts.items()}
     )
-    return state.replace(opt_state=opt_state)
+    return state.replace(opt_state=opt_state, grads_finite=jnp.asarray(False))
 
 
 def through_bytes(state, target, path):

@@ -1,4 +1,4 @@
-"""What was converted moves its factor at the same steps as the live library it came from."""
+"""A converted loss scale changes at the same steps as in the live library it comes from."""
 
 import dataclasses
 import subprocess
@@ -31,6 +31,26 @@ TORCH = {
 }
 # What a step of the two libraries makes of T and F, from init 4 and an interval of 2.
 MIX = [c == "T" for c in "FTTTFTFTTTF"]
+
+
+class OnTheInterval(DynamicScale):
+    """Flax's class at commit 8163517a of its main branch, which does not wait one more step."""
+
+    def value_and_grad(self, *args, **kwargs):
+        sooner = DynamicScale(**vars(self) | {"growth_interval": self.growth_interval - 1})
+
+        def grad_fn(*xs):
+            result = sooner.value_and_grad(*args, **kwargs)(*xs)
+            after = result.dynamic_scale
+            return result._replace(
+                dynamic_scale=self.replace(scale=after.scale, fin_steps=after.fin_steps)
+            )
+
+        return grad_fn
+
+
+class NamedDynamicScale(OurDynamicScale):
+    name: str = flax.struct.field(pytree_node=False, default="generator")
 
 
 def random_rule(seed):
@@ -132,13 +152,27 @@ def test_flax_waits_for_one_step_more_than_its_interval_says():
     np.testing.assert_array_equal(run_ours(policy, state, finite)[0], expected)
 
 
+@pytest.mark.parametrize("cls", [OurDynamicScale, NamedDynamicScale, OnTheInterval])
 @pytest.mark.parametrize("seed", SEEDS[::3])
-def test_our_own_dynamic_scale_does_not_wait_and_moves_at_the_same_step_too(seed):
+def test_a_class_that_does_not_wait_is_converted_as_such(cls, seed):
     rule = random_rule(seed)
-    ds = OurDynamicScale(growth_interval=rule.interval, fin_steps=rule.count, scale=rule.scale)
+    ds = cls(growth_interval=rule.interval, fin_steps=rule.count, scale=rule.scale)
     policy, state = interop.from_flax_dynamic_scale(ds)
     assert policy.growth_interval == rule.interval
     assert_same_moves(run_flax(ds, rule.finite), run_ours(policy, state, rule.finite), exact=True)
+
+
+def test_concrete_numbers_are_converted_under_jit_too():
+    intervals = []
+
+    @jax.jit
+    def convert(x):
+        policy, state = interop.from_flax_dynamic_scale(DynamicScale(growth_interval=4))
+        intervals.append(policy.growth_interval)
+        return x * state.loss_scale
+
+    assert float(convert(1.0)) == 65536
+    assert intervals == [5]
 
 
 def test_flax_without_a_floor_gets_the_lowest_there_is():
@@ -315,14 +349,17 @@ def test_what_is_missing_is_named(convert, theirs, message):
 
 
 OUT_OF_BOUNDS = [
-    ({"scale": float("inf")}, r"`d` must hold a factor between 2\*\*-126 and 2\*\*126.*got inf"),
-    ({"scale": float("nan")}, r"`d` must hold a factor.*got nan"),
-    ({"scale": 0.0}, r"`d` must hold a factor.*Start anew"),
+    (
+        {"scale": float("inf")},
+        r"`d` must hold a loss scale between 2\*\*-126 and 2\*\*126.*got inf",
+    ),
+    ({"scale": float("nan")}, r"`d` must hold a loss scale.*got nan"),
+    ({"scale": 0.0}, r"`d` must hold a loss scale.*Start again"),
     ({"_growth_tracker": -1}, r"`d` must hold .* a count of at least 0, got 512.0 and -1"),
-    ({"growth_factor": 1.0}, r"`d` has no equal here.*`growth_factor` must be greater than 1"),
-    ({"backoff_factor": 1.0}, r"`d` has no equal here.*`backoff_factor`"),
-    ({"growth_interval": 0}, r"`d` has no equal here.*`growth_interval` must be at least 1"),
-    ({"growth_interval": float("nan")}, r"`d` has no equal here"),
+    ({"growth_factor": 1.0}, r"`d` cannot be represented.*`growth_factor` must be greater than 1"),
+    ({"backoff_factor": 1.0}, r"`d` cannot be represented.*`backoff_factor`"),
+    ({"growth_interval": 0}, r"`d` cannot be represented.*`growth_interval` must be at least 1"),
+    ({"growth_interval": float("nan")}, r"`d` must count whole steps"),
 ]
 
 
@@ -334,7 +371,7 @@ def test_what_no_policy_can_express_is_refused(change, message):
 
 @pytest.mark.parametrize("factor", [0, 1])
 def test_a_factor_of_jmp_that_does_not_grow_is_refused(factor):
-    with pytest.raises(ValueError, match=r"`ls` has no equal here.*`growth_factor`"):
+    with pytest.raises(ValueError, match=r"`ls` cannot be represented.*`growth_factor`"):
         interop.from_jmp(jmp.DynamicLossScale(jnp.float16(8), factor=factor))
 
 
