@@ -1,7 +1,7 @@
 """A small network in float16 and Equinox, on handwritten digits.
 
-Equinox gives gradients of None for what is no array: activation functions, sizes, a bias that was
-left out. Loss scaling lets None through.
+Equinox gives a gradient of None for a leaf that is not an array: an activation function, a size, a
+bias that was left out. Loss scaling passes None through.
 """
 
 import argparse
@@ -34,12 +34,12 @@ class Result(NamedTuple):
 
 def logits_of(model: eqx.Module, images: jax.Array) -> jax.Array:
     """Return the logits in float32; they, and their gradients, are computed in float16."""
-    half = jax.tree.map(lambda x: x.astype(jnp.float16) if eqx.is_array(x) else x, model)
+    half = jax.tree.map(lambda x: x.astype(jnp.float16) if eqx.is_inexact_array(x) else x, model)
     return jax.vmap(half)(images.astype(jnp.float16)).astype(jnp.float32)
 
 
 def loss_fn(model: eqx.Module, images: jax.Array, labels: jax.Array) -> jax.Array:
-    """Return the mean cross-entropy; knows nothing of loss scaling."""
+    """Return the mean cross-entropy, unscaled."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits_of(model, images), labels)
     return jnp.mean(losses)
 
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
 
     model = eqx.nn.MLP(64, 10, 128, depth=2, use_final_bias=False, key=jax.random.key(0))
     opt_state = TX.init(eqx.filter(model, eqx.is_inexact_array))
-    for epoch in tqdm(range(args.epochs), unit="epoch"):
+    for epoch in tqdm(range(args.epochs), unit="epoch", disable=None):
         order = jax.random.permutation(jax.random.key(epoch), len(train_images))
         for start in range(0, len(order) - BATCH + 1, BATCH):
             batch = order[start : start + BATCH]

@@ -1,8 +1,8 @@
 """A convolutional network with BatchNorm in float16 and Flax Linen, on handwritten digits.
 
 The parameters are float32; the network, and the gradients in it, are float16; the loss is float32.
-The loss scale starts too large, so that the first steps are skipped: on those, the step count,
-the BatchNorm statistics and the average of the parameters stand still.
+The loss scale starts too large, so the first steps are skipped. They leave the step count, the
+BatchNorm statistics and the average of the parameters unchanged.
 """
 
 import argparse
@@ -51,7 +51,7 @@ class Result(NamedTuple):
     accuracy: float
     steps: int  # applied
     skipped: int
-    kept: bool  # whether the statistics and the average stood still on every skipped step
+    kept: bool  # whether every skipped step left the statistics and the average unchanged
 
 
 def create_state(key: jax.Array, images: jax.Array) -> State:
@@ -81,16 +81,16 @@ def train_step(state: State, images: jax.Array, labels: jax.Array) -> State:
     loss_and_grads = ols.value_and_grad(loss_fn, has_aux=True)
     (loss, batch_stats), grads = loss_and_grads(state.opt_state, state.params)
     old = state
-    # On a skipped step `batch_stats`, and every other field handed in, keeps its old value.
+    # On a skipped step `batch_stats`, and every other field passed here, keeps its old value.
     state = state.apply_gradients(grads=grads, value=loss, batch_stats=batch_stats)
-    # What is computed from the result needs a guard of its own.
+    # A value computed from the result needs a guard of its own.
     average = optax.incremental_update(state.params, old.average, step_size=0.05)
     return state.replace(average=ols.tree_where(state.grads_finite, average, old.average))
 
 
 @jax.jit
 def accuracy(state: State, images: jax.Array, labels: jax.Array) -> jax.Array:
-    """Return which share of the images the averaged parameters recognize."""
+    """Return the share of images that the averaged parameters recognize."""
     variables = {"params": state.average, "batch_stats": state.batch_stats}
     logits = state.apply_fn(variables, images, train=False)
     return jnp.mean(jnp.argmax(logits, axis=-1) == labels)
@@ -98,7 +98,7 @@ def accuracy(state: State, images: jax.Array, labels: jax.Array) -> jax.Array:
 
 @jax.jit
 def same(old: Any, new: Any) -> jax.Array:
-    """Say whether two trees are equal."""
+    """Return whether two trees are equal."""
     return jnp.all(jnp.stack(jax.tree.leaves(jax.tree.map(jnp.array_equal, old, new))))
 
 
@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
 
     state = create_state(jax.random.key(0), train_images)
     kept = True
-    for epoch in tqdm(range(args.epochs), unit="epoch"):
+    for epoch in tqdm(range(args.epochs), unit="epoch", disable=None):
         order = jax.random.permutation(jax.random.key(epoch), len(train_images))
         for start in range(0, len(order) - BATCH + 1, BATCH):
             batch = order[start : start + BATCH]
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
     )
     print(f"test accuracy {result.accuracy:.1%}, loss scale {float(state.loss_scale):.0f}")
     print(f"{result.steps} steps applied, {result.skipped} skipped")
-    print(f"statistics, average and step stood still on the skipped ones: {result.kept}")
+    print(f"statistics, average and step unchanged on the skipped ones: {result.kept}")
     return result
 
 

@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Result]:
     results = {}
     for name, (train_window, opt_state) in ways.items():
         carry = params, opt_state
-        for epoch in tqdm(range(args.epochs), unit="epoch", desc=name):
+        for epoch in tqdm(range(args.epochs), unit="epoch", desc=name, disable=None):
             order = jax.random.permutation(jax.random.key(epoch), len(train_images))
             for rows in order[: len(order) // 128 * 128].reshape(-1, WINDOW, MICRO_BATCH):
                 carry = train_window(carry, (train_images[rows], train_labels[rows]))

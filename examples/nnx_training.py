@@ -44,11 +44,11 @@ class Result(NamedTuple):
 
     accuracy: float
     skipped: int
-    kept: bool  # whether parameters and statistics stood still on every skipped step
+    kept: bool  # whether every skipped step left parameters and statistics unchanged
 
 
 def loss_fn(network: Network, images: jax.Array, labels: jax.Array) -> jax.Array:
-    """Return the mean cross-entropy; knows nothing of loss scaling."""
+    """Return the mean cross-entropy, unscaled."""
     logits = network(images, train=True)
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
 
@@ -57,7 +57,7 @@ def loss_fn(network: Network, images: jax.Array, labels: jax.Array) -> jax.Array
 def train_step(
     network: Network, optimizer: nnx.Optimizer, images: jax.Array, labels: jax.Array
 ) -> jax.Array:
-    """Apply one step, or skip it, and say which."""
+    """Apply one step or skip it, and return which."""
     old_stats = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))
     loss_and_grads = ols.value_and_grad(loss_fn, transform=nnx.value_and_grad)
     loss, grads = loss_and_grads(optimizer.opt_state, network, images, labels)
@@ -71,7 +71,7 @@ def train_step(
 
 @nnx.jit
 def accuracy(network: Network, images: jax.Array, labels: jax.Array) -> jax.Array:
-    """Return which share of the images is recognized."""
+    """Return the share of images that are recognized."""
     return jnp.mean(jnp.argmax(network(images, train=False), axis=-1) == labels)
 
 
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
     optimizer = nnx.Optimizer(network, tx, wrt=nnx.Param)
 
     kept = True
-    for epoch in tqdm(range(args.epochs), unit="epoch"):
+    for epoch in tqdm(range(args.epochs), unit="epoch", disable=None):
         order = jax.random.permutation(jax.random.key(epoch), len(train_images))
         for start in range(0, len(order) - BATCH + 1, BATCH):
             batch = order[start : start + BATCH]
@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
         kept=kept,
     )
     print(f"test accuracy {result.accuracy:.1%}, loss scale {float(scale_state.loss_scale):.0f}")
-    print(f"parameters and statistics stood still on {result.skipped} skipped steps: {result.kept}")
+    print(f"parameters and statistics unchanged on {result.skipped} skipped steps: {result.kept}")
     return result
 
 

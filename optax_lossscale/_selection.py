@@ -57,8 +57,8 @@ def update_where(
 
     closed = None
     if isinstance(pred, Tracer) and _is_large(old):
-        # Some code runs in its caller's trace alone: Haiku's `next_rng_key`, a write to an
-        # `nnx.Variable`. An error with any other cause comes again from the call below.
+        # Some code runs in its caller's trace alone: a write to an `nnx.Variable`, for example. An
+        # error with any other cause comes again from the call below.
         with contextlib.suppress(Exception):
             closed = jax.make_jaxpr(traced)(given, old)
     if closed is None:
