@@ -1,4 +1,4 @@
-"""When the loss scale moves: the policies, and the one place where the rule stands."""
+"""Policies and their update rule."""
 
 import dataclasses
 import math
@@ -24,14 +24,15 @@ from optax_lossscale._tree import as_flag
 
 @runtime_checkable
 class LossScale(Protocol):
-    """What a policy must offer; any object that does works wherever the library takes one.
+    """The interface of a policy: any object with these members is one.
 
-    `init` and `update` must be pure and traceable, and `update` must return a state of the type
-    of the one it is given. The object itself holds Python values only and should be hashable.
+    `init` and `update` must be pure and traceable, and `update` must return a state of the same
+    type, shapes and dtypes as its argument. The object itself holds Python values only and should
+    be hashable.
 
     Attributes:
-      skip_nonfinite: Whether a step with non-finite gradients is skipped. When it is false,
-        nothing is checked and `update` is told that everything is finite.
+      skip_nonfinite: Whether a step with non-finite gradients is skipped. If false, nothing is
+        checked and `update` receives `grads_finite=True`.
     """
 
     @property
@@ -51,10 +52,10 @@ class LossScale(Protocol):
 
 
 class _Configurable:
-    """Turns a policy into plain data and back; a base of the two dataclasses below."""
+    """Converts a policy to plain data and back; a base of the two dataclasses below."""
 
     def get_config(self) -> dict[str, Any]:
-        """Return the hyper-parameters as a dict that JSON can hold, with the class's name.
+        """Return the class name and the hyper-parameters as a JSON-compatible dict.
 
         Examples:
           >>> import optax_lossscale as ols
@@ -69,12 +70,12 @@ class _Configurable:
         """Build the policy that `get_config` described.
 
         Args:
-          config: A dict from `get_config`. Hyper-parameters that it lacks take their defaults, and
-            so may `class_name` be absent.
+          config: A dict from `get_config`. Missing hyper-parameters take their defaults, and
+            `class_name` is optional.
 
         Raises:
-          TypeError: If `config` is no mapping.
-          ValueError: If it names another class, or has a key that is no hyper-parameter.
+          TypeError: If `config` is not a mapping.
+          ValueError: If it names another class or has unknown keys.
 
         Examples:
           >>> import optax_lossscale as ols
@@ -104,18 +105,18 @@ class _Configurable:
 
 @dataclasses.dataclass(frozen=True)
 class FixedLossScale(_Configurable):
-    """A loss scale that never moves.
+    """A constant loss scale.
 
     Args:
-      scale: The factor. A number in [2**-126, 2**126]; a power of two makes scaling and unscaling
-        exact.
+      scale: The loss scale. A number in [2**-126, 2**126]; a power of two makes scaling and
+        unscaling exact.
       skip_nonfinite: Whether a step whose gradients are not finite is skipped. If false, nothing
-        is checked, every step is applied and the counters stand still, at no cost for the check
+        is checked, every step is applied and the counters are unchanged, at no cost for the check
         (TensorFlow's `FixedLossScale`, MindSpore's `drop_overflow_update=False`).
 
     Raises:
-      TypeError: If `scale` is no real number or `skip_nonfinite` no bool.
-      ValueError: If `scale` is not within its bounds.
+      TypeError: If `scale` is not a real number or `skip_nonfinite` is not a bool.
+      ValueError: If `scale` is out of bounds.
 
     Examples:
       >>> import optax_lossscale as ols
@@ -140,7 +141,7 @@ class FixedLossScale(_Configurable):
     def update(
         self, state: LossScaleState, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True
     ) -> LossScaleState:
-        """Count the step; the factor stays. See `update` for the arguments."""
+        """Count the step; the loss scale is unchanged. See `update` for the arguments."""
         state = strongly_typed(state)
         applied = as_flag("grads_finite", grads_finite) & as_flag("loss_finite", loss_finite)
         return _count_step(state, applied) if self.skip_nonfinite else state
@@ -148,13 +149,15 @@ class FixedLossScale(_Configurable):
 
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale(_Configurable):
-    """A loss scale that looks for the largest factor at which gradients stay finite.
+    """A loss scale that follows the largest value at which gradients stay finite.
 
     The first line that applies is taken, once for each step::
 
-        loss not finite:   growth_count = 0
-                           (a smaller factor cannot mend a loss that is already inf or NaN)
-        grads not finite:  growth_count = 0
+        loss not finite, and consecutive_skipped + 1 < loss_patience:
+                           growth_count = 0
+                           (most often a bad batch, which a smaller loss scale does not fix)
+        grads not finite, or a loss that is not finite for longer:
+                           growth_count = 0
                            overflow_count = min(overflow_count + 1, hysteresis)
                            if overflow_count >= hysteresis:
                                loss_scale = max(loss_scale * backoff_factor, min_scale)
@@ -165,31 +168,35 @@ class DynamicLossScale(_Configurable):
                                growth_count = 0; overflow_count = 0
 
     The first two skip the step and add one to `consecutive_skipped` and `total_skipped`; the last
-    applies it and sets `consecutive_skipped` to 0. So the factor grows on exactly the
-    `growth_interval`-th finite step in a row. Factors that are powers of two make scaling and
-    unscaling exact; others work.
+    applies it and sets `consecutive_skipped` to 0. So the loss scale grows on exactly the
+    `growth_interval`-th finite step in a row. Powers of two make scaling and unscaling exact;
+    other values work.
 
     Args:
-      initial_scale: The factor of the first step. If it is too large the first few steps are
+      initial_scale: The loss scale of the first step. If it is too large, the first few steps are
         skipped until it fits; if it is too small, gradients underflow until it has grown.
-      growth_interval: Finite steps in a row after which the factor grows. A smaller number follows
-        the gradients faster and skips more steps: about one in `growth_interval`.
-      growth_factor: What the factor is multiplied by when it grows. Greater than 1.
-      backoff_factor: What the factor is multiplied by on an overflow. Between 0 and 1.
-      min_scale: The factor never backs off below this. Values below 1 are allowed, for gradients
-        that are too large for float16 even unscaled.
-      max_scale: The factor never grows above this.
-      hysteresis: Overflows that are needed before the factor backs off. Every step that overflows
-        is skipped; 2 or more lets a rare bad batch pass without moving the factor.
-      consecutive_hysteresis: When the count of overflows is refilled. False: when the factor grows
-        (Megatron-LM, DeepSpeed's default); until then every further overflow backs off. True: on
-        every finite step as well (Apex, NeMo), so that only overflows in a row back off.
+      growth_interval: Finite steps in a row after which the loss scale grows. A smaller number
+        follows the gradients faster and skips more steps: about one in `growth_interval`.
+      growth_factor: What the loss scale is multiplied by when it grows. Greater than 1.
+      backoff_factor: What the loss scale is multiplied by on an overflow. Between 0 and 1.
+      min_scale: The loss scale never backs off below this. Values below 1 are allowed, for
+        gradients that are too large for float16 even unscaled.
+      max_scale: The loss scale never grows above this.
+      hysteresis: Overflows after which the loss scale backs off. Every step that overflows is
+        skipped; 2 or more lets a rare bad batch pass without a change of the loss scale.
+      consecutive_hysteresis: When the count of overflows is reset. False: when the loss scale
+        grows (Megatron-LM, DeepSpeed's default); until then every further overflow backs off.
+        True: on every finite step as well (Apex, NeMo), so that only overflows in a row back off.
+      loss_patience: Skipped steps in a row at which a loss that is not finite counts as an
+        overflow. 1: at once. 2 or more: not before, since most often the batch is bad, which a
+        smaller loss scale does not fix. It does where the loss itself depends on the loss scale,
+        as in a gradient penalty whose inner gradient is scaled with the same state.
 
     Raises:
       TypeError: If a hyper-parameter is of the wrong type.
-      ValueError: Unless all factors are finite, 2**-126 <= min_scale <= initial_scale <= max_scale
-        <= 2**126, growth_factor > 1, 0 < backoff_factor < 1, and growth_interval and hysteresis
-        are at least 1.
+      ValueError: Unless 2**-126 <= min_scale <= initial_scale <= max_scale <= 2**126,
+        growth_factor > 1 and finite, 0 < backoff_factor < 1, and growth_interval, hysteresis and
+        loss_patience are at least 1.
 
     Examples:
       >>> import optax_lossscale as ols
@@ -214,12 +221,13 @@ class DynamicLossScale(_Configurable):
     max_scale: float = 2.0**24
     hysteresis: int = 1
     consecutive_hysteresis: bool = False
+    loss_patience: int = 2
 
     def __post_init__(self) -> None:
         """Check the hyper-parameters."""
         for name in ("initial_scale", "min_scale", "max_scale"):
             _set(self, name, scale_number(name, getattr(self, name)))
-        for name in ("growth_interval", "hysteresis"):
+        for name in ("growth_interval", "hysteresis", "loss_patience"):
             _set(self, name, _count(name, getattr(self, name)))
         for name in ("growth_factor", "backoff_factor"):
             _set(self, name, finite_number(name, getattr(self, name)))
@@ -232,7 +240,7 @@ class DynamicLossScale(_Configurable):
         if not _float32(self.growth_factor) > 1:
             raise ValueError(
                 f"`growth_factor` must be greater than 1 in float32, got {self.growth_factor}. "
-                "Use 2, or `FixedLossScale` for a factor that does not move."
+                "Use 2, or `FixedLossScale` for a constant loss scale."
             )
         if not SMALLEST_SCALE <= _float32(self.backoff_factor) < 1:
             raise ValueError(
@@ -248,7 +256,7 @@ class DynamicLossScale(_Configurable):
 
     @property
     def skip_nonfinite(self) -> bool:
-        """Always true: a factor that moves has to look at the gradients."""
+        """Always true: the rule depends on the gradients."""
         return True
 
     def init(self) -> LossScaleState:
@@ -258,14 +266,15 @@ class DynamicLossScale(_Configurable):
     def update(
         self, state: LossScaleState, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True
     ) -> LossScaleState:
-        """Apply the rule of this class once. See `update` for the arguments."""
+        """Apply the rule above once. See `update` for the arguments."""
         state = strongly_typed(state)
         grads_finite = as_flag("grads_finite", grads_finite)
         loss_finite = as_flag("loss_finite", loss_finite)
         applied = grads_finite & loss_finite
-        overflowed = loss_finite & ~grads_finite
-
         counted = _count_step(state, applied)
+        forgiven = ~loss_finite & (counted.consecutive_skipped < self.loss_patience)
+        overflowed = ~(applied | forgiven)
+
         grow = counted.growth_count >= self.growth_interval
         overflow_count = jnp.minimum(_increment(state.overflow_count), self.hysteresis)
         back_off = overflowed & (overflow_count >= self.hysteresis)
@@ -288,21 +297,21 @@ _POLICIES = {cls.__name__: cls for cls in (FixedLossScale, DynamicLossScale)}
 
 
 def as_loss_scale(loss_scale: LossScaleLike) -> LossScale:
-    """Return the policy that `loss_scale` names.
+    """Convert `loss_scale` to a policy.
 
     Args:
       loss_scale: One of
 
         * a policy, which is returned as it is;
         * `"dynamic"`: `DynamicLossScale` with its defaults;
-        * an int or a float: `FixedLossScale` of that factor;
-        * `None`: a factor of 1 with nothing checked, to switch loss scaling off without changing
-          the shape of the state;
+        * an int or a float: `FixedLossScale` with that loss scale;
+        * `None`: a loss scale of 1 with nothing checked, to switch loss scaling off without
+          changing the shape of the state;
         * a dict from `get_config`.
 
     Raises:
       TypeError: If `loss_scale` is anything else, bool included.
-      ValueError: If it is another string, a dict that names no policy, or out of bounds.
+      ValueError: If it is another string, a dict of another class, or out of bounds.
 
     Examples:
       >>> import optax_lossscale as ols
@@ -340,7 +349,7 @@ def init(loss_scale: LossScaleLike = "dynamic") -> LossScaleState:
     """Return the state before the first step.
 
     Args:
-      loss_scale: The policy, or anything that `as_loss_scale` takes.
+      loss_scale: `"dynamic"`, a number (fixed), None (off), or a policy; see `as_loss_scale`.
 
     Examples:
       >>> import optax_lossscale as ols
@@ -353,29 +362,30 @@ def init(loss_scale: LossScaleLike = "dynamic") -> LossScaleState:
 def update(
     state: LossScaleState,
     grads_finite: ArrayLike,
-    loss_scale: LossScaleLike = "dynamic",
+    loss_scale: LossScaleLike,
     *,
     loss_finite: ArrayLike = True,
 ) -> LossScaleState:
-    """Move the loss scale once, after each step, by the rule of the policy.
+    """Apply the policy's rule once, after each step.
 
     Args:
       state: The state that the loss was scaled with.
-      grads_finite: Whether every gradient was finite, from `unscale_and_check`. `bool[]`.
-      loss_scale: The policy, or anything that `as_loss_scale` takes; the same at every step.
-      loss_finite: Whether the loss itself was finite. A smaller factor cannot mend a loss that is
-        not, so the step counts as skipped and the factor stays. `bool[]`.
+      grads_finite: Whether every gradient is finite, from `unscale_and_check`. `bool[]`.
+      loss_scale: The policy that `state` was made with, or the argument of `init`; the same at
+        every step.
+      loss_finite: Whether the loss itself is finite. If not, the step is skipped, and
+        `loss_patience` of `DynamicLossScale` says when it counts as an overflow. `bool[]`.
 
     Returns:
       The state to scale the next loss with. The same type, shapes and dtypes as `state`.
 
     Raises:
-      TypeError: If `state` is no `LossScaleState` or a flag is not boolean.
+      TypeError: If `state` is not a `LossScaleState` or a flag is not boolean.
       ValueError: If a flag is not a scalar.
 
     Examples:
       >>> import optax_lossscale as ols
-      >>> state = ols.update(ols.init(), grads_finite=False)
+      >>> state = ols.update(ols.init(), grads_finite=False, loss_scale="dynamic")
       >>> float(state.loss_scale), int(state.total_skipped)
       (16384.0, 1)
     """
@@ -422,7 +432,7 @@ def finite_number(name: str, value: object) -> float:
 
 
 def scale_number(name: str, value: object) -> float:
-    """Return `value` as a Python float within the bounds of a factor, or raise an error."""
+    """Return `value` as a Python float within the bounds of a loss scale, or raise an error."""
     number = finite_number(name, value)
     if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
         raise ValueError(
@@ -437,8 +447,8 @@ def _count(name: str, value: object) -> int:
         raise TypeError(f"`{name}` must be an integer, got {value!r}. Use `int` to convert it.")
     if not 1 <= int(value) <= INT32_MAX:
         raise ValueError(
-            f"`{name}` must be at least 1 and fit an int32, got {value}. Use "
-            "`FixedLossScale` for a factor that does not move."
+            f"`{name}` must be at least 1 and fit an int32, got {value}. Use 1, or "
+            "`FixedLossScale` for a constant loss scale."
         )
     return int(value)
 

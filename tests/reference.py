@@ -21,6 +21,7 @@ DYNAMIC_DEFAULTS = {
     "max_scale": 2.0**24,
     "hysteresis": 1,
     "consecutive_hysteresis": False,
+    "loss_patience": 2,
 }
 
 
@@ -60,9 +61,9 @@ def dynamic_step(**given) -> Step:
 
     def step(state: Reference, grads_finite: bool, loss_finite: bool = True) -> Reference:
         scale, growth, overflows, consecutive, total = state
-        if not loss_finite:
+        if not loss_finite and consecutive + 1 < hyper["loss_patience"]:
             return Reference(scale, 0, overflows, add_one(consecutive), add_one(total))
-        if not grads_finite:
+        if not (grads_finite and loss_finite):
             overflows = min(overflows + 1, hyper["hysteresis"])
             if overflows >= hyper["hysteresis"]:
                 scale = max(times(scale, hyper["backoff_factor"]), float32(hyper["min_scale"]))

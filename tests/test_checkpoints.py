@@ -519,7 +519,7 @@ def test_a_flipped_bit_is_an_error_or_changes_a_number_and_nothing_else(name, tm
         path.write_bytes(with_one_bit_flipped(content, i / (len(content) - 1)))
         try:
             found = ols.loss_scale_state(restore(path, today))
-            after = ols.update(found, grads_finite=True)
+            after = ols.update(found, True, "dynamic")
         except Exception:  # noqa: BLE001, whatever the library of the format raises
             errors += 1
             continue

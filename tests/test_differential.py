@@ -41,6 +41,7 @@ SIMPLEST = {
     "min_scale": (1.0, 0.5, 0.25),
     "max_scale": (2.0**24, 2.0**15, 8.0, 4.0, 2.0, float(LARGEST)),
     "hysteresis": (1, 2, 3),
+    "loss_patience": (2, 1, 3),
     "half": (False,),
 }
 
@@ -109,6 +110,7 @@ def draw_everything(rng, size=CASES):
         "min_scale": np.exp2(np.where(tight, low, -100)).astype(np.float32) * odd[0],
         "max_scale": np.exp2(np.where(tight, high, 100)).astype(np.float32) * odd[2],
         "hysteresis": rng.choice(np.int32([1, 1, 2, 3, 5]), size),
+        "loss_patience": rng.choice(np.int32([1, 2, 2, 3, 5]), size),
         "half": np.zeros(size, bool),
     }
 
@@ -247,17 +249,26 @@ class BacksOffForTheLoss(Traced):
         return super().update(state, grads_finite & loss_finite)
 
 
+class NeverBacksOffForTheLoss(Traced):
+    """Leaves the loss scale unchanged as long as the loss is not finite."""
+
+    def update(self, state, grads_finite, *, loss_finite=True):
+        patient = dataclasses.replace(self, loss_patience=reference.INT32_MAX)
+        return Traced.update(patient, state, grads_finite, loss_finite=loss_finite)
+
+
 PLAINEST = (
     "initial_scale={} growth_interval={} growth_factor=2 backoff_factor=0.5 min_scale={} "
-    "max_scale=16777216 hysteresis={} half=0"
+    "max_scale=16777216 hysteresis={} loss_patience={} half=0"
 )
 PLANTED = {
     # The bug, the shortest steps in which it shows, the plainest numbers, and the two results.
-    GrowsLate: ("T", (1, 1, 1, 1), "1", "2"),
-    ForgetsToStartAnew: ("T F T", (1, 2, 1, 1), "1 1 2", "1 1 1"),
-    IgnoresTheFloor: ("F", (1, 1, 1, 1), "0.5", "1"),
-    RefillsOnBackOff: ("F F F", (1, 1, 0.25, 2), "1 0.5 0.5", "1 0.5 0.25"),
-    BacksOffForTheLoss: ("L", (1, 1, 0.5, 1), "0.5", "1"),
+    GrowsLate: ("T", (1, 1, 1, 1, 2), "1", "2"),
+    ForgetsToStartAnew: ("T F T", (1, 2, 1, 1, 2), "1 1 2", "1 1 1"),
+    IgnoresTheFloor: ("F", (1, 1, 1, 1, 2), "0.5", "1"),
+    RefillsOnBackOff: ("F F F", (1, 1, 0.25, 2, 2), "1 0.5 0.5", "1 0.5 0.25"),
+    BacksOffForTheLoss: ("L", (1, 1, 0.5, 1, 2), "0.5", "1"),
+    NeverBacksOffForTheLoss: ("L", (1, 1, 0.5, 1, 1), "1", "0.5"),
 }
 
 

@@ -25,8 +25,12 @@ STEPS = 1_000_000
 RUNS = {
     "defaults": ({}, 1 / 2000, 1e-4),
     "to_the_ceiling": ({"growth_interval": 3, "max_scale": 2.0**126}, 1e-5, 1e-5),
-    "to_the_floor": ({"growth_interval": 50, "min_scale": 2.0**-126}, 0.5, 0.1),
-    "hysteresis": ({"growth_interval": 20, "hysteresis": 3}, 0.05, 0.01),
+    "to_the_floor": (
+        {"growth_interval": 50, "min_scale": 2.0**-126, "loss_patience": 1},
+        0.5,
+        0.1,
+    ),
+    "hysteresis": ({"growth_interval": 20, "hysteresis": 3, "loss_patience": 3}, 0.05, 0.2),
     "in_a_row": (
         {"growth_interval": 10, "hysteresis": 2, "consecutive_hysteresis": True},
         0.2,
@@ -46,6 +50,7 @@ RUNS = {
         0.001,
     ),
     "every_step": ({"growth_interval": 1, "hysteresis": INT32_MAX}, 0.5, 0.1),
+    "endless_patience": ({"growth_interval": 5, "loss_patience": INT32_MAX}, 0.1, 0.5),
 }
 
 
@@ -129,8 +134,9 @@ def test_every_one_of_a_million_steps_follows_the_written_rule(histories, name):
         np.concatenate([np.asarray([start], field.dtype), field[:-1]])
         for start, field in zip(first, (states.loss_scale, states.overflow_count), strict=True)
     )
-    grads_finite, loss_finite = flags.T
-    applied, overflowed = flags.all(axis=1), loss_finite & ~grads_finite
+    loss_finite = flags[:, 1]
+    applied = flags.all(axis=1)
+    overflowed = ~applied & (loss_finite | (consecutive(~applied) >= hyper["loss_patience"]))
     counted = np.minimum(overflows.astype(np.int64) + 1, hyper["hysteresis"])
     grows = applied & (consecutive(applied) % hyper["growth_interval"] == 0)
     backs_off = overflowed & (counted >= hyper["hysteresis"])

@@ -44,6 +44,16 @@ DYNAMIC = {
         "min_scale": 0.37,
         "max_scale": 33.3,
     },
+    "patience 1": {"initial_scale": 64, "growth_interval": 2, "loss_patience": 1},
+    "patience 2": {"initial_scale": 64, "growth_interval": 2},
+    "patience 3": {"initial_scale": 64, "growth_interval": 2, "loss_patience": 3},
+    "patience 3, hysteresis 2": {
+        "initial_scale": 64,
+        "growth_interval": 2,
+        "hysteresis": 2,
+        "loss_patience": 3,
+    },
+    "longest patience": {"initial_scale": 64, "growth_interval": 2, "loss_patience": INT32_MAX},
     "bounds": {"initial_scale": 4, "growth_interval": 1, "min_scale": 3, "max_scale": 6},
     "bounds that touch": {"initial_scale": 4, "growth_interval": 1, "min_scale": 4, "max_scale": 4},
     "smallest": {"initial_scale": 2**-124, "growth_interval": 2, "min_scale": 2**-126},
@@ -153,7 +163,7 @@ REFUSED = [
     ("backoff_factor", "0.5", TypeError, "must be a Python number, got '0.5'"),
     *[
         (name, value, kind, match)
-        for name in ("growth_interval", "hysteresis")
+        for name in ("growth_interval", "hysteresis", "loss_patience")
         for value, kind, match in (
             (0, ValueError, r"must be at least 1 and fit an int32, got 0\. Use"),
             (-3, ValueError, r"must be at least 1 and fit an int32, got -3\. Use"),
@@ -230,6 +240,15 @@ def test_every_sequence_of_flags_gives_what_the_written_rule_gives(policy, step)
     assert_states_equal(states, expected)
 
 
+def test_the_sequences_hold_every_kind_of_step_and_tell_each_patience_apart():
+    every = itertools.product([GOOD, BAD_GRADS, BAD_LOSS, ALL_BAD], repeat=5)
+    assert {sequence[:5] for sequence in SEQUENCES} >= set(every)
+    names = ["patience 1", "patience 2", "patience 3", "longest patience"]
+    steps = [CASES[name][1] for name in names]
+    ends = [[trajectory(s, Reference(64.0), q)[-1, 0] for q in SEQUENCES] for s in steps]
+    assert all(one != other for one, other in itertools.combinations(ends, 2))
+
+
 @every_policy
 def test_a_state_restored_under_another_policy_moves_by_the_written_rule(policy, step):
     starts = [
@@ -277,12 +296,26 @@ def test_it_grows_on_exactly_the_nth_finite_step(interval):
     np.testing.assert_array_equal(scales, expected)
 
 
-def test_a_bad_loss_never_moves_the_factor():
-    policy = ols.DynamicLossScale(initial_scale=8, growth_interval=2)
-    state = policy.init()
-    for grads_finite in (True, False, True, False):
-        state = policy.update(state, grads_finite, loss_finite=False)
-    assert_states_equal(state, np.array([8, 0, 0, 4, 4]))
+@pytest.mark.parametrize(
+    ("patience", "flags", "scales"),
+    [
+        (1, "LLTL", "32 16 16 8"),
+        (2, "LLLTL", "64 32 16 16 16"),
+        (3, "LLLLTLL", "64 64 32 16 16 16 16"),
+        (2, "FLBL", "32 16 8 4"),  # every skipped step counts towards it
+        (3, "FLBL", "32 32 16 8"),
+        (2, "BFB", "64 32 16"),
+        (INT32_MAX, "LLBBLL", "64 64 64 64 64 64"),  # the rule of the first edition
+    ],
+)
+def test_a_loss_that_is_not_finite_backs_off_once_the_patience_is_spent(patience, flags, scales):
+    """T: all is finite; F: the gradients are not; L: the loss is not; B: neither is."""
+    policy = ols.DynamicLossScale(64, loss_patience=patience)
+    kinds = {"T": GOOD, "F": BAD_GRADS, "L": BAD_LOSS, "B": ALL_BAD}
+    grads_finite, loss_finite = np.array([kinds[flag] for flag in flags]).T[:, None]
+    states = trajectories(policy, policy.init(), grads_finite, loss_finite)
+    assert [f"{scale:g}" for scale in states.loss_scale[0].tolist()] == scales.split()
+    assert states.total_skipped[0].tolist()[-1] == len(flags) - flags.count("T")
 
 
 def test_the_defaults_are_those_of_the_contract():
@@ -295,6 +328,7 @@ def test_the_defaults_are_those_of_the_contract():
         max_scale=2.0**24,
         hysteresis=1,
         consecutive_hysteresis=False,
+        loss_patience=2,
     )
     assert ols.FixedLossScale(8) == ols.FixedLossScale(scale=8.0, skip_nonfinite=True)
 
@@ -348,11 +382,9 @@ def test_the_extreme_backoff_factors_are_allowed(backoff):
     assert float(state.loss_scale) == 2.0**126 * backoff
 
 
-def test_the_largest_interval_is_allowed():
-    assert (
-        ols.DynamicLossScale(growth_interval=2**31 - 1, hysteresis=2**31 - 1).hysteresis
-        == 2**31 - 1
-    )
+@pytest.mark.parametrize("name", ["growth_interval", "hysteresis", "loss_patience"])
+def test_the_largest_int32_is_allowed(name):
+    assert getattr(ols.DynamicLossScale(**{name: INT32_MAX}), name) == INT32_MAX
 
 
 def test_numbers_of_numpy_become_numbers_of_python():
@@ -365,10 +397,11 @@ def test_numbers_of_numpy_become_numbers_of_python():
         max_scale=np.float64(16),
         hysteresis=np.uint8(2),
         consecutive_hysteresis=np.bool_(True),
+        loss_patience=np.uint16(3),
     )
-    assert policy == ols.DynamicLossScale(8, 3, 2, 0.25, 2, 16, 2, True)
+    assert policy == ols.DynamicLossScale(8, 3, 2, 0.25, 2, 16, 2, True, 3)
     kinds = [type(value) for value in dataclasses.astuple(policy)]
-    assert kinds == [float, int, float, float, float, float, int, bool]
+    assert kinds == [float, int, float, float, float, float, int, bool, int]
     fixed = ols.FixedLossScale(np.int32(8), np.bool_(False))
     assert [type(value) for value in dataclasses.astuple(fixed)] == [float, bool]
 
@@ -396,7 +429,7 @@ def test_skip_nonfinite_says_whether_a_step_is_checked():
 
 CONFIGURED = [
     ols.DynamicLossScale(),
-    ols.DynamicLossScale(10.5, 3, 1.5, 0.25, 0.125, 99.5, 4, True),
+    ols.DynamicLossScale(10.5, 3, 1.5, 0.25, 0.125, 99.5, 4, True, 5),
     ols.FixedLossScale(10.5, skip_nonfinite=False),
 ]
 
@@ -498,8 +531,8 @@ def test_a_users_own_policy_works_in_init_and_update():
 
 @pytest.mark.parametrize("flag", [False, np.bool_(False), np.array(False), jnp.asarray(False)])
 def test_a_flag_may_be_a_python_bool_or_an_array(flag):
-    assert float(ols.update(ols.init(), flag).loss_scale) == 2.0**14
-    assert float(ols.update(ols.init(), flag, loss_finite=flag).loss_scale) == 2.0**15
+    assert float(ols.update(ols.init(), flag, "dynamic").loss_scale) == 2.0**14
+    assert float(ols.update(ols.init(), flag, "dynamic", loss_finite=flag).loss_scale) == 2.0**15
     assert int(ols.update(ols.init(8), flag, 8).total_skipped) == 1
 
 

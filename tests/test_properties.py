@@ -516,6 +516,7 @@ def dynamic_policies(draw):
         max_scale=high,
         hysteresis=draw(sizes),
         consecutive_hysteresis=draw(st.booleans()),
+        loss_patience=draw(sizes | st.just(2**31 - 1)),
     )
 
 

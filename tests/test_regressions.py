@@ -126,7 +126,7 @@ def test_a_counter_of_skipped_steps_wraps_around():
     state = ols.LossScaleState(
         jnp.float32(1), *(jnp.full((), np.iinfo(np.int32).max) for _ in range(4))
     )
-    after = ols.update(state, grads_finite=False)
+    after = ols.update(state, False, "dynamic")
     assert after.total_skipped == after.consecutive_skipped == np.iinfo(np.int32).max
 
 
@@ -167,12 +167,12 @@ def test_flax_a_weak_factor_becomes_float16_next_to_a_float16_loss():
 
 
 def test_torch_backs_off_for_a_loss_that_is_nan_until_gradients_underflow():
-    # One bad sample whose loss is NaN says nothing about the factor.
+    # One bad sample whose loss is NaN says nothing about the loss scale.
     tx = ols.with_loss_scaling(optax.sgd(0.1), ols.DynamicLossScale(1024))
     params = jnp.ones(2)
     state = tx.init(params)
-    for _ in range(20):
-        _, state = tx.update(jnp.full(2, NAN), state, params, value=jnp.float32(NAN))
+    for value in [NAN, 1.0] * 20:
+        _, state = tx.update(jnp.full(2, value), state, params, value=jnp.float32(value))
     assert state.loss_scale_state.loss_scale == 1024
 
 
