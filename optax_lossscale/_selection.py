@@ -77,17 +77,26 @@ def zero_unless(pred: jax.Array, tree: Tree) -> Tree:
     """Return `tree` with zeros for its floating-point and complex numbers where `pred` is false."""
 
     def select(leaf: Any) -> Any:
-        if isinstance(leaf, (float, complex)):  # stays a Python number, weakly typed
+        if isinstance(leaf, (float, complex)) and isinstance(pred, Tracer):
+            # Stays a Python number, which the function may compare and branch by.
             return leaf if cmath.isfinite(leaf) else 0.0
-        return fill_unless(pred, leaf, 0.0) if is_inexact(leaf) else leaf
+        return jnp.where(pred, leaf, _zeros_like(leaf)) if is_inexact(leaf) else leaf
 
     return jax.tree.map(select, tree)
 
 
-def fill_unless(pred: jax.Array, leaf: ArrayLike, value: float) -> jax.Array:
-    """Return an array of the type of `leaf` that holds `value` where `pred` is false."""
-    array = jnp.asarray(leaf)
-    return jnp.where(pred, array, jax.lax.full_like(array, value))
+def negative_zero_unless(pred: jax.Array, updates: Tree) -> Tree:
+    """Return `updates` as they are, or, where `pred` is false, such that adding them is nothing."""
+
+    def select(leaf: Any) -> Any:
+        is_number = is_inexact(leaf) or (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.integer))
+        return jnp.where(pred, leaf, -_zeros_like(leaf)) if is_number else leaf
+
+    return jax.tree.map(select, updates)
+
+
+def _zeros_like(leaf: ArrayLike) -> jax.Array:
+    return jax.lax.full_like(jnp.asarray(leaf), 0)  # weakly typed if `leaf` is
 
 
 def _split(tree: PyTree) -> tuple[list[Any], Callable[[list[Any]], PyTree], Any]:

@@ -10,7 +10,7 @@ import optax
 
 from optax_lossscale._policy import LossScaleLike, as_loss_scale
 from optax_lossscale._scaling import AxisName, agree, check_axis_name, unscale
-from optax_lossscale._selection import fill_unless, update_where, zero_unless
+from optax_lossscale._selection import negative_zero_unless, update_where, zero_unless
 from optax_lossscale._state import LossScaleState
 from optax_lossscale._tree import (
     KeyPath,
@@ -180,7 +180,7 @@ def with_loss_scaling(
             applied, lambda g, s: inner_update(g, s, params, **extra_args), grads, inner_state
         )
         new_scale_state = policy.update(scale_state, grads_finite, loss_finite=loss_finite)
-        updates = _negative_zero_unless(applied, updates)
+        updates = negative_zero_unless(applied, updates)
         return updates, LossScaledState(new_scale_state, inner_state), applied
 
     return LossScaling(init_fn, update_and_flag)
@@ -212,19 +212,6 @@ def _check_value(value: Any) -> None:
                 f"`value` must be the loss, a number or a tree of numbers, got {leaf!r} at "
                 f"{path_name(path)}. Hand in what the loss function returned, unscaled."
             )
-
-
-def _negative_zero_unless(pred: jax.Array, updates: Tree) -> Tree:
-    """Return `updates` as they are, or, where `pred` is false, such that adding them is nothing."""
-
-    def select(leaf: Any) -> Any:
-        if is_inexact(leaf):
-            return fill_unless(pred, leaf, -0.0)
-        if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.integer):
-            return fill_unless(pred, leaf, 0)
-        return leaf
-
-    return jax.tree.map(select, updates)
 
 
 def _as_arrays(state: Tree) -> Tree:
