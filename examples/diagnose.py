@@ -1,8 +1,8 @@
-"""Three ways in which float16 training fails, how each is found, and what mends it.
+"""Three ways in which float16 training fails, how each is found, and what fixes it.
 
 A network learns handwritten digits in float16 with loss scaling, and fails for one reason after
-the other: gradients that round to zero, a layer whose backward pass overflows, and NaN in the data.
-Each time the library is asked what is wrong, its answer is printed, and what it advises is done.
+the other: gradients that round to zero, a layer that overflows, and NaN in the data. Each time the
+library is asked what is wrong, its answer is printed, and its advice is followed.
 
 Draws two pictures, and exits with an error unless every failure is a failure, every answer names
 its cause, and every remedy helps.
@@ -22,13 +22,14 @@ import optax
 from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
+from tqdm import tqdm
 
 import optax_lossscale as ols
 
 BATCH = 128
 LAYERS = ("first", "second", "third", "head")
 SIZES = (64, 128, 128, 128, 10)
-# By default the factor grows after 2000 finite steps, which is more than these runs have.
+# By default the loss scale grows after 2000 finite steps, which is more than these runs have.
 POLICY = ols.DynamicLossScale(growth_interval=40)
 
 Params = dict[str, dict[str, jax.Array]]
@@ -55,14 +56,14 @@ class Run(NamedTuple):
     skipped: np.ndarray  # whether each step was
 
 
-def silu_by_hand(x: jax.Array) -> jax.Array:
-    """Return x * sigmoid(x). In float16 exp(12) is infinite: the result is right, its slope NaN."""
-    return x / (1 + jnp.exp(-x))
+def softplus_by_hand(x: jax.Array) -> jax.Array:
+    """Return log(1 + exp(x)). In float16 exp(12) is infinite, and so is its logarithm."""
+    return jnp.log(1 + jnp.exp(x))
 
 
-def silu_in_float32(x: jax.Array) -> jax.Array:
+def softplus_in_float32(x: jax.Array) -> jax.Array:
     """Return the same, computed in float32."""
-    return silu_by_hand(x.astype(jnp.float32)).astype(x.dtype)
+    return softplus_by_hand(x.astype(jnp.float32)).astype(x.dtype)
 
 
 def init_params(key: jax.Array) -> Params:
@@ -105,26 +106,30 @@ def train(data: Data, setting: Setting, epochs: int) -> Run:
 
     params = init_params(jax.random.key(0))
     carry = (params, tx.init(params))
-    (params, opt_state), history = jax.jit(lambda c, b: jax.lax.scan(train_step, c, b))(
-        carry, batches(data, epochs)
-    )
+    train_epoch = jax.jit(lambda carry, batches: jax.lax.scan(train_step, carry, batches))
+    logs = []
+    # Without a terminal there is no bar.
+    for epoch in tqdm(batches(data, epochs), desc="epochs", leave=False, disable=None):
+        carry, log = train_epoch(carry, epoch)
+        logs.append(jax.device_get(log))
+    params, opt_state = carry
     predicted = jnp.argmax(forward(params, data["test_images"], setting), axis=-1)
     return Run(
         params=params,
         opt_state=opt_state,
         accuracy=float(jnp.mean(predicted == data["test_labels"])),
-        loss_scale=np.asarray(history["loss_scale"]),
-        skipped=~np.asarray(history["grads_finite"]),
+        loss_scale=np.concatenate([log["loss_scale"] for log in logs]),
+        skipped=~np.concatenate([log["grads_finite"] for log in logs]),
     )
 
 
 def batches(data: Data, epochs: int) -> jax.Array:
-    """Return the indices of each batch. `int32[steps, BATCH]`."""
+    """Return the indices of each batch. `int32[epochs, steps, BATCH]`."""
     size = len(data["labels"])
     orders = jax.vmap(lambda key: jax.random.permutation(key, size))(
         jax.random.split(jax.random.key(1), epochs)
     )
-    return orders[:, : size // BATCH * BATCH].reshape(-1, BATCH)
+    return orders[:, : size // BATCH * BATCH].reshape(epochs, -1, BATCH)
 
 
 def health(run: Run, setting: Setting) -> str:
@@ -148,7 +153,7 @@ def count_exponents(data: Data, setting: Setting) -> ols.GradientExponents:
         )
         return ols.gradient_exponents(grads)
 
-    counts = [count(batch) for batch in batches(data, epochs=1)]
+    counts = [count(batch) for batch in batches(data, epochs=1)[0]]
     total = counts[0]
     for each in counts[1:]:
         total = jax.tree.map(operator.add, total, each)
@@ -161,7 +166,7 @@ def share(exponents: ols.GradientExponents, name: str) -> float:
 
 
 def underflow(data: Data, epochs: int, path: Path) -> list[str]:
-    """Fail by gradients too small for float16, and mend it with a suggested scale."""
+    """Fail by gradients too small for float16, and fix it with a suggested scale."""
     failing = Setting(loss_scale=1.0, loss_weight=1e-6)
     failed = train(data, failing, epochs)
     report_failure("1. Nothing is skipped, and little is learned", failed, failing)
@@ -172,9 +177,9 @@ def underflow(data: Data, epochs: int, path: Path) -> list[str]:
     print(f"float16 would round {share(before, 'flushed'):.1%} of the entries to zero.")
     print(f"`suggest_scale`: 2**{np.log2(scale):.0f}")
 
-    mended = failing._replace(loss_scale=scale)
-    after = count_exponents(data, mended._replace(dtype=jnp.float32))
-    worked = train(data, mended, epochs)
+    fixed = failing._replace(loss_scale=scale)
+    after = count_exponents(data, fixed._replace(dtype=jnp.float32))
+    worked = train(data, fixed, epochs)
     print(f"With it: {share(after, 'flushed'):.1%}. {result(worked)}")
     draw_exponents(before, after, scale, path)
     return problems(
@@ -188,57 +193,55 @@ def underflow(data: Data, epochs: int, path: Path) -> list[str]:
 
 
 def overflow(data: Data, epochs: int) -> tuple[list[str], dict[str, Run]]:
-    """Fail by a layer whose derivative overflows, and mend it with float32 in that layer."""
+    """Fail by a layer that overflows in the forward pass, and fix it with float32 in that layer."""
     data = with_pixels(data, lambda pixels: 16 * pixels)  # as they come, from 0 to 16
-    failing = Setting(activation=silu_by_hand)
+    failing = Setting(activation=softplus_by_hand)
     failed = train(data, failing, epochs)
     said = report_failure("2. Every step is skipped, at the floor", failed, failing)
 
-    ask("Which layer is it? `nonfinite_report` of the gradients:")
-    batch = batches(data, epochs=1)[0]
-    _, grads = jax.jit(
-        lambda state, params: ols.value_and_grad(loss_fn)(
-            state, params, data["images"][batch], data["labels"][batch], failing
-        )
-    )(failed.opt_state, failed.params)
-    report = ols.nonfinite_report(grads)
-    print(ols.format_nonfinite_report(report))
-    bad = [name for name in LAYERS if int(report[f"['{name}']['weights']"].nan)]
-    culprit = bad[-1] if bad else None
-    print(f"The one nearest to the loss is the {culprit}: its activation goes to float32.")
+    ask("Which layer is it? `first_nonfinite` of the loss:")
+    batch = batches(data, epochs=1)[0, 0]
+    found = ols.first_nonfinite(
+        loss_fn, failed.params, data["images"][batch], data["labels"][batch], failing
+    )
+    print(found)
+    print("Its activation goes to float32.")
 
-    mended = failing._replace(activation=silu_in_float32)
-    worked = train(data, mended, epochs)
+    fixed = failing._replace(activation=softplus_in_float32)
+    worked = train(data, fixed, epochs)
     print(result(worked))
     return problems(
         (failed.accuracy < 0.5, f"overflow: expected a failure, got {result(failed)}"),
         ("at its floor of 1" in said, "overflow: the loss scale should be at its floor"),
-        ("1. One layer" in said, "overflow: a layer should be the likeliest cause"),
-        (culprit == "second", f"overflow: the second layer is the culprit, found {culprit}"),
+        ("1. The forward pass" in said, "overflow: the forward pass should be the likeliest cause"),
+        (
+            found is not None and found.layer == "params['second']",
+            f"overflow: the second layer is the culprit, found {found}",
+        ),
         (worked.accuracy > 0.9, f"overflow: float32 did not help: {result(worked)}"),
     ), {"one layer overflows": failed, "that layer in float32": worked}
 
 
 def nan_in_data(data: Data, epochs: int) -> tuple[list[str], dict[str, Run]]:
-    """Fail by data that are NaN, and mend them."""
+    """Fail by data that are NaN, and repair them."""
     mean, deviation = data["images"].mean(0), data["images"].std(0)
     # In the corners, which are always black, this is 0 / 0.
     standardized = with_pixels(data, lambda pixels: (pixels - mean) / deviation)
     setting = Setting()
     failed = train(standardized, setting, epochs)
-    said = report_failure("3. Every step is skipped, and the factor stands still", failed, setting)
+    said = report_failure("3. Every step is skipped, at the floor again", failed, setting)
 
     ask("Is the data right? `nonfinite_report` of it:")
     report = ols.nonfinite_report(standardized)
     print(ols.format_nonfinite_report(report))
     found = int(report["['images']"].nan)
 
-    mended = with_pixels(standardized, lambda pixels: jnp.where(deviation > 0, pixels, 0.0))
-    worked = train(mended, setting, epochs)
+    fixed = with_pixels(standardized, lambda pixels: jnp.where(deviation > 0, pixels, 0.0))
+    worked = train(fixed, setting, epochs)
     print(f"Pixels that never vary become 0. {result(worked)}")
     return problems(
         (failed.accuracy < 0.5, f"NaN in the data: expected a failure, got {result(failed)}"),
-        ("1. The loss itself" in said, "NaN in the data: the loss should be the likeliest cause"),
+        ("batch or the parameters hold NaN" in said, "NaN in the data: should be a likely cause"),
         (found > 0, "NaN in the data: the report should have found it"),
         (worked.accuracy > 0.9, f"NaN in the data: its removal did not help: {result(worked)}"),
     ), {"NaN in the data": failed}

@@ -13,6 +13,7 @@ from optax_lossscale._diagnostics import (
     plot_gradient_exponents,
     suggest_scale,
 )
+from optax_lossscale._first_nonfinite import FirstNonfinite, first_nonfinite
 from optax_lossscale._policy import (
     DynamicLossScale,
     FixedLossScale,
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DynamicLossScale",
+    "FirstNonfinite",
     "FixedLossScale",
     "GradientExponents",
     "LossScale",
@@ -41,6 +43,7 @@ __all__ = [
     "as_loss_scale",
     "calibrate",
     "check_health",
+    "first_nonfinite",
     "format_nonfinite_report",
     "gradient_exponents",
     "init",

@@ -1,6 +1,6 @@
 """What a person asks when training goes wrong.
 
-Which layer overflowed, is the factor too small, is the loss itself broken, why is nothing
+Which layer overflowed, is the loss scale too small, is the loss itself broken, why is nothing
 learning: one function for each. Those that look at gradients run inside of `jax.jit` and never
 wait for the device; those that answer in words or pictures run on the host.
 """
@@ -55,14 +55,15 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
 
     Returns:
       `loss_scale` (float32[]), `grads_finite` (bool[], whether the last step was applied),
-      `growth_count`, `consecutive_skipped` and `total_skipped` (int32[]).
+      `growth_count`, `consecutive_skipped` and `total_skipped` (int32[]). With
+      `skip_nonfinite=False` every step is applied unchecked, so `grads_finite` is always true.
 
     Raises:
       ValueError: If `opt_state` holds no `LossScaleState`, or several.
 
     Examples:
       >>> import optax_lossscale as ols
-      >>> state = ols.update(ols.init(), grads_finite=False)
+      >>> state = ols.update(ols.init(), False, "dynamic")
       >>> for name, value in ols.metrics(state).items():
       ...     print(name, value)
       loss_scale 16384.0
@@ -82,7 +83,7 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
 
 
 def check_health(
-    opt_state: PyTree, *, max_consecutive_skipped: int = 50, loss_scale: LossScaleLike = "dynamic"
+    opt_state: PyTree, *, max_consecutive_skipped: int = 50, loss_scale: LossScaleLike = None
 ) -> None:
     """Raise an error if training has stalled, and say why.
 
@@ -94,66 +95,73 @@ def check_health(
       opt_state: A `LossScaleState`, or an optimizer's state that holds exactly one.
       max_consecutive_skipped: The number of skipped steps in a row that is still healthy. More
         raise the error.
-      loss_scale: The policy that training uses, or anything that `as_loss_scale` takes. Where its
-        bounds lie is part of the diagnosis, so hand in the same as to `with_loss_scaling`.
+      loss_scale: What `with_loss_scaling` was given. Where the policy's bounds lie is part of the
+        diagnosis. With None they are unknown, and the diagnosis is less precise.
 
     Raises:
       LossScaleStalledError: If more steps in a row were skipped. The message says how many, where
-        the factor stands against its floor, the likely causes, and what to do about each.
-      TypeError: If `max_consecutive_skipped` is no integer, or `opt_state` is traced: an error
+        the loss scale stands against its floor, the likely causes, and what to do about each.
+      TypeError: If `max_consecutive_skipped` is not an integer, or `opt_state` is traced: an error
         cannot be raised from a compiled step.
       ValueError: If `max_consecutive_skipped` is negative, or `opt_state` holds no
         `LossScaleState`, or several, or one of several replicas, or one that no training leads
-        to: a factor that is not between 2**-126 and 2**126, a negative count.
+        to: a loss scale that is not between 2**-126 and 2**126, a negative count.
 
     Warns:
-      UserWarning: If the factor has grown to its cap and no step was ever skipped. That is no
-        failure, but either the loss need not be scaled or the cap is too low.
+      UserWarning: If the loss scale has grown to its cap and no step was ever skipped. Training
+        works, but either the loss need not be scaled or the cap is too low.
 
     Examples:
       >>> import optax_lossscale as ols
       >>> ols.check_health(ols.init())
     """
     limit = _natural("max_consecutive_skipped", max_consecutive_skipped)
-    policy = as_loss_scale(loss_scale)
+    policy = None if loss_scale is None else as_loss_scale(loss_scale)
     state = _on_host(loss_scale_state(opt_state))
-    factor, skipped = state.loss_scale.item(), state.consecutive_skipped.item()
+    scale, skipped = state.loss_scale.item(), state.consecutive_skipped.item()
     bounds = _bounds(policy)
     if skipped > limit:
         causes = enumerate(_likely_causes(state, policy), start=1)
-        standing = (
-            f"under {type(policy).__name__}, which has no floor"
-            if bounds is None
-            else f"{'at' if factor <= bounds[0] else 'above'} its floor of {bounds[0]:g}"
-        )
+        if policy is None:
+            standing = ""
+        elif bounds is None:
+            standing = f", under {type(policy).__name__}, which has no floor"
+        else:
+            standing = f", {'at' if scale <= bounds[0] else 'above'} its floor of {bounds[0]:g}"
         raise LossScaleStalledError(
             f"The last {skipped} steps were skipped ({state.total_skipped} since the start), and "
-            f"the loss scale is {factor:g}, {standing}. Likely causes, the likeliest first:\n"
+            f"the loss scale is {scale:g}{standing}. Likely causes, the likeliest first:\n"
             + "\n".join(f"  {i}. {cause}" for i, cause in causes)
         )
-    at_cap = bounds is not None and factor == bounds[1]
-    if at_cap and _starts_at(policy) < factor and not state.total_skipped:
+    at_cap = bounds is not None and scale == bounds[1] and not state.total_skipped
+    if policy is not None and at_cap and _starts_at(policy) < scale:
         warnings.warn(
-            f"The loss scale is at its cap of {factor:g} and no step was ever skipped. "
+            f"The loss scale is at its cap of {scale:g} and no step was ever skipped. "
             "Either the loss need not be scaled, as in bfloat16 and float32: `loss_scale=None` "
-            "saves the check. Or the gradients are so small that a larger factor would fit: raise "
-            "`max_scale`. `gradient_exponents` shows which.",
+            "saves the check. Or the gradients are so small that a larger loss scale would fit: "
+            "raise `max_scale`. `gradient_exponents` shows which.",
             stacklevel=2,
         )
 
 
-_LOSS = (
-    "The loss itself is NaN or infinite, which no loss scale can mend. Look for NaN in the batch "
-    "and in the parameters with `nonfinite_report`, and run one step under `jax.debug_nans(True)`. "
-    "Hand `value=loss` to `tx.update`, and such a step does not move the factor."
+_FORWARD = (
+    "The forward pass overflows: the loss is NaN or infinite although the batch and the parameters "
+    "are finite, and no loss scale can fix that. `first_nonfinite(loss_fn, params, batch)` names "
+    "the layer that overflows first. Compute it in float32, or make its input smaller. A step "
+    "under `jax.debug_infs(True)` and `jax.debug_nans(True)` stops there, too; the latter alone "
+    "stops later."
 )
-_LAYER = (
-    "One layer makes NaN or infinity at any loss scale: a division by zero, the root or logarithm "
-    "of zero, a number above 65504 in float16. `nonfinite_report(grads)` lists the layers; the one "
-    "nearest to the loss is the culprit, those before it inherit. Compute it in float32."
+_INPUT = (
+    "The batch or the parameters hold NaN or infinity. `nonfinite_report` of both lists the "
+    "arrays. Repair the data, or restore an earlier checkpoint."
+)
+_BACKWARD = (
+    "The loss is finite, and one layer's derivative is not, at any loss scale: a division by zero, "
+    "the root or logarithm of zero, a number above 65504 in float16. "
+    "`first_nonfinite(jax.grad(loss_fn), params, batch)` names the layer. Compute it in float32."
 )
 _LARGE = (
-    "The gradients are too large for float16 even at this factor. Average the loss instead of "
+    "The gradients are too large for float16 even at this loss scale. Average the loss instead of "
     "summing it, normalize the data, or lower `min_scale`, below 1 if need be."
 )
 _DESCENT = (
@@ -161,37 +169,44 @@ _DESCENT = (
     "with a smaller `initial_scale`, or allow for more with `max_consecutive_skipped`."
 )
 _FIXED = (
-    "The factor is too large, and does not move. Take the one that `suggest_scale` returns, or a "
-    "`DynamicLossScale`."
+    "The loss scale is too large, and does not move. Take the one that `suggest_scale` returns, or "
+    "a `DynamicLossScale`."
+)
+_UNKNOWN = (
+    "The loss scale is too large: it is fixed, or still on its way down. Give `check_health` the "
+    "policy as `loss_scale`, and it can tell."
 )
 
 
-def _likely_causes(state: LossScaleState, policy: LossScale) -> tuple[str, ...]:
+def _likely_causes(state: LossScaleState, policy: LossScale | None) -> tuple[str, ...]:
     """Order the causes of many skipped steps by how well they agree with the state."""
     bounds = _bounds(policy)
+    if policy is None:
+        return _FORWARD, _BACKWARD, _INPUT, _UNKNOWN
     if bounds is None:
-        return _FIXED, _LAYER, _LOSS
+        return _FIXED, _FORWARD, _BACKWARD, _INPUT
     if not state.overflow_count:
-        return _LOSS, _LAYER  # an overflow would have been counted
-    factor, (floor, ceiling) = state.loss_scale.item(), bounds
-    if factor <= max(floor, 1.0):
-        return (_LARGE, _LAYER, _LOSS) if floor > 1 else (_LAYER, _LOSS, _LARGE)
-    # Overflows move the factor. More skipped steps than it takes to come here from the ceiling
-    # were something else.
-    backoffs = math.log(ceiling / factor) / -math.log(getattr(policy, "backoff_factor", 0.5))
+        return _FORWARD, _INPUT  # not even gradients that are not finite were counted
+    scale, (floor, ceiling) = state.loss_scale.item(), bounds
+    if scale <= max(floor, 1.0):
+        others = _FORWARD, _BACKWARD, _INPUT
+        return (_LARGE, *others) if floor > 1 else (*others, _LARGE)
+    # Overflows lower the loss scale. More skipped steps than it takes to come here from the ceiling
+    # were a loss that is not finite, which the policy forgave.
+    backoffs = math.log(ceiling / scale) / -math.log(getattr(policy, "backoff_factor", 0.5))
     if state.consecutive_skipped > backoffs + getattr(policy, "hysteresis", 1):
-        return _LOSS, _LAYER
-    return _DESCENT, _LAYER, _LOSS
+        return _FORWARD, _INPUT
+    return _DESCENT, _FORWARD, _BACKWARD, _INPUT
 
 
-def _bounds(policy: LossScale) -> tuple[float, float] | None:
-    """Return between which float32 numbers the factor moves, if it does."""
+def _bounds(policy: LossScale | None) -> tuple[float, float] | None:
+    """Return between which float32 numbers the loss scale moves, if it is known to."""
     bounds = getattr(policy, "min_scale", None), getattr(policy, "max_scale", None)
     return None if None in bounds else (float(np.float32(bounds[0])), float(np.float32(bounds[1])))
 
 
 def _starts_at(policy: LossScale) -> float:
-    """Return the factor of the first step."""
+    """Return the loss scale of the first step."""
     with jax.transfer_guard("allow"):  # asked for
         return policy.init().loss_scale.item()
 
@@ -209,13 +224,13 @@ def _on_host(state: LossScaleState) -> LossScaleState:
         )
     # On the host from here on, where comparing moves nothing to the device (`jax_transfer_guard`).
     state = LossScaleState(*(np.asarray(jax.device_get(f)) for f in strongly_typed(state)))  # pyright: ignore[reportArgumentType]
-    # Neither training nor a policy makes these: a damaged checkpoint or a slip by hand does, and
-    # the rule cannot lead out of some of them.
-    factor = state.loss_scale.item()
+    # Neither training nor a policy makes these, but damaged checkpoints and manual edits do. The
+    # rule cannot lead out of some of them.
+    scale = state.loss_scale.item()
     # Above the bounds all gradients would be unscaled to zero, and the steps applied.
-    if not SMALLEST_SCALE <= factor <= LARGEST_SCALE:
+    if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
         raise ValueError(
-            f"`opt_state` must hold a loss scale between 2**-126 and 2**126, got {factor:g}. "
+            f"`opt_state` must hold a loss scale between 2**-126 and 2**126, got {scale:g}. "
             "Restore an earlier checkpoint, or put the state of `init` in its place."
         )
     for name, count in list(state._asdict().items())[1:]:
@@ -242,11 +257,11 @@ class NonfiniteCounts(NamedTuple):
 
 
 def nonfinite_report(grads: PyTree) -> dict[str, NonfiniteCounts]:
-    """Count the NaN and infinite elements of each array: which layer overflowed?
+    """Count the NaN and infinite elements of each array.
 
-    It takes any tree: give it the batch or the activations to see where NaN comes in. In
-    gradients it spreads backwards: of the layers that are not finite, the one nearest to the loss
-    is where it came from.
+    It takes any tree: gradients, the batch, the parameters. Gradients alone do not name the layer
+    that overflowed: NaN made in the backward pass spreads to all layers before it, and a loss that
+    is not finite makes every gradient NaN. `first_nonfinite` names the layer.
 
     Args:
       grads: Gradients, or any pytree. Leaves that hold no floating-point or complex numbers are
@@ -270,15 +285,24 @@ def nonfinite_report(grads: PyTree) -> dict[str, NonfiniteCounts]:
         return NonfiniteCounts(
             nan=_saturated_count(is_nan),
             inf=_saturated_count(jnp.isinf(array) & ~is_nan),
-            size=jnp.asarray(min(array.size, INT32_MAX), jnp.int32),
+            size=_as_count(array.size),
         )
 
     leaves = jax.tree_util.tree_leaves_with_path(grads)
     return {jax.tree_util.keystr(path): count(leaf) for path, leaf in leaves if is_inexact(leaf)}
 
 
+def _as_count(size: Any) -> jax.Array:
+    return jnp.asarray(size if _is_symbolic(size) else min(size, INT32_MAX), jnp.int32)
+
+
+def _is_symbolic(size: Any) -> bool:
+    """Say whether a size is known only when an exported function runs; it cannot be compared."""
+    return not isinstance(size, int)
+
+
 def _saturated_count(mask: jax.Array) -> jax.Array:
-    if mask.size <= INT32_MAX:
+    if _is_symbolic(mask.size) or mask.size <= INT32_MAX:
         return jnp.sum(mask, dtype=jnp.int32)
     # An int32 would wrap around, to 0 for 2**32 elements.
     largest = np.nextafter(np.float32(2**31), np.float32(0))
@@ -372,7 +396,7 @@ class GradientExponents(NamedTuple):
 def gradient_exponents(
     grads: PyTree, *, dtype: DTypeLike = jnp.float16, loss_scale: ArrayLike = 1.0
 ) -> GradientExponents:
-    """Say how large gradients are, and what a small dtype would make of them: is the factor right?
+    """Say how large gradients are, and what a small dtype would make of them.
 
     Add those of several steps with `jax.tree.map(operator.add, a, b)`, and those of several
     devices under `jax.shard_map` with `jax.lax.psum`. Beyond 2**31 - 1 elements in all, add on
@@ -383,7 +407,7 @@ def gradient_exponents(
         already what this counts. Leaves that hold no floating-point or complex numbers are left
         out; the two parts of a complex number count one by one.
       dtype: The floating-point type to round to, of at most 32 bits.
-      loss_scale: The factor to multiply by before rounding. `float32[]`. The histogram is that of
+      loss_scale: What to multiply by before rounding. `float32[]`. The histogram is that of
         the gradients themselves.
 
     Returns:
@@ -416,23 +440,23 @@ def gradient_exponents(
             array = readable(leaf)
             parts += [array.real, array.imag] if jnp.iscomplexobj(array) else [array]
     size = sum(part.size for part in parts)
-    if size > INT32_MAX:
+    if not _is_symbolic(size) and size > INT32_MAX:
         raise ValueError(
             f"`grads` must have at most 2**31 - 1 elements, got {size}. Look at one part of the "
             "tree at a time, and add on the host: `jax.tree.map(np.int64, ...)`."
         )
-    factor = _positive("loss_scale", loss_scale)
+    scale = _positive("loss_scale", loss_scale)
     total = GradientExponents(
         jnp.zeros(_EXPONENTS.size, jnp.int32),
         *(jnp.zeros((), jnp.int32) for _ in range(5)),
     )
     for part in parts:
-        total = jax.tree.map(jnp.add, total, _exponents(part, dtype, factor))
+        total = jax.tree.map(jnp.add, total, _exponents(part, dtype, scale))
     return total
 
 
 @functools.partial(jax.jit, static_argnames="dtype")  # one dispatch in eager execution
-def _exponents(array: jax.Array, dtype: np.dtype, factor: jax.Array) -> GradientExponents:
+def _exponents(array: jax.Array, dtype: np.dtype, scale: jax.Array) -> GradientExponents:
     # Read from the bits, and multiplied part by part: XLA flushes subnormal numbers to zero on
     # some platforms, and there even `x != 0` is false for them.
     info, target = jnp.finfo(array.dtype), jnp.finfo(dtype)
@@ -450,9 +474,9 @@ def _exponents(array: jax.Array, dtype: np.dtype, factor: jax.Array) -> Gradient
     wide = jnp.float64 if info.bits == 64 else jnp.float32
     significand = 1 + digits.astype(wide) / 2**info.nmant
 
-    factor_significand, factor_exponent = jnp.frexp(factor)
-    product = significand * factor_significand.astype(wide)  # between 1/2 and 2
-    power = exponent + factor_exponent
+    scale_significand, scale_exponent = jnp.frexp(scale)
+    product = significand * scale_significand.astype(wide)  # between 1/2 and 2
+    power = exponent + scale_exponent
     # The product in units of the smallest normal number, far from where float32 itself ends.
     in_tiny = jnp.ldexp(product, power - target.minexp)
     half_last_place = 2.0 ** -(target.nmant + 1)
@@ -506,12 +530,16 @@ def suggest_scale(
       dtype: The type that gradients are computed in.
 
     Returns:
-      A factor within [2**-126, 2**126], for `FixedLossScale` or as `initial_scale`.
+      A loss scale within [2**-126, 2**126], for `FixedLossScale` or as `initial_scale`. Above
+      2**24, which is the default, a `DynamicLossScale` needs a larger `max_scale`, too.
 
     Raises:
       TypeError: If `exponents` are none or traced, `dtype` is no real floating-point type of at
         most 32 bits, or `headroom` no integer.
       ValueError: If `headroom` is negative, or the histogram is empty, stacked or wrapped around.
+
+    Warns:
+      UserWarning: If the power of two that fits lies outside of these bounds.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -528,7 +556,14 @@ def suggest_scale(
         )
     largest = int(_EXPONENTS[histogram > 0][-1])
     power = int(jnp.finfo(_small_float(dtype)).maxexp) - 1 - largest - headroom
-    return 2.0 ** min(max(power, -126), 126)
+    within = min(max(power, -126), 126)
+    if power != within:
+        warnings.warn(
+            f"The loss scale that fits is 2**{power}, got its bound of 2**{within}. "
+            + ("Increase the weight of the loss." if power > 0 else "Decrease it, or `headroom`."),
+            stacklevel=2,
+        )
+    return 2.0**within
 
 
 def plot_gradient_exponents(
@@ -640,12 +675,10 @@ def _positive(name: str, value: Any) -> jax.Array:
     """Return `value` as float32[], or raise an error that calls it `name`."""
     kind = value.dtype if is_array(value) else type(value)
     if not (jnp.issubdtype(kind, jnp.floating) or jnp.issubdtype(kind, jnp.integer)):
-        raise TypeError(
-            f"`{name}` must be a real number, got {value!r}. Hand in the factor itself."
-        )
+        raise TypeError(f"`{name}` must be a real number, got {value!r}. Use a power of two.")
     if jnp.shape(value):
         raise ValueError(
-            f"`{name}` must be a scalar, got shape {jnp.shape(value)}. Hand in one factor."
+            f"`{name}` must be a scalar, got shape {jnp.shape(value)}. Use one power of two."
         )
     # What an array holds is data.
     if not is_array(value) and not 0 < value <= float(jnp.finfo(jnp.float32).max):
@@ -670,7 +703,7 @@ def calibrate(
     loss_scale: LossScaleLike = "dynamic",
     axis_name: AxisName | None = None,
 ) -> LossScaleState:
-    """Find the factor that training can start with, so that it need not skip its first steps.
+    """Find the loss scale to start with, so that training need not skip its first steps.
 
     It is the largest power of two, within the bounds of the policy, at which the gradients are
     finite, found by bisection: five evaluations of the gradients for the default bounds, in one
@@ -681,21 +714,25 @@ def calibrate(
       grad_fn: `grad_fn(state, *args)` returns the scaled gradients, for example
         `lambda state, *args: ols.value_and_grad(loss_fn)(state, *args)[1]`.
       state: The state to start from, or an optimizer's state that holds exactly one. `grad_fn` is
-        given the like of it, with other factors.
+        given copies of it with other loss scales.
       *args: The rest of what `grad_fn` takes: the parameters and a batch, as training will see
         them.
       loss_scale: The policy that training uses, or anything that `as_loss_scale` takes.
       axis_name: The mapped axis, or a tuple of them, over which to agree. See `unscale_and_check`.
 
     Returns:
-      The state with the factor that was found. If the gradients are finite at none, the smallest
-      factor: look at them with `nonfinite_report`.
+      The state with the loss scale that was found. If the gradients are finite at none, the
+      smallest: `first_nonfinite` says where they are not.
 
     Raises:
-      TypeError: If `grad_fn` is not callable, or the policy has no bounds, since its factor does
-        not move.
+      TypeError: If `grad_fn` is not callable, or the policy has no bounds, since its loss scale
+        does not move.
       ValueError: If `state` holds no `LossScaleState`, or several, if there is no power of two
         within the bounds, or if `grad_fn` returns no gradients.
+
+    Warns:
+      UserWarning: If the gradients are finite even at the policy's `max_scale`, so that a larger
+        loss scale might fit. Under `jax.jit` nothing warns.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -720,13 +757,13 @@ def calibrate(
             f"`loss_scale` must have a power of two between its bounds, got {policy!r}. Widen them."
         )
 
-    def factor_at(power: jax.Array) -> jax.Array:
+    def scale_at(power: jax.Array) -> jax.Array:
         return jnp.ldexp(jnp.float32(1), power)
 
     def bisect(bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds
         middle = (low + high + 1) // 2
-        candidate = with_factor(state, factor_at(middle))
+        candidate = with_scale(state, scale_at(middle))
         # Modules of `flax.nnx` can be used only in the trace that they were made in: these are.
         grads = grad_fn(candidate, *jax.tree.map(lambda leaf: leaf, args))
         if not any(map(is_inexact, jax.tree.leaves(grads))):
@@ -741,7 +778,14 @@ def calibrate(
     power, _ = jax.lax.while_loop(
         lambda bounds: bounds[0] < bounds[1], bisect, (jnp.int32(lowest), jnp.int32(highest))
     )
-    return start._replace(loss_scale=factor_at(power))
+    searched = lowest < highest and not isinstance(power, Tracer)
+    if searched and jax.device_get(power) == highest:
+        warnings.warn(
+            f"The gradients are finite even at 2**{highest}, the cap of {policy!r}. If they are "
+            "small, raise its `max_scale`.",
+            stacklevel=2,
+        )
+    return start._replace(loss_scale=scale_at(power))
 
 
 def check_grad_fn(grad_fn: Any) -> None:
@@ -753,13 +797,13 @@ def check_grad_fn(grad_fn: Any) -> None:
         )
 
 
-def with_factor(state: Tree, factor: ArrayLike) -> Tree:
-    """Return `state`, or the optimizer's state that it is, with another factor."""
+def with_scale(state: Tree, scale: ArrayLike) -> Tree:
+    """Return `state`, or the optimizer's state that it is, with another loss scale."""
 
     def replace(node: Any) -> Any:
         if not isinstance(node, LossScaleState):
             return node
         leaves, treedef = jax.tree.flatten(node)  # in `flax.nnx` each field is a Variable of one
-        return treedef.unflatten([jnp.asarray(factor, jnp.float32), *leaves[1:]])
+        return treedef.unflatten([jnp.asarray(scale, jnp.float32), *leaves[1:]])
 
     return jax.tree.map(replace, state, is_leaf=lambda node: isinstance(node, LossScaleState))

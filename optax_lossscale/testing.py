@@ -9,21 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from optax_lossscale._diagnostics import check_grad_fn, with_factor
+from optax_lossscale._diagnostics import check_grad_fn, with_scale
 from optax_lossscale._policy import init
 from optax_lossscale._scaling import unscale
 from optax_lossscale._state import loss_scale_state
 from optax_lossscale._tree import PyTree, is_inexact, path_name
 
-# The gradients are computed at a factor and at a quarter of it, at the first of these where they
-# are finite: the larger the factor, the fewer of them round to zero.
-_FACTORS = tuple(2.0**power for power in range(24, -12, -4))
+# The gradients are computed at a loss scale and at a quarter of it, at the first of these where
+# they are finite: the larger it is, the fewer of them round to zero.
+_SCALES = tuple(2.0**power for power in range(24, -12, -4))
 _STEP = 4.0
 
 _MISTAKES = {
     0: "not scaled, or unscaled before `tx.update`, which unscales. Differentiate "
     "`scale_loss(loss, state)`, or use `value_and_grad`, and hand on what comes out",
-    2: "scaled twice. Multiply by the factor in one place",
+    2: "scaled twice. Multiply by the loss scale in one place",
     -1: "not scaled, but unscaled. Differentiate `scale_loss(loss, state)`, and hand on what comes "
     "out: `tx.update` unscales it",
 }
@@ -32,26 +32,28 @@ _MISTAKES = {
 def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any) -> None:
     """Assert that gradients are proportional to the loss scale.
 
-    The gradients are computed at two factors, and for each array k in `gradients ~ factor**k` is
-    measured: 1 is right, 0 means that the loss was not scaled or the gradients were unscaled
-    already, 2 that it was scaled twice. Give it the gradients that go into `tx.update`: an
-    optimizer like Adam, which divides by their size, hides the mistake in its updates.
+    The gradients are computed at two loss scales, and for each array k in
+    `gradients ~ loss_scale**k` is measured: 1 is right, 0 means that the loss was not scaled or
+    the gradients were unscaled already, 2 that it was scaled twice. Give it the gradients that go
+    into `tx.update`: an optimizer like Adam, which divides by their size, hides the mistake in its
+    updates.
 
-    The factors are chosen such that the gradients are finite, from 2**24 downwards, whatever the
-    factor in `state`. Arrays whose gradient is zero cannot be judged, and are not.
+    The loss scales are chosen such that the gradients are finite, from 2**24 downwards, whatever
+    the one in `state`. Arrays whose gradient is zero are not judged.
 
     Args:
       grad_fn: `grad_fn(state, *args)` returns the gradients that go into `tx.update`, scaled.
       state: A `LossScaleState`, or any pytree that holds exactly one: an optimizer's state, a
-        Flax TrainState, an `nnx.Optimizer`. `grad_fn` is given the like of it.
+        Flax TrainState, an `nnx.Optimizer`. `grad_fn` is given copies of it with
+        other loss scales.
       *args: The rest of what `grad_fn` takes.
 
     Raises:
       TypeError: If `grad_fn` is not callable, or its gradients are traced.
-      AssertionError: If the gradients are not proportional to the factor. The message says
-        "not scaled", "scaled twice", or how they depend on it.
+      AssertionError: If the gradients are not proportional to the loss scale. The message
+        says "not scaled", "scaled twice", or how they depend on it.
       ValueError: If `state` holds no `LossScaleState`, or several, or if nothing can be measured
-        because the gradients are all zero, or not finite at any factor.
+        because the gradients are all zero, or not finite at any loss scale.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -78,10 +80,10 @@ def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any
 
 
 def _powers(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any) -> dict[str, float]:
-    """Return k by the name of the array, at the first factor where all is finite."""
-    for factor in _FACTORS:
+    """Return k by the name of the array, at the first loss scale where all is finite."""
+    for scale in _SCALES:
         low, high = (
-            _largest(grad_fn(with_factor(state, each), *args)) for each in (factor / _STEP, factor)
+            _largest(grad_fn(with_scale(state, each), *args)) for each in (scale / _STEP, scale)
         )
         if not all(map(math.isfinite, (*low.values(), *high.values()))):
             continue
@@ -90,13 +92,13 @@ def _powers(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any) -> dict[s
             return {name: math.log(high[name] / low[name], _STEP) for name in measured}
     raise ValueError(
         "`grad_fn` must return gradients that are finite and not all zero, which they are at no "
-        f"factor between {_FACTORS[-1] / _STEP:g} and {_FACTORS[0]:g}. Choose other parameters or "
-        "data; `nonfinite_report` says where they are not finite."
+        f"loss scale between {_SCALES[-1] / _STEP:g} and {_SCALES[0]:g}. Choose other parameters "
+        "or data; `first_nonfinite` says where they are not finite."
     )
 
 
 def _largest(grads: PyTree) -> dict[str, float]:
-    """Return the largest magnitude in each array that the factor goes into."""
+    """Return the largest magnitude in each array that is scaled."""
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(grads)):
         raise TypeError(
             "`grad_fn` must return values, got traced arrays. Call `assert_scaled_once` outside of "

@@ -19,7 +19,8 @@ PACKAGE = pathlib.Path(inspect.getfile(ols)).parent
 # Imports go one way, upward in this list never. Modules of one row know nothing of each other.
 ORDER = [
     ["_tree"],
-    ["_state", "_selection"],
+    ["_state", "_replay", "_first_nonfinite"],
+    ["_selection"],
     ["_policy"],
     ["_scaling"],
     ["_transform"],
@@ -31,6 +32,7 @@ MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
 
 PUBLIC = {
     "DynamicLossScale",
+    "FirstNonfinite",
     "FixedLossScale",
     "GradientExponents",
     "LossScale",
@@ -42,6 +44,7 @@ PUBLIC = {
     "as_loss_scale",
     "calibrate",
     "check_health",
+    "first_nonfinite",
     "format_nonfinite_report",
     "gradient_exponents",
     "init",
@@ -110,7 +113,7 @@ def test_every_public_name_has_a_docstring():
     ("function", "signature"),
     [
         (ols.init, "(loss_scale='dynamic')"),
-        (ols.update, "(state, grads_finite, loss_scale='dynamic', *, loss_finite=True)"),
+        (ols.update, "(state, grads_finite, loss_scale, *, loss_finite=True)"),
         (ols.scale_loss, "(loss, state)"),
         (ols.unscale_and_check, "(grads, state, *, axis_name=None)"),
         (
@@ -122,7 +125,8 @@ def test_every_public_name_has_a_docstring():
         (ols.loss_scale_state, "(opt_state)"),
         (ols.with_loss_scaling, "(inner, loss_scale='dynamic', *, axis_name=None)"),
         (ols.metrics, "(opt_state)"),
-        (ols.check_health, "(opt_state, *, max_consecutive_skipped=50, loss_scale='dynamic')"),
+        (ols.check_health, "(opt_state, *, max_consecutive_skipped=50, loss_scale=None)"),
+        (ols.first_nonfinite, "(fun, *args, **kwargs)"),
         (ols.nonfinite_report, "(grads)"),
         (ols.format_nonfinite_report, "(report)"),
         (ols.gradient_exponents, f"(grads, *, dtype={jnp.float16}, loss_scale=1.0)"),

@@ -202,7 +202,9 @@ def test_the_factors_come_down_from_two_to_the_24():
         seen.append(float(state.loss_scale))
         return jnp.inf
 
-    with pytest.raises(ValueError, match=r"at no factor between 0\.000976562 and 1\.67772e\+07"):
+    with pytest.raises(
+        ValueError, match=r"at no loss scale between 0\.000976562 and 1\.67772e\+07"
+    ):
         assert_scaled_once(grad_fn, ols.init())
     assert seen == [2.0**n for top in range(24, -12, -4) for n in (top - 2, top)]
 

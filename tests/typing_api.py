@@ -112,7 +112,7 @@ def pure_functions(params: Params, x: jax.Array) -> None:
     ols.unscale_and_check(grads, state, axis_name="data")
     ols.unscale_and_check(grads, state, axis_name=("data", "model"))
 
-    assert_type(ols.update(state, grads_finite), ols.LossScaleState)
+    assert_type(ols.update(state, grads_finite, "dynamic"), ols.LossScaleState)
     ols.update(state, grads_finite=True, loss_scale=ols.DynamicLossScale(), loss_finite=False)
     assert_type(ols.all_finite(grads), jax.Array)
     assert_type(ols.tree_where(grads_finite, grads, params), Params)
@@ -124,8 +124,9 @@ def pure_functions(params: Params, x: jax.Array) -> None:
     ols.value_and_grad(loss_fn, argnums=(0, 1), has_aux=False, transform=jax.value_and_grad)
 
     ols.scale_loss(loss)  # pyright: ignore[reportCallIssue]
-    ols.update(state.loss_scale, grads_finite)  # pyright: ignore[reportArgumentType]
-    ols.update(state, "finite")  # pyright: ignore[reportArgumentType]
+    ols.update(state, grads_finite)  # pyright: ignore[reportCallIssue]
+    ols.update(state.loss_scale, grads_finite, "dynamic")  # pyright: ignore[reportArgumentType]
+    ols.update(state, "finite", "dynamic")  # pyright: ignore[reportArgumentType]
     ols.update(state, grads_finite, "dynamic", True)  # pyright: ignore[reportCallIssue]
     ols.tree_where("finite", grads, params)  # pyright: ignore[reportArgumentType]
     ols.unscale_and_check(grads, state, "data")  # pyright: ignore[reportCallIssue]
@@ -244,6 +245,10 @@ def diagnostics(opt_state: optax.OptState, params: Params, x: jax.Array) -> None
     assert_type(report, dict[str, ols.NonfiniteCounts])
     assert_type(report["['w']"].nan, jax.Array)
     assert_type(ols.format_nonfinite_report(report), str)
+    found = ols.first_nonfinite(loss_fn, params, x=x)
+    assert_type(found, ols.FirstNonfinite | None)
+    if found:
+        assert_type((found.layer, found.operation, found.nan), tuple[str, str | None, int])
     exponents = ols.gradient_exponents(params, dtype=jnp.bfloat16, loss_scale=jnp.float32(8))
     assert_type(exponents, ols.GradientExponents)
     assert_type(exponents.histogram, jax.Array)
@@ -259,6 +264,7 @@ def diagnostics(opt_state: optax.OptState, params: Params, x: jax.Array) -> None
     assert_type(stalled, ols.LossScaleStalledError)
 
     ols.check_health(opt_state, 20)  # pyright: ignore[reportCallIssue]
+    ols.first_nonfinite(params, x)  # pyright: ignore[reportArgumentType]
     ols.suggest_scale(params)  # pyright: ignore[reportArgumentType]
     ols.suggest_scale(ols.gradient_exponents(params), headroom=0.5)  # pyright: ignore[reportArgumentType]
     ols.format_nonfinite_report(params)  # pyright: ignore[reportArgumentType]
