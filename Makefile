@@ -1,7 +1,7 @@
 # Each target sets up what it needs in .venv, from a Python 3.11 or newer with its standard `venv`.
 # `make PYTHON=/path/to/python test` chooses another one than the first that is found.
 
-PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11; do \
+PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && break; \
 	done)
 VENV := .venv
@@ -10,7 +10,7 @@ PIP := $(RUN) -m pip --disable-pip-version-check
 # A whole file goes to one worker: the blocks of a document build on each other.
 PYTEST := $(RUN) -m pytest -n 2 --dist loadfile
 
-.PHONY: demo bench test oracles docs fidelity matrix mutants check lint pins clean
+.PHONY: demo bench test test-all oracles docs fidelity matrix mutants check lint pins clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/examples.installed
@@ -21,6 +21,10 @@ bench: $(VENV)/bench.installed
 	$(RUN) -m benchmarks.run --output output/benchmarks $(BENCH)
 
 test: $(VENV)/test.installed
+	$(PYTEST) -m "not slow"
+
+# The exhaustive ones too: every optimizer of Optax, where `make test` takes one of each kind.
+test-all: $(VENV)/test.installed
 	$(PYTEST)
 
 # Holds the library against live libraries that are too large for the test group: torch.
@@ -37,15 +41,17 @@ fidelity: $(VENV)/test.installed
 	$(RUN) -m benchmarks.fidelity --output output/fidelity --write docs/training.md $(FIDELITY)
 
 # The oldest and the newest versions that are supported, on every Python that is found.
-matrix: $(VENV)/check.installed
-	$(RUN) tools/matrix.py $(MATRIX)
+# What pyenv has installed counts as found, whichever version it is set to.
+matrix: $(VENV)/matrix.installed
+	PYENV_VERSION="$${PYENV_VERSION:-$$(pyenv versions --bare 2>/dev/null | paste -sd: -)}" \
+	  $(RUN) -m nox $(MATRIX)
 
 # Breaks the package in every small way and shows that some test fails each time; an hour or two.
 mutants: $(VENV)/test.installed
 	$(RUN) tools/mutants.py $(MUTANTS)
 
 check: lint
-	$(PYTEST) --cov
+	$(PYTEST) -m "not slow" --cov
 
 lint: $(VENV)/check.installed
 	$(RUN) -m ruff check
@@ -67,18 +73,13 @@ $(VENV)/pip.installed: constraints.txt
 	$(PIP) install --quiet --constraint constraints.txt --upgrade pip
 	@touch $@
 
-# Writes constraints.txt anew, with the newest versions that all groups together allow.
-pins:
-	rm -rf $(VENV)
-	"$(PYTHON)" -m venv $(VENV)
-	$(PIP) install --quiet --upgrade pip
-	$(PIP) install --quiet --editable . $$($(RUN) -c 'import tomllib; \
-	  groups = tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]; \
-	  print(*(f"--group {name}" for name in groups))')
-	{ sed -n '/^#/p' constraints.txt; $(PIP) freeze --all --exclude-editable | grep -v '^setuptools='; } \
-	  > $(VENV)/constraints.txt
-	mv $(VENV)/constraints.txt constraints.txt
+# Writes constraints.txt anew, with the newest versions for each Python that all groups together allow.
+pins: $(VENV)/pins.installed
+	$(VENV)/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 \
+	  --fork-strategy requires-python --no-annotate --custom-compile-command "make pins" \
+	  --all-extras $(addprefix --group ,bench check docs matrix oracles pins) \
+	  --output-file constraints.txt pyproject.toml
 
 clean:
-	rm -rf $(VENV) .matrix build dist output .pytest_cache .ruff_cache .coverage .coverage.*
+	rm -rf $(VENV) .nox build dist output .pytest_cache .ruff_cache .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -156,9 +156,7 @@ WAYS = {
         added=FLAGS,
     ),
     "shard_map": Way(WITH_VMA, loss_fn=averaged("data")),
-    "shard_map, with axis_name": Way(
-        WITH_VMA, loss_fn=averaged("data"), axis_name="data", added=FLAGS
-    ),
+    "shard_map, with axis_name": Way(WITH_VMA, loss_fn=averaged("data"), axis_name="data"),
     "shard_map, summed in float32": Way(WITH_VMA, loss_fn=averaged_in_float32),
     "shard_map, two axes": Way(
         WITH_VMA,
@@ -166,7 +164,6 @@ WAYS = {
         batch=P(("model", "data")),
         loss_fn=averaged(("data", "model")),
         axis_name=("model", "data"),
-        added=FLAGS,
     ),
     "manual FSDP without check_vma": Way(
         WITHOUT_VMA,
@@ -556,6 +553,45 @@ def test_check_vma_refuses_a_replicated_state_that_was_not_agreed():
     trainer = scaled(WAYS["manual FSDP"], axis_name=None)
     with pytest.raises(ValueError, match="replicat"):
         trainer.step(*trainer.start(), *trainer.batch(0))
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("axis_name", [("data",), ("data", "model")], ids=str)
+@pytest.mark.parametrize("varying", [(), ("data",), ("model",), ("data", "model")], ids=str)
+def test_devices_agree_over_the_named_axes_whichever_of_them_the_flag_varies_over(
+    varying, axis_name, check_vma
+):
+    tx = ols.with_loss_scaling(optax.sgd(1.0), 8.0, axis_name=axis_name)
+    mesh = jax.make_mesh(tuple(GRID.values()), tuple(GRID), (AUTO, AUTO))
+    spec = P(*(axis if axis in varying else None for axis in GRID))
+
+    def step(grads, loss):
+        state = tx.init(grads)
+        unscaled, finite = ols.unscale_and_check(grads, state, axis_name=axis_name)
+        updates, state = tx.update(grads, state, grads, value=loss[0, 0])
+        skipped = state.loss_scale_state.total_skipped
+        return unscaled, updates, finite[None, None], skipped[None, None]
+
+    out_specs = (spec, spec, P(*GRID), P(*GRID))
+    run = jax.jit(
+        jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=out_specs, check_vma=check_vma)
+    )
+    shape = tuple(size if axis in varying else 1 for axis, size in GRID.items())
+    good = 8 + np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
+    agreeing = tuple(i for i, axis in enumerate(GRID) if axis in axis_name)
+    for where in (None, *np.ndindex(shape)):
+        bad = np.zeros(shape, bool)
+        if where:
+            bad[where] = True
+        spoilt = np.where(bad, np.float32(np.inf), good)
+        reached = bad.any(agreeing, keepdims=True)
+        everywhere = np.broadcast_to(reached, tuple(GRID.values()))
+        for grads, loss in ((spoilt, good), (good, spoilt)):
+            unscaled, updates, finite, skipped = run(grads, loss)
+            np.testing.assert_array_equal(unscaled, grads / 8)
+            np.testing.assert_array_equal(updates, np.where(reached, 0, -good / 8))
+            np.testing.assert_array_equal(finite, ~everywhere if grads is spoilt else True)
+            np.testing.assert_array_equal(skipped, everywhere)
 
 
 @needs_pcast

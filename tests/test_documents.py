@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import subprocess
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -110,18 +109,3 @@ def test_every_make_target_that_is_named_exists(name):
 
 def test_continuous_integration_can_be_executed():
     assert os.access(ROOT / ".ci/run", os.X_OK)
-
-
-def test_constraints_pin_all_that_the_groups_ask_for_and_nothing_else_but_versions():
-    lines = [line for line in read("constraints.txt").splitlines() if not line.startswith("#")]
-    pinned = {normalized(re.fullmatch(r"([\w.-]+)==[\w.]+", line)[1]) for line in lines}
-    project = tomllib.loads(read("pyproject.toml"))
-    asked = [*project["project"]["dependencies"]]
-    for group in project["dependency-groups"].values():
-        # An entry with `==`, torch for `make oracles`, is too large to be installed for the pins.
-        asked += [entry for entry in group if isinstance(entry, str) and "==" not in entry]
-    assert {normalized(re.match(r"[\w.-]+", entry)[0]) for entry in asked} | {"pip"} <= pinned
-
-
-def normalized(distribution):
-    return re.sub(r"[-_.]+", "-", distribution).lower()

@@ -27,7 +27,7 @@ INFO = f"{STEM}.dist-info"
 # What lies about in a checkout that is worked in, and belongs to nobody else.
 LITTER = [
     ".venv/lib/left.py",
-    ".matrix/cell/left.py",
+    ".nox/newest/left.py",
     ".hypothesis/left",
     ".pytest_cache/left",
     ".coverage",

@@ -71,7 +71,7 @@ NOT_NUMBERS = {
     "dtype": jnp.float32,
     "strings": np.array(["nan"]),
     "objects": np.array([np.nan, None], object),
-    "datetime": np.datetime64("NaT"),
+    "datetime": np.datetime64("NaT", "s"),
 }
 EMPTY = {
     "nothing": None,

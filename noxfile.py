@@ -1,0 +1,40 @@
+"""All tests with the newest and with the oldest versions that are supported: `make matrix`.
+
+Arguments after `--` go to pytest: `make matrix MATRIX="-s oldest -- tests/test_policy.py"`.
+"""
+
+import tomllib
+from pathlib import Path
+
+import nox
+
+nox.options.download_python = "never"
+nox.options.reuse_venv = "yes"  # pip brings an environment up to date when the pins change
+
+PYTHONS = nox.project.python_versions(nox.project.load_toml("pyproject.toml"))
+
+
+@nox.session(python=PYTHONS)
+def newest(session: nox.Session) -> None:
+    """Test the versions in constraints.txt, the newest of each Python."""
+    _test(session, "constraints.txt")
+
+
+@nox.session(python=PYTHONS[0])
+def oldest(session: nox.Session) -> None:
+    """Test the versions in tools/oldest.txt, half of which have no wheels for a later Python."""
+    cannot_run = tomllib.loads(Path("tools/not_on_the_oldest.toml").read_text("utf-8"))
+    _test(
+        session,
+        "tools/oldest.txt",
+        *(f"--{'deselect' if '::' in name else 'ignore'}={name}" for name in cannot_run),
+    )
+
+
+def _test(session: nox.Session, pins: str, *arguments: str) -> None:
+    session.install("--constraint", pins, "--upgrade", "pip")
+    session.install("--constraint", pins, "--group", "test", "--editable", ".")
+    session.run("python", "-c", "import jax; jax.print_environment_info()")
+    # A whole file goes to one worker: the blocks of a document build on each other.
+    workers = ("-n", "2", "--dist", "loadfile")
+    session.run("python", "-m", "pytest", *workers, *arguments, *session.posargs)
