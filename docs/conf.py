@@ -25,7 +25,7 @@ myst_heading_anchors = 3
 # matplotlib shorten them; and our one type variable, a tree that comes out as it went in.
 nitpick_ignore_regex = [
     ("py:.*", r"(collections|flax|jax|matplotlib|numpy|optax)\..*"),
-    ("py:class", r"ArrayTree|Axes|optax_lossscale\._tree\.Tree"),
+    ("py:class", r"ArrayTree|Axes|optax_lossscale\._support\.tree\.Tree"),
 ]
 
 autodoc_member_order = "bysource"
@@ -47,15 +47,30 @@ pygments_style = "friendly"
 pygments_dark_style = "native"
 
 # Public names are known where they are imported from, not in the module that defines them.
-for name in optax_lossscale.__all__:
-    getattr(optax_lossscale, name).__module__ = "optax_lossscale"
+for room in (
+    optax_lossscale,
+    optax_lossscale.diagnostics,
+    optax_lossscale.flax,
+    optax_lossscale.keras,
+):
+    for name in room.__all__:
+        value = getattr(room, name)
+        if getattr(value, "__module__", "").startswith("optax_lossscale."):
+            value.__module__ = room.__name__
 
 # What is linked wherever it stands in backticks: `ols.init`, and `scale_loss` without more; but not
 # `init` or `update` alone, which are words of every page.
-_PUBLIC = {name: f"optax_lossscale.{name}" for name in optax_lossscale.__all__}
+_TOP = [name for name in optax_lossscale.__all__ if name != "diagnostics"]
+_PUBLIC = {name: f"optax_lossscale.{name}" for name in _TOP}
+_PUBLIC |= {
+    f"diagnostics.{name}": f"optax_lossscale.diagnostics.{name}"
+    for name in optax_lossscale.diagnostics.__all__
+}
 _AMBIGUOUS = {"calibrate", "init", "loss_scale_state", "metrics", "update", "value_and_grad"}
 LINKED = {f"ols.{name}": target for name, target in _PUBLIC.items()}
-LINKED |= {name: target for name, target in _PUBLIC.items() if name not in _AMBIGUOUS}
+LINKED |= {name.removeprefix("diagnostics."): target for name, target in _PUBLIC.items()}
+for name in _AMBIGUOUS:
+    del LINKED[name]
 _ELSEWHERE = {
     "assert_scaled_once": "optax_lossscale.testing.assert_scaled_once",
     "ema_params": "optax_lossscale.keras.ema_params",

@@ -102,7 +102,7 @@ def train(data: Data, setting: Setting, epochs: int) -> Run:
         examples = data["images"][batch], data["labels"][batch]
         loss, grads = ols.value_and_grad(loss_fn)(opt_state, params, *examples, setting)
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)
-        return (optax.apply_updates(params, updates), opt_state), ols.metrics(opt_state)
+        return (optax.apply_updates(params, updates), opt_state), ols.diagnostics.metrics(opt_state)
 
     params = init_params(jax.random.key(0))
     carry = (params, tx.init(params))
@@ -135,23 +135,23 @@ def batches(data: Data, epochs: int) -> jax.Array:
 def health(run: Run, setting: Setting) -> str:
     """Return what `check_health` says."""
     try:
-        ols.check_health(run.opt_state, loss_scale=setting.loss_scale)
-    except ols.LossScaleStalledError as error:
+        ols.diagnostics.check_health(run.opt_state, loss_scale=setting.loss_scale)
+    except ols.diagnostics.LossScaleStalledError as error:
         return str(error)
     return "healthy"
 
 
-def count_exponents(data: Data, setting: Setting) -> ols.GradientExponents:
+def count_exponents(data: Data, setting: Setting) -> ols.diagnostics.GradientExponents:
     """Count the sizes of the gradients of one epoch's batches, at the start, scaled."""
     params = init_params(jax.random.key(0))
     state = ols.init(setting.loss_scale)
 
     @jax.jit
-    def count(batch: jax.Array) -> ols.GradientExponents:
+    def count(batch: jax.Array) -> ols.diagnostics.GradientExponents:
         _, grads = ols.value_and_grad(loss_fn)(
             state, params, data["images"][batch], data["labels"][batch], setting
         )
-        return ols.gradient_exponents(grads)
+        return ols.diagnostics.gradient_exponents(grads)
 
     counts = [count(batch) for batch in batches(data, epochs=1)[0]]
     total = counts[0]
@@ -160,7 +160,7 @@ def count_exponents(data: Data, setting: Setting) -> ols.GradientExponents:
     return total
 
 
-def share(exponents: ols.GradientExponents, name: str) -> float:
+def share(exponents: ols.diagnostics.GradientExponents, name: str) -> float:
     """Return which share of the entries one of the counts is."""
     return int(getattr(exponents, name)) / int(exponents.size)
 
@@ -173,7 +173,7 @@ def underflow(data: Data, epochs: int, path: Path) -> list[str]:
 
     ask("Are the gradients too small? `gradient_exponents` of the same loss in float32:")
     before = count_exponents(data, failing._replace(dtype=jnp.float32))
-    scale = ols.suggest_scale(before)
+    scale = ols.diagnostics.suggest_scale(before)
     print(f"float16 would round {share(before, 'flushed'):.1%} of the entries to zero.")
     print(f"`suggest_scale`: 2**{np.log2(scale):.0f}")
 
@@ -201,7 +201,7 @@ def overflow(data: Data, epochs: int) -> tuple[list[str], dict[str, Run]]:
 
     ask("Which layer is it? `first_nonfinite` of the loss:")
     batch = batches(data, epochs=1)[0, 0]
-    found = ols.first_nonfinite(
+    found = ols.diagnostics.first_nonfinite(
         loss_fn, failed.params, data["images"][batch], data["labels"][batch], failing
     )
     print(found)
@@ -232,8 +232,8 @@ def nan_in_data(data: Data, epochs: int) -> tuple[list[str], dict[str, Run]]:
     said = report_failure("3. Every step is skipped, at the floor again", failed, setting)
 
     ask("Is the data right? `nonfinite_report` of it:")
-    report = ols.nonfinite_report(standardized)
-    print(ols.format_nonfinite_report(report))
+    report = ols.diagnostics.nonfinite_report(standardized)
+    print(ols.diagnostics.format_nonfinite_report(report))
     found = int(report["['images']"].nan)
 
     fixed = with_pixels(standardized, lambda pixels: jnp.where(deviation > 0, pixels, 0.0))
@@ -271,7 +271,10 @@ def problems(*expected: tuple[bool, str]) -> list[str]:
 
 
 def draw_exponents(
-    before: ols.GradientExponents, after: ols.GradientExponents, scale: float, path: Path
+    before: ols.diagnostics.GradientExponents,
+    after: ols.diagnostics.GradientExponents,
+    scale: float,
+    path: Path,
 ) -> None:
     """Draw the histograms of the gradients, as they are and scaled."""
     figure = Figure(figsize=(9, 6.5), layout="constrained")
@@ -280,7 +283,7 @@ def draw_exponents(
         (axes[0], before, "as they are"),
         (axes[1], after, f"times the suggested scale, 2**{np.log2(scale):.0f}"),
     ):
-        ols.plot_gradient_exponents(exponents, ax)
+        ols.diagnostics.plot_gradient_exponents(exponents, ax)
         ax.set_title(f"gradients {title} ({ax.get_title()})")
     axes[0].set(xlabel="", xlim=(-55, 20))
     figure.savefig(path, dpi=120)

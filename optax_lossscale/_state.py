@@ -4,15 +4,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.typing import ArrayLike
 
-from optax_lossscale._tree import PyTree, is_array, leaves_of_type, path_name
-
-# Outside these bounds the float32 reciprocal of the factor is infinite or subnormal, and XLA
-# flushes subnormal numbers to zero: the gradients would vanish.
-SMALLEST_SCALE = 2.0**-126
-LARGEST_SCALE = 2.0**126
-INT32_MAX = int(np.iinfo(np.int32).max)
+from optax_lossscale._support import checks
+from optax_lossscale._support.tree import PyTree, Tree, is_array
 
 
 class LossScaleState(NamedTuple):
@@ -73,26 +68,13 @@ def strongly_typed(state: LossScaleState) -> LossScaleState:
 
 
 def as_field(name: str, value: Any) -> jax.Array:
-    """Return the field `name` of a state in the dtype of the contract, or raise an error."""
-    dtype, kinds, low, high = (
-        (jnp.float32, (jnp.floating, jnp.integer), SMALLEST_SCALE, LARGEST_SCALE)
-        if name == "loss_scale"
-        else (jnp.int32, (jnp.integer,), 0, INT32_MAX)
-    )
-    kind = value.dtype if is_array(value) else type(value)
-    if not any(jnp.issubdtype(kind, each) for each in kinds):
-        expected = "a real number" if name == "loss_scale" else "an integer"
-        raise TypeError(
-            f"`state.{name}` must be {expected}, got {value!r}. Start from `init`, and replace "
-            "fields by numbers of the same kind."
-        )
+    """Return the field `name` of a state in the dtype of the contract."""
     # What an array holds is data: it may be traced, and looking would wait for the device.
-    if not is_array(value) and not low <= value <= high:
-        raise ValueError(
-            f"`state.{name}` must lie between {low:g} and {high:g}, got {value}. Start from "
-            "`init`, and replace fields by numbers within."
-        )
-    return jnp.asarray(value, dtype)
+    if name == "loss_scale":
+        number = value if is_array(value) else checks.scale_number("state.loss_scale", value)
+        return jnp.asarray(number, jnp.float32)
+    number = value if is_array(value) else checks.count(f"state.{name}", value, least=0)
+    return jnp.asarray(number, jnp.int32)
 
 
 def loss_scale_state(opt_state: PyTree) -> LossScaleState:
@@ -122,23 +104,36 @@ def loss_scale_state(opt_state: PyTree) -> LossScaleState:
 
 def find_state(argument: str, tree: PyTree) -> LossScaleState:
     """Return the one `LossScaleState` in `tree`, or raise an error that calls it `argument`."""
-    found = list(leaves_of_type(tree, LossScaleState))
-    if len(found) != 1:
-        where = ", ".join(path_name(path) for path, _ in found) or "nowhere"
-        raise ValueError(
-            f"`{argument}` must hold exactly one LossScaleState, got {len(found)} in a "
-            f"{type(tree).__name__}, found at: {where}. Wrap the whole optimizer once with "
-            "`with_loss_scaling`, or hand in the state that is meant."
-        )
-    path, state = found[0]
+    _, state = checks.only_one(
+        argument,
+        tree,
+        LossScaleState,
+        "Wrap the whole optimizer once with `with_loss_scaling`, or pass the state that is meant.",
+    )
     # flax.nnx keeps each array of an optimizer's state in a Variable, which is a pytree of one
     # leaf; what is returned holds the arrays themselves.
-    leaves = [jax.tree.leaves(field) for field in state]
-    for name, field, arrays in zip(state._fields, state, leaves, strict=True):
-        if len(arrays) != 1:
-            raise ValueError(
-                f"`{argument}` must hold one array as {name} of the LossScaleState at "
-                f"{path_name(path)}, got {field!r}. Start from `init`, or complete the state that "
-                "was restored."
-            )
-    return LossScaleState(*(array for (array,) in leaves))
+    return LossScaleState(*jax.tree.leaves(state))
+
+
+def current_scale(argument: str, tree: PyTree) -> jax.Array:
+    """Return the loss scale of the one state in `tree`, strongly typed. `float32[]`."""
+    loss_scale = find_state(argument, tree).loss_scale
+    checks.scalar(
+        f"{argument}.loss_scale",
+        loss_scale,
+        "Map over the replicas with `jax.pmap` or `jax.vmap`, or take one: "
+        "`jax.tree.map(lambda x: x[0], state)`.",
+    )
+    return as_field("loss_scale", loss_scale)
+
+
+def with_scale(tree: Tree, loss_scale: ArrayLike) -> Tree:
+    """Return a state, or a tree that holds one, with another loss scale."""
+
+    def replace(node: Any) -> Any:
+        if not isinstance(node, LossScaleState):
+            return node
+        leaves, treedef = jax.tree.flatten(node)  # in `flax.nnx` each field is a Variable of one
+        return treedef.unflatten([jnp.asarray(loss_scale, jnp.float32), *leaves[1:]])
+
+    return jax.tree.map(replace, tree, is_leaf=lambda node: isinstance(node, LossScaleState))

@@ -1,36 +1,27 @@
 """Convert the state of loss scaling of Flax, JMP and torch, and back to torch.
 
 A run that switches midway keeps its rule, its loss scale and its count of finite steps: the loss
-scale next changes at the step at which it would have changed before. None of the three libraries
-is imported; their objects are read by attribute or key.
+scale next changes at the step at which it would have changed before. No library is imported.
 
 The libraries differ in when the loss scale grows. With an interval of N, JMP and torch grow on the
 N-th finite step in a row, as this library does. Releases of Flax grow one step later. A count
 beyond the interval, because the interval was shortened, grows on the next finite step here.
 
-They also differ in bounds. Their only ceiling is the largest number of the loss scale's dtype, and
-torch has no floor. Here the loss scale stays between 2**-126 and 2**126, where its float32
-reciprocal is a normal number. The counters of skipped steps start at 0, since the other libraries
-do not keep them.
+They also differ in bounds: their only ceiling is the largest number of the loss scale's dtype, and
+torch has no floor. The counters of skipped steps start at 0, since the others do not keep them.
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from optax_lossscale._policy import DynamicLossScale
-from optax_lossscale._state import (
-    INT32_MAX,
-    LARGEST_SCALE,
-    SMALLEST_SCALE,
-    LossScaleState,
-    loss_scale_state,
-)
+from optax_lossscale._state import LossScaleState, loss_scale_state
+from optax_lossscale._support import checks
+from optax_lossscale._support.checks import INT32_MAX, LARGEST_SCALE, SMALLEST_SCALE
 
 # The names that the libraries give to counts of steps.
 _COUNTS = {"fin_steps", "counter", "_growth_tracker", "growth_count", "growth_interval", "period"}
@@ -155,7 +146,7 @@ def to_torch_state_dict(policy: DynamicLossScale, state: Any) -> dict[str, Any]:
         numbers.
 
     Raises:
-      TypeError: If `policy` is not a `DynamicLossScale`, or `state` does not hold concrete numbers.
+      TypeError: If `state` does not hold concrete numbers.
       ValueError: If `hysteresis` is greater than 1, or `state` does not hold exactly one
         `LossScaleState` of scalars, or one that is out of bounds.
 
@@ -167,16 +158,10 @@ def to_torch_state_dict(policy: DynamicLossScale, state: Any) -> dict[str, Any]:
       >>> d["scale"], d["growth_interval"], d["_growth_tracker"]
       (32768.0, 100, 0)
     """
-    if not isinstance(policy, DynamicLossScale):
-        raise TypeError(
-            f"`policy` must be a DynamicLossScale, the rule of torch's GradScaler, got {policy!r}. "
-            "For a fixed loss scale, multiply the loss yourself in torch."
-        )
     if policy.hysteresis > 1:
         raise ValueError(
-            f"`policy` must have hysteresis=1, got {policy.hysteresis}: torch's GradScaler backs "
-            "off on every overflow. If that is acceptable, pass `dataclasses.replace(policy, "
-            "hysteresis=1)`."
+            f"`policy` must have hysteresis=1, got {policy.hysteresis}: torch backs off on every "
+            "overflow. Pass `dataclasses.replace(policy, hysteresis=1)` if that is acceptable."
         )
     found = loss_scale_state(state)._asdict()
     scale, count = _numbers("state", found, ("loss_scale", "growth_count"), "a LossScaleState")
@@ -194,24 +179,16 @@ def to_torch_state_dict(policy: DynamicLossScale, state: Any) -> dict[str, Any]:
 def _waits_a_step(ds: Any) -> bool:
     """Say whether `ds` grows one step later than its `growth_interval`."""
     # Flax's releases and its main branch (8163517a) differ in this under the same name.
+    rule = {"growth_factor": 2.0, "backoff_factor": 0.5, "minimum_scale": None}
     with jax.ensure_compile_time_eval():
-        start = dataclasses.replace(
-            ds,
-            growth_factor=2.0,
-            backoff_factor=0.5,
-            growth_interval=1,
-            fin_steps=0,
-            scale=1.0,
-            minimum_scale=None,
-        )
-        after = start.value_and_grad(lambda x: x)(1.0).dynamic_scale
-        return float(after.scale) == 1
+        start = dataclasses.replace(ds, growth_interval=1, fin_steps=0, scale=1.0, **rule)
+        return float(start.value_and_grad(lambda x: x)(1.0).dynamic_scale.scale) == 1
 
 
 def _numbers(
     argument: str, theirs: Any, names: tuple[str, ...], expected: str
 ) -> tuple[float, ...]:
-    """Return the attributes or values of these names, or raise an error that names the bad one."""
+    """Return the attributes or values of these names as numbers."""
     if not isinstance(theirs, Mapping):
         theirs = {name: getattr(theirs, name) for name in names if hasattr(theirs, name)}
     missing = [name for name in names if name not in theirs]
@@ -221,26 +198,16 @@ def _numbers(
 
 
 def _number(argument: str, name: str, value: Any) -> float:
-    if np.ndim(value):
-        raise ValueError(
-            f"`{argument}` must hold scalars, got {name} of shape {np.shape(value)}. Take a single "
-            f"replica: `jax.tree.map(lambda x: x[0], {argument})`."
-        )
+    checks.scalar(f"{argument}.{name}", value, "Take one replica: `x[0]` of every leaf.")
     try:
-        if isinstance(value, (bool, np.bool_)):
-            raise TypeError("a bool is not a number")  # noqa: TRY301, the message below says it
         number = float(value)
     except (TypeError, ValueError) as error:  # a traced value is a TypeError, too
         raise TypeError(
             f"`{argument}` must hold concrete numbers, got {name}={value!r}. Convert it outside of "
             "`jax.jit` and other transformations."
         ) from error
-    except OverflowError:  # an integer beyond float64
-        number = math.inf
     if name in _COUNTS and not number.is_integer():
-        raise ValueError(
-            f"`{argument}` must count whole steps, got {name}={value}. Convert it with `int`."
-        )
+        raise ValueError(f"`{argument}` must count whole steps, got {name}={value}. Use `int`.")
     return number
 
 
@@ -248,8 +215,7 @@ def _check_standing(argument: str, loss_scale: float, growth_count: float) -> No
     if not (SMALLEST_SCALE <= loss_scale <= LARGEST_SCALE and growth_count >= 0):
         raise ValueError(
             f"`{argument}` must hold a loss scale between 2**-126 and 2**126 and a count of at "
-            f"least 0, got {loss_scale} and {growth_count:g}. Start again from a "
-            "`DynamicLossScale`."
+            f"least 0, got {loss_scale} and {growth_count:g}. Start again with `init`."
         )
 
 
@@ -259,10 +225,9 @@ def _convert(
     growth_count: float,
     growth_interval: float,
     *,
-    growth_factor: float,
-    backoff_factor: float,
     min_scale: float = SMALLEST_SCALE,
     max_scale: float = LARGEST_SCALE,
+    **factors: Any,
 ) -> tuple[DynamicLossScale, LossScaleState]:
     _check_standing(argument, loss_scale, growth_count)
     min_scale = max(min_scale, SMALLEST_SCALE)
@@ -272,10 +237,9 @@ def _convert(
             # The state may be below the floor: the next overflow lifts it, here as there.
             initial_scale=min(max(loss_scale, min_scale), max_scale),
             growth_interval=int(min(growth_interval, INT32_MAX)),
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
             min_scale=min_scale,
             max_scale=max_scale,
+            **factors,
         )
     except ValueError as error:
         raise ValueError(f"`{argument}` cannot be represented. {error}") from error

@@ -7,13 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
-from optax_lossscale._diagnostics import check_grad_fn, with_scale
 from optax_lossscale._policy import init
-from optax_lossscale._scaling import unscale
-from optax_lossscale._state import loss_scale_state
-from optax_lossscale._tree import PyTree, is_inexact, path_name
+from optax_lossscale._state import loss_scale_state, with_scale
+from optax_lossscale._step.scale import unscale_and_check
+from optax_lossscale._support import checks
+from optax_lossscale._support.tree import PyTree, is_inexact, path_name
 
 # The gradients are computed at a loss scale and at a quarter of it, at the first of these where
 # they are finite: the larger it is, the fewer of them round to zero.
@@ -49,7 +48,7 @@ def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any
       *args: The rest of what `grad_fn` takes.
 
     Raises:
-      TypeError: If `grad_fn` is not callable, or its gradients are traced.
+      TypeError: If the gradients are traced.
       AssertionError: If the gradients are not proportional to the loss scale. The message
         says "not scaled", "scaled twice", or how they depend on it.
       ValueError: If `state` holds no `LossScaleState`, or several, or if nothing can be measured
@@ -63,7 +62,6 @@ def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any
       ...     return ols.value_and_grad(lambda w: jnp.sum(w**2))(state, w)[1]
       >>> assert_scaled_once(grad_fn, ols.init(), jnp.ones(3))
     """
-    check_grad_fn(grad_fn)
     loss_scale_state(state)  # there is exactly one
     powers = _powers(grad_fn, state, *args)
     wrong = {name: k for name, k in powers.items() if abs(k - 1) > 0.25}
@@ -99,14 +97,14 @@ def _powers(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any) -> dict[s
 
 def _largest(grads: PyTree) -> dict[str, float]:
     """Return the largest magnitude in each array that is scaled."""
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(grads)):
-        raise TypeError(
-            "`grad_fn` must return values, got traced arrays. Call `assert_scaled_once` outside of "
-            "`jax.jit`; the function itself may be jitted."
-        )
+    checks.concrete(
+        "grad_fn",
+        grads,
+        "Call `assert_scaled_once` outside of `jax.jit`; the function itself may be jitted.",
+    )
     # What `unscale` leaves alone, the metadata of Flax's fp8 layers, is not scaled either.
     ones = jax.tree.map(lambda _: jnp.float32(1), grads)
-    scaled = jax.tree.leaves(unscale(ones, init(2.0)))
+    scaled = jax.tree.leaves(unscale_and_check(ones, init(2.0))[0])
     return {
         path_name(path): float(np.max(np.abs(_wide(leaf)), initial=0))
         for (path, leaf), half in zip(

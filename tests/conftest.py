@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from optax_lossscale import _selection
+from optax_lossscale._step import select
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
@@ -26,7 +26,7 @@ def _promotion(request):
 @pytest.fixture(autouse=True)
 def _replayed(monkeypatch):
     """Treat every state as a large one: the arrays of tests are small."""
-    monkeypatch.setattr(_selection, "SMALL", 0)
+    monkeypatch.setattr(select, "SMALL", 0)
 
 
 @pytest.fixture

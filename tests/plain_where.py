@@ -23,7 +23,7 @@ def with_plain_where(inner, policy):
     inner = optax.with_extra_args_support(inner)
 
     def init(params):
-        return ols.LossScaledState(policy.init(), inner.init(params))
+        return ols.WithLossScalingState(policy.init(), inner.init(params))
 
     def update(updates, state, params=None, **extra_args):
         reciprocal = 1 / state.loss_scale_state.loss_scale
@@ -42,7 +42,7 @@ def with_plain_where(inner, policy):
         new_updates, new_inner = inner.update(grads, state.inner_state, params, **extra_args)
         return (
             jax.tree.map(lambda u: jnp.where(applied, u, -jnp.zeros_like(u)), new_updates),
-            ols.LossScaledState(
+            ols.WithLossScalingState(
                 policy.update(state.loss_scale_state, finite, loss_finite=loss_finite),
                 jax.tree.map(
                     lambda new, old: jnp.where(applied, _cast(new, old), old),

@@ -115,7 +115,7 @@ def test_a_leaf_that_is_reset_keeps_its_type_under_check_vma():
     everywhere, sharded = PartitionSpec(), PartitionSpec("d")
 
     def step(grads, leaf, scale):
-        state = ols.LossScaledState(scale, leaf)
+        state = ols.WithLossScalingState(scale, leaf)
         return tx.update(grads, state, jnp.array([1.0, -2.0]))[1].inner_state
 
     specs = {"in_specs": (everywhere, sharded, everywhere), "out_specs": sharded}

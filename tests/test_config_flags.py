@@ -204,8 +204,8 @@ def test_a_function_that_returns_the_bad_numbers_raises_if_compiled(debugger):
 def test_what_only_looks_raises_nothing(debugger):
     del debugger
     assert not ols.all_finite(BAD_GRADS)
-    assert int(ols.nonfinite_report(BAD_GRADS)["['w']"].nan) == 16
-    assert int(ols.gradient_exponents(BAD_GRADS).overflow) == 4
+    assert int(ols.diagnostics.nonfinite_report(BAD_GRADS)["['w']"].nan) == 16
+    assert int(ols.diagnostics.gradient_exponents(BAD_GRADS).overflow) == 4
     assert not jax.jit(ols.all_finite)(BAD_GRADS)
 
 
@@ -242,7 +242,7 @@ def test_no_tracer_is_kept(expected):
 
 def test_a_compiled_step_transfers_nothing(expected):
     start, data = initial(), batches()
-    compiled, metrics = jax.jit(step), jax.jit(ols.metrics)
+    compiled, metrics = jax.jit(step), jax.jit(ols.diagnostics.metrics)
     compiled(*start, *data[0])
     metrics(start[1])
     with jax.transfer_guard("disallow"):
@@ -267,7 +267,7 @@ def test_eager_functions_transfer_their_constants_as_optax_does():
             lambda: inner.update(params, inner_state),
             lambda: TX.update(params, opt_state),
             ols.init,
-            lambda: ols.metrics(opt_state),
+            lambda: ols.diagnostics.metrics(opt_state),
         ):
             with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
                 eager()
@@ -277,7 +277,7 @@ def test_health_can_be_checked_in_a_guarded_loop():
     """It is asked for on the host, so that what it moves there is no accident."""
     _, opt_state = initial()
     with jax.transfer_guard("disallow"):
-        ols.check_health(opt_state)
+        ols.diagnostics.check_health(opt_state)
 
 
 def test_without_compilation_the_same_steps_are_skipped(expected):
@@ -503,7 +503,7 @@ print("before", file=sys.stderr, flush=True)
 history = here.run()
 for _ in range(3):
     here.TX.update(*here.initial())
-    here.ols.metrics(here.initial()[1])
+    here.ols.diagnostics.metrics(here.initial()[1])
 del history
 collected()
 print("after", file=sys.stderr, flush=True)

@@ -111,7 +111,7 @@ def test_what_checks_nothing_costs_nothing(optimizer):
 
 
 def test_plain_where_on_the_outputs_copies_the_state():
-    # The reason for `_selection.py`, and what shows that the tests above can fail. When this one
+    # The reason for `_step/replay.py`, and what shows that the tests above can fail. When this one
     # fails, XLA has learnt to do without, and the module can go.
     plain, params, _ = compile_step(optax.adamw(1e-3), SHAPES)
     copying, _, _ = compile_step(

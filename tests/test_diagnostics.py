@@ -49,7 +49,7 @@ def state(loss_scale=2.0**15, growth=0, overflows=0, consecutive=0, total=0):
 
 
 def test_metrics_are_those_of_the_contract(runner):
-    found = runner(ols.metrics)(state(512.0, 3, 1, 0, 7))
+    found = runner(ols.diagnostics.metrics)(state(512.0, 3, 1, 0, 7))
     assert {name: (value.dtype.name, value.item()) for name, value in found.items()} == {
         "loss_scale": ("float32", 512.0),
         "grads_finite": ("bool", True),
@@ -62,7 +62,9 @@ def test_metrics_are_those_of_the_contract(runner):
 def test_metrics_say_whether_the_last_step_was_applied():
     skipped = ols.update(ols.init(), False, "dynamic")
     applied = ols.update(skipped, True, "dynamic")
-    assert [bool(ols.metrics(s)["grads_finite"]) for s in (ols.init(), skipped, applied)] == [
+    assert [
+        bool(ols.diagnostics.metrics(s)["grads_finite"]) for s in (ols.init(), skipped, applied)
+    ] == [
         True,
         False,
         True,
@@ -73,7 +75,7 @@ def test_metrics_say_whether_the_last_step_was_applied():
 def test_metrics_of_an_optimizer_are_strongly_typed_whatever_was_set():
     tx = ols.with_loss_scaling(optax.chain(optax.clip(1.0), optax.adam(1e-3)))
     opt_state = optax.tree.set(tx.init(jnp.ones(3)), loss_scale=1024.0)
-    found = ols.metrics(opt_state)
+    found = ols.diagnostics.metrics(opt_state)
     assert found["loss_scale"].item() == 1024
     assert not any(value.weak_type for value in found.values())
 
@@ -81,7 +83,7 @@ def test_metrics_of_an_optimizer_are_strongly_typed_whatever_was_set():
 @pytest.mark.parametrize("tree", [jnp.ones(3), (ols.init(), ols.init())])
 def test_metrics_need_exactly_one_state(tree):
     with pytest.raises(ValueError, match="exactly one LossScaleState"):
-        ols.metrics(tree)
+        ols.diagnostics.metrics(tree)
 
 
 @pytest.mark.integration
@@ -95,9 +97,9 @@ def test_a_step_with_all_diagnostics_neither_waits_nor_compiles_twice():
         true_grads, _ = ols.unscale_and_check(grads, opt_state)
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)
         reports = (
-            ols.metrics(opt_state),
-            ols.nonfinite_report(grads),
-            ols.gradient_exponents(
+            ols.diagnostics.metrics(opt_state),
+            ols.diagnostics.nonfinite_report(grads),
+            ols.diagnostics.gradient_exponents(
                 true_grads, loss_scale=ols.loss_scale_state(opt_state).loss_scale
             ),
         )
@@ -136,35 +138,43 @@ def test_a_step_with_all_diagnostics_neither_waits_nor_compiles_twice():
     ],
 )
 def test_healthy_training_raises_and_warns_of_nothing(healthy, policy):
-    assert ols.check_health(healthy, loss_scale=policy) is None
+    assert ols.diagnostics.check_health(healthy, loss_scale=policy) is None
 
 
 @pytest.mark.parametrize("limit", [0, 1, 7, 50, np.int32(3)])
 def test_one_more_skipped_step_than_allowed_raises(limit):
-    ols.check_health(state(consecutive=int(limit)), max_consecutive_skipped=limit)
-    with pytest.raises(ols.LossScaleStalledError):
-        ols.check_health(state(consecutive=int(limit) + 1), max_consecutive_skipped=limit)
+    ols.diagnostics.check_health(state(consecutive=int(limit)), max_consecutive_skipped=limit)
+    with pytest.raises(ols.diagnostics.LossScaleStalledError):
+        ols.diagnostics.check_health(
+            state(consecutive=int(limit) + 1), max_consecutive_skipped=limit
+        )
 
 
 def test_the_default_allows_fifty_skipped_steps_in_a_row():
-    ols.check_health(state(consecutive=50))
-    with pytest.raises(ols.LossScaleStalledError):
-        ols.check_health(state(consecutive=51))
+    ols.diagnostics.check_health(state(consecutive=50))
+    with pytest.raises(ols.diagnostics.LossScaleStalledError):
+        ols.diagnostics.check_health(state(consecutive=51))
 
 
 def test_the_error_says_where_the_loss_scale_stands():
-    assert issubclass(ols.LossScaleStalledError, RuntimeError)
+    assert issubclass(ols.diagnostics.LossScaleStalledError, RuntimeError)
     match = r"last 51 steps were skipped \(99 since the start\).* is 4, above its floor of 1\."
-    with pytest.raises(ols.LossScaleStalledError, match=match):
-        ols.check_health(state(4.0, 0, 1, 51, 99), loss_scale=DYNAMIC)
-    with pytest.raises(ols.LossScaleStalledError, match=r"the loss scale is 1\. Likely") as raised:
-        ols.check_health(state(1.0, 0, 1, 51, 99))
+    with pytest.raises(ols.diagnostics.LossScaleStalledError, match=match):
+        ols.diagnostics.check_health(state(4.0, 0, 1, 51, 99), loss_scale=DYNAMIC)
+    with pytest.raises(
+        ols.diagnostics.LossScaleStalledError, match=r"the loss scale is 1\. Likely"
+    ) as raised:
+        ols.diagnostics.check_health(state(1.0, 0, 1, 51, 99))
     assert "floor" not in str(raised.value)
     policy = ols.DynamicLossScale(min_scale=0.1)  # which float32 holds as something above 0.1
-    with pytest.raises(ols.LossScaleStalledError, match=r"is 0\.1, at its floor of 0\.1\."):
-        ols.check_health(state(0.1, 0, 1, 51, 99), loss_scale=policy)
-    with pytest.raises(ols.LossScaleStalledError, match="FixedLossScale, which has no floor"):
-        ols.check_health(state(128.0, consecutive=51), loss_scale=128)
+    with pytest.raises(
+        ols.diagnostics.LossScaleStalledError, match=r"is 0\.1, at its floor of 0\.1\."
+    ):
+        ols.diagnostics.check_health(state(0.1, 0, 1, 51, 99), loss_scale=policy)
+    with pytest.raises(
+        ols.diagnostics.LossScaleStalledError, match="FixedLossScale, which has no floor"
+    ):
+        ols.diagnostics.check_health(state(128.0, consecutive=51), loss_scale=128)
 
 
 class Bounded(ols.FixedLossScale):
@@ -226,8 +236,8 @@ class Bounded(ols.FixedLossScale):
     ],
 )
 def test_the_likeliest_cause_comes_first(stalled, policy, causes):
-    with pytest.raises(ols.LossScaleStalledError) as raised:
-        ols.check_health(stalled, loss_scale=policy)
+    with pytest.raises(ols.diagnostics.LossScaleStalledError) as raised:
+        ols.diagnostics.check_health(stalled, loss_scale=policy)
     _, *lines = str(raised.value).splitlines()
     assert len(lines) == len(causes)
     for i, (line, cause) in enumerate(zip(lines, causes, strict=True), start=1):
@@ -248,19 +258,19 @@ def test_a_loss_that_stays_nan_is_looked_for_in_the_forward_pass(policy):
     for _ in range(60):
         failing = policy.update(failing, False, loss_finite=False)
     advice = r"1\. The forward pass overflows.*`first_nonfinite\(loss_fn.*`jax\.debug_infs\(True\)`"
-    with pytest.raises(ols.LossScaleStalledError, match=advice):
-        ols.check_health(failing, loss_scale=policy)
+    with pytest.raises(ols.diagnostics.LossScaleStalledError, match=advice):
+        ols.diagnostics.check_health(failing, loss_scale=policy)
 
 
 def test_a_loss_scale_at_its_cap_that_never_overflowed_warns_that_it_may_not_be_needed():
     policy = ols.DynamicLossScale(growth_interval=1)
     idle = policy.init()
     for _ in range(9):
-        ols.check_health(idle, loss_scale=policy)
+        ols.diagnostics.check_health(idle, loss_scale=policy)
         idle = policy.update(idle, grads_finite=True)
-    ols.check_health(idle)  # nobody said where the cap is
+    ols.diagnostics.check_health(idle)  # nobody said where the cap is
     with pytest.warns(UserWarning, match="at its cap of 1.67772e\\+07 and no step was ever skip"):
-        ols.check_health(idle, loss_scale=policy)
+        ols.diagnostics.check_health(idle, loss_scale=policy)
 
 
 @pytest.mark.parametrize(
@@ -269,32 +279,32 @@ def test_a_loss_scale_at_its_cap_that_never_overflowed_warns_that_it_may_not_be_
         (True, TypeError, "must be an integer, got True"),
         (3.0, TypeError, r"must be an integer, got 3\.0"),
         (None, TypeError, "must be an integer, got None"),
-        (-1, ValueError, "must be at least 0, got -1"),
+        (-1, ValueError, "must be at least 0.*, got -1"),
     ],
 )
 def test_the_number_of_allowed_steps_is_a_natural_number(limit, error, message):
     with pytest.raises(error, match=f"`max_consecutive_skipped` {message}"):
-        ols.check_health(ols.init(), max_consecutive_skipped=limit)
+        ols.diagnostics.check_health(ols.init(), max_consecutive_skipped=limit)
 
 
 def test_health_is_never_checked_inside_jit():
     with pytest.raises(TypeError, match=r"Call `check_health` outside of `jax\.jit`"):
-        jax.jit(ols.check_health)(ols.init())
+        jax.jit(ols.diagnostics.check_health)(ols.init())
 
 
 @pytest.mark.parametrize("field", ols.LossScaleState._fields)
 def test_health_is_of_values_in_every_field(field):
     healthy = ols.init()
     with pytest.raises(TypeError, match=r"`opt_state` must hold values, got traced arrays"):
-        jax.jit(lambda n: ols.check_health(healthy._replace(**{field: n})))(1)
-    with pytest.raises(ValueError, match=r"`opt_state` must hold scalars"):
-        ols.check_health(ols.init()._replace(**{field: jnp.ones(2, jnp.int32)}))
+        jax.jit(lambda n: ols.diagnostics.check_health(healthy._replace(**{field: n})))(1)
+    with pytest.raises(ValueError, match=rf"`opt_state.{field}` must be a scalar"):
+        ols.diagnostics.check_health(ols.init()._replace(**{field: jnp.ones(2, jnp.int32)}))
 
 
 def test_health_is_that_of_one_replica():
     replicated = jax.tree.map(lambda x: jnp.stack([x, x]), ols.init())
-    with pytest.raises(ValueError, match=r"of shape \(2,\)\. Take one replica"):
-        ols.check_health(replicated)
+    with pytest.raises(ValueError, match=r"got shape \(2,\)\. Take one replica"):
+        ols.diagnostics.check_health(replicated)
 
 
 # --- nonfinite_report: which layer overflowed?
@@ -305,14 +315,14 @@ def test_the_report_counts_the_bad_elements_of_each_array(runner):
         "dense": {"bias": jnp.array([1.0, NAN, INF, -INF]), "kernel": jnp.ones((2, 2))},
         "head": [jnp.array(NAN)],
     }
-    report = runner(ols.nonfinite_report)(grads)
+    report = runner(ols.diagnostics.nonfinite_report)(grads)
     assert {name: tuple(map(int, counts)) for name, counts in report.items()} == {
         "['dense']['bias']": (1, 2, 4),
         "['dense']['kernel']": (0, 0, 4),
         "['head'][0]": (1, 0, 1),
     }
     assert {n.dtype.name for counts in report.values() for n in counts} == {"int32"}
-    assert isinstance(report["['head'][0]"], ols.NonfiniteCounts)
+    assert isinstance(report["['head'][0]"], ols.diagnostics.NonfiniteCounts)
 
 
 @pytest.mark.parametrize(
@@ -331,34 +341,39 @@ def test_the_report_counts_the_bad_elements_of_each_array(runner):
     ],
 )
 def test_the_report_reads_every_kind_of_number(leaf, counts):
-    (found,) = ols.nonfinite_report([leaf]).values()
+    (found,) = ols.diagnostics.nonfinite_report([leaf]).values()
     assert tuple(map(int, found)) == counts
 
 
 @pytest.mark.usefixtures("x64")
 def test_the_report_reads_float64():
-    (found,) = ols.nonfinite_report([jnp.array([1e300, INF], jnp.float64)]).values()
+    (found,) = ols.diagnostics.nonfinite_report([jnp.array([1e300, INF], jnp.float64)]).values()
     assert tuple(map(int, found)) == (0, 1, 2)
 
 
 def test_the_report_leaves_out_what_is_no_number():
-    assert list(ols.nonfinite_report(OTHER_LEAVES | {"w": jnp.ones(2)})) == ["['w']"]
-    assert ols.nonfinite_report({}) == {}
+    assert list(ols.diagnostics.nonfinite_report(OTHER_LEAVES | {"w": jnp.ones(2)})) == ["['w']"]
+    assert ols.diagnostics.nonfinite_report({}) == {}
 
 
 def test_counts_of_arrays_too_large_for_int32_do_not_wrap_around():
     # Compiled, and not run: the array would need 8 GB.
     large = jax.ShapeDtypeStruct((2**16, 2**15), jnp.float16)
-    compiled = jax.jit(ols.nonfinite_report).lower(large).as_text()
+    compiled = jax.jit(ols.diagnostics.nonfinite_report).lower(large).as_text()
     assert "dense<2.14748352E+9>" in compiled
     assert "stablehlo.minimum" in compiled
     largest = jax.ShapeDtypeStruct((2**31 - 1,), jnp.float16)
-    assert "stablehlo.minimum" not in jax.jit(ols.nonfinite_report).lower(largest).as_text()
-    found = jax.eval_shape(ols.nonfinite_report, large)[""]
+    assert (
+        "stablehlo.minimum"
+        not in jax.jit(ols.diagnostics.nonfinite_report).lower(largest).as_text()
+    )
+    found = jax.eval_shape(ols.diagnostics.nonfinite_report, large)[""]
     assert {n.dtype.name for n in found} == {"int32"}
 
 
-@pytest.mark.parametrize("function", [ols.nonfinite_report, ols.gradient_exponents])
+@pytest.mark.parametrize(
+    "function", [ols.diagnostics.nonfinite_report, ols.diagnostics.gradient_exponents]
+)
 def test_arrays_of_symbolic_shape_are_counted(function):
     (n,) = jax.export.symbolic_shape("n")
     exported = jax.export.export(jax.jit(function))(jax.ShapeDtypeStruct((n, 2), jnp.float32))
@@ -373,7 +388,9 @@ def test_the_worst_array_comes_first():
         "c": jnp.array([INF, NAN, 1]),
         "d": jnp.array([NAN, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
     }
-    assert ols.format_nonfinite_report(jax.jit(ols.nonfinite_report)(grads)).splitlines() == [
+    assert ols.diagnostics.format_nonfinite_report(
+        jax.jit(ols.diagnostics.nonfinite_report)(grads)
+    ).splitlines() == [
         "3 of 4 arrays are not finite:",
         "  ['c']: 1 NaN and 1 infinite of 3 elements (66.7 %)",
         "  ['a']: 1 NaN and 0 infinite of 4 elements (25 %)",
@@ -382,19 +399,23 @@ def test_the_worst_array_comes_first():
 
 
 def test_the_words_of_a_report_on_one_array_and_on_none():
-    bad = ols.nonfinite_report(jnp.array([NAN]))
-    assert "the root of the tree: 1 NaN" in ols.format_nonfinite_report(bad)
-    bad = ols.nonfinite_report(jnp.array([INF, -INF, 1.0]))
-    assert "0 NaN and 2 infinite of 3 elements (66.7 %)" in ols.format_nonfinite_report(bad)
-    good = ols.nonfinite_report([jnp.ones(3), jnp.zeros(0)])
-    assert ols.format_nonfinite_report(good) == "0 of 2 arrays are not finite."
+    bad = ols.diagnostics.nonfinite_report(jnp.array([NAN]))
+    assert "the root of the tree: 1 NaN" in ols.diagnostics.format_nonfinite_report(bad)
+    bad = ols.diagnostics.nonfinite_report(jnp.array([INF, -INF, 1.0]))
+    assert "0 NaN and 2 infinite of 3 elements (66.7 %)" in ols.diagnostics.format_nonfinite_report(
+        bad
+    )
+    good = ols.diagnostics.nonfinite_report([jnp.ones(3), jnp.zeros(0)])
+    assert ols.diagnostics.format_nonfinite_report(good) == "0 of 2 arrays are not finite."
 
 
 def test_a_report_with_a_single_traced_count_is_refused():
     def formatted(n):
-        return ols.format_nonfinite_report({"w": ols.NonfiniteCounts(n, 0, 3)})
+        return ols.diagnostics.format_nonfinite_report(
+            {"w": ols.diagnostics.NonfiniteCounts(n, 0, 3)}
+        )
 
-    with pytest.raises(TypeError, match=r"`report\['w'\]` must hold values, got traced"):
+    with pytest.raises(TypeError, match="`report` must hold values, got traced"):
         jax.jit(formatted)(1)
 
 
@@ -416,7 +437,7 @@ def exponents_by_numpy(x, dtype, factor):
         exponent = np.frexp(numbers)[1] - 1
         rounded = (numbers.astype(np.float64) * factor).astype(dtype).astype(np.float64)
     tiny = float(ml_dtypes.finfo(dtype).tiny)
-    return ols.GradientExponents(
+    return ols.diagnostics.GradientExponents(
         histogram=np.bincount(np.clip(exponent, -149, 127) + 149, minlength=277),
         zero=np.sum(x == 0),
         flushed=np.sum(rounded == 0),
@@ -438,7 +459,7 @@ def assert_equal_counts(actual, expected):
 )
 def test_exponents_and_roundings_are_those_of_numpy(dtype, factor):
     x = numbers_of_every_size()
-    counts = jax.jit(ols.gradient_exponents, static_argnames="dtype")(
+    counts = jax.jit(ols.diagnostics.gradient_exponents, static_argnames="dtype")(
         x, dtype=dtype, loss_scale=factor
     )
     assert_equal_counts(counts, exponents_by_numpy(x, dtype, factor))
@@ -453,20 +474,20 @@ def test_a_factor_that_is_no_power_of_two_is_multiplied_in_float32():
             for name in ("flushed", "subnormal", "overflow")
         }
     )
-    assert_equal_counts(ols.gradient_exponents(x, loss_scale=3000.7), expected)
+    assert_equal_counts(ols.diagnostics.gradient_exponents(x, loss_scale=3000.7), expected)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_sixteen_bit_gradients_are_read_exactly(dtype):
     x = np.arange(2**16, dtype=np.uint16).view(dtype)
-    counts = ols.gradient_exponents(jnp.asarray(x))
+    counts = ols.diagnostics.gradient_exponents(jnp.asarray(x))
     assert_equal_counts(counts, exponents_by_numpy(x.astype(np.float32), np.float16, 1.0))
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
 def test_eight_bit_gradients_are_read_exactly(dtype):
     x = np.arange(2**8, dtype=np.uint8).view(dtype)
-    counts = ols.gradient_exponents(jnp.asarray(x))
+    counts = ols.diagnostics.gradient_exponents(jnp.asarray(x))
     assert_equal_counts(counts, exponents_by_numpy(x.astype(np.float32), np.float16, 1.0))
 
 
@@ -475,7 +496,7 @@ def test_float64_gradients_beyond_float32_count_at_the_ends():
     bits = np.random.default_rng(0).integers(0, 2**64, 20_000, dtype=np.uint64)
     numbers = numbers_of_every_size()
     x = np.concatenate([bits.view(np.float64), np.float64(numbers[~np.isnan(numbers)])])
-    counts = ols.gradient_exponents(jnp.asarray(x))
+    counts = ols.diagnostics.gradient_exponents(jnp.asarray(x))
     assert_equal_counts(counts, exponents_by_numpy(x, np.float16, 1.0))
     assert counts.histogram[0] > 1000  # 1e-300 is not zero
     assert counts.histogram[-1] > 1000
@@ -484,37 +505,39 @@ def test_float64_gradients_beyond_float32_count_at_the_ends():
 @pytest.mark.usefixtures("x64")
 def test_gradients_in_float64_are_compared_in_float64():
     x = jnp.asarray(2.0**-25 * np.array([1 - 2.0**-40, 1, 1 + 2.0**-40]))
-    assert int(ols.gradient_exponents(x).flushed) == 2
+    assert int(ols.diagnostics.gradient_exponents(x).flushed) == 2
 
 
 @pytest.mark.parametrize("factor", [8, np.int32(8), jnp.int32(8), jnp.float16(8), 8.0])
 def test_the_factor_may_be_any_real_number(factor):
-    counts = ols.gradient_exponents(jnp.array([2.0**-27, 2.0**-30]), loss_scale=factor)
+    counts = ols.diagnostics.gradient_exponents(jnp.array([2.0**-27, 2.0**-30]), loss_scale=factor)
     assert int(counts.flushed) == 1
 
 
 def test_the_factor_may_be_the_largest_float32():
     largest = float(np.finfo(np.float32).max)
-    assert int(ols.gradient_exponents(jnp.ones(3), loss_scale=largest).overflow) == 3
+    assert int(ols.diagnostics.gradient_exponents(jnp.ones(3), loss_scale=largest).overflow) == 3
 
 
 def test_both_parts_of_a_complex_gradient_count(runner):
-    counts = runner(ols.gradient_exponents)(jnp.array([complex(2.0, 1e-9), complex(0.0, INF)]))
+    counts = runner(ols.diagnostics.gradient_exponents)(
+        jnp.array([complex(2.0, 1e-9), complex(0.0, INF)])
+    )
     assert [int(n) for n in counts[1:]] == [1, 1, 0, 1, 4]
     assert counts.histogram[149 + 1] == 1
 
 
 def test_exponents_leave_out_what_is_no_number():
     tree = OTHER_LEAVES | {"w": jnp.ones(2), "empty": jnp.zeros((0, 3)), "number": 4.0}
-    counts = ols.gradient_exponents(tree)
+    counts = ols.diagnostics.gradient_exponents(tree)
     assert int(counts.size) == counts.histogram.sum() == 3
-    assert int(ols.gradient_exponents({}).size) == 0
+    assert int(ols.diagnostics.gradient_exponents({}).size) == 0
 
 
 def test_two_counts_add(runner):
     first, second = numbers_of_every_size(500), numbers_of_every_size(200)
-    each = [runner(ols.gradient_exponents)(x) for x in (first, second)]
-    both = runner(ols.gradient_exponents)([first, second])
+    each = [runner(ols.diagnostics.gradient_exponents)(x) for x in (first, second)]
+    both = runner(ols.diagnostics.gradient_exponents)([first, second])
     chex.assert_trees_all_equal(jax.tree.map(operator.add, *each), both)
     joined = np.concatenate([first, second])
     assert_equal_counts(both, exponents_by_numpy(joined, np.float16, 1.0))
@@ -536,7 +559,7 @@ def test_counts_of_an_array_on_eight_devices_are_those_of_the_whole(kind, spec):
     expected = exponents_by_numpy(x, np.float16, 1.0)
     sharded = jax.device_put(x, NamedSharding(mesh, spec))
     with jax.transfer_guard("disallow"):
-        counts = jax.jit(ols.gradient_exponents)({"w": sharded})
+        counts = jax.jit(ols.diagnostics.gradient_exponents)({"w": sharded})
     assert_equal_counts(jax.device_get(counts), expected)
     assert counts.histogram.sharding.is_fully_replicated
 
@@ -547,7 +570,9 @@ def test_counts_of_shards_sum_to_those_of_the_whole(check_vma):
     x = numbers_of_every_size()[-2048:]
 
     def summed(shard):
-        return jax.tree.map(lambda n: jax.lax.psum(n, "data"), ols.gradient_exponents(shard))
+        return jax.tree.map(
+            lambda n: jax.lax.psum(n, "data"), ols.diagnostics.gradient_exponents(shard)
+        )
 
     specs = {"in_specs": PartitionSpec("data"), "out_specs": PartitionSpec()}
     counts = jax.jit(jax.shard_map(summed, mesh=mesh, check_vma=check_vma, **specs))(x)
@@ -558,11 +583,11 @@ def test_counts_of_shards_sum_to_those_of_the_whole(check_vma):
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.complex64, jnp.float64])
 def test_the_dtype_to_round_to_is_a_small_floating_point_type(dtype):
     for function in (
-        ols.gradient_exponents,
-        ols.suggest_scale,
-        ols.plot_gradient_exponents,
+        ols.diagnostics.gradient_exponents,
+        ols.diagnostics.suggest_scale,
+        ols.diagnostics.plot_gradient_exponents,
     ):
-        argument = jnp.ones(3) if function is ols.gradient_exponents else counts_of(1.0)
+        argument = jnp.ones(3) if function is ols.diagnostics.gradient_exponents else counts_of(1.0)
         with pytest.raises(TypeError, match=r"`dtype` must be .* of at most 32 bits"):
             function(argument, dtype=dtype)
 
@@ -570,13 +595,13 @@ def test_the_dtype_to_round_to_is_a_small_floating_point_type(dtype):
 def test_more_elements_than_an_int32_counts_are_refused():
     half = jax.ShapeDtypeStruct((2**15, 2**15), jnp.float16)
     less = jax.ShapeDtypeStruct((2**30 - 1,), jnp.float16)
-    jax.eval_shape(ols.gradient_exponents, [half, less])
+    jax.eval_shape(ols.diagnostics.gradient_exponents, [half, less])
     with pytest.raises(ValueError, match=r"at most 2\*\*31 - 1 elements, got 2147483648"):
-        jax.eval_shape(ols.gradient_exponents, [half, half])
+        jax.eval_shape(ols.diagnostics.gradient_exponents, [half, half])
 
 
 def test_the_counting_of_an_array_is_dispatched_once():
-    jaxpr = jax.make_jaxpr(ols.gradient_exponents)(jnp.ones((2, 5, 7)))
+    jaxpr = jax.make_jaxpr(ols.diagnostics.gradient_exponents)(jnp.ones((2, 5, 7)))
     assert [eqn.params["name"] for eqn in jaxpr.eqns if "clz" in str(eqn)] == ["_exponents"]
 
 
@@ -584,7 +609,7 @@ def test_the_counting_of_an_array_is_dispatched_once():
 
 
 def counts_of(*values):
-    return ols.gradient_exponents(jnp.asarray(values, jnp.float32))
+    return ols.diagnostics.gradient_exponents(jnp.asarray(values, jnp.float32))
 
 
 @pytest.mark.parametrize("headroom", [1, 2, 4, 8])
@@ -597,17 +622,22 @@ def test_at_the_suggested_scale_nothing_overflows_and_the_headroom_is_left(dtype
     top = int(ml_dtypes.finfo(dtype).maxexp) - 1
     for power in rng.integers(top - 110, 60, size=20):  # the factor stays within 2**126
         x = np.float32(rng.lognormal(0, 3, size=100) * 2.0**power)
-        scale = ols.suggest_scale(ols.gradient_exponents(x), headroom=headroom, dtype=dtype)
+        scale = ols.diagnostics.suggest_scale(
+            ols.diagnostics.gradient_exponents(x), headroom=headroom, dtype=dtype
+        )
         assert np.log2(scale) == round(np.log2(scale))
-        after = ols.gradient_exponents(x, dtype=dtype, loss_scale=scale)
+        after = ols.diagnostics.gradient_exponents(x, dtype=dtype, loss_scale=scale)
         assert int(after.overflow) == 0
         largest = np.frexp(np.max(x.astype(np.float64) * scale))[1] - 1
         assert largest == top - headroom
 
 
 def test_without_headroom_the_largest_gradient_is_moved_to_the_very_top():
-    assert ols.suggest_scale(counts_of(1.0, 1e-3), headroom=0) == 2.0**15
-    assert ols.suggest_scale(counts_of(4.0, 1e-3), headroom=0, dtype=np.float32) == 2.0**125
+    assert ols.diagnostics.suggest_scale(counts_of(1.0, 1e-3), headroom=0) == 2.0**15
+    assert (
+        ols.diagnostics.suggest_scale(counts_of(4.0, 1e-3), headroom=0, dtype=np.float32)
+        == 2.0**125
+    )
 
 
 @pytest.mark.parametrize(
@@ -627,7 +657,7 @@ def test_without_headroom_the_largest_gradient_is_moved_to_the_very_top():
 )
 def test_the_suggested_scale_is_one_that_a_policy_takes(value, settings, scale, message):
     with pytest.warns(UserWarning, match=message) if message else contextlib.nullcontext():
-        suggested = ols.suggest_scale(counts_of(value), **settings)
+        suggested = ols.diagnostics.suggest_scale(counts_of(value), **settings)
     assert isinstance(suggested, float)
     assert suggested == ols.FixedLossScale(suggested).scale == scale
 
@@ -636,7 +666,12 @@ def test_the_suggested_scale_is_one_that_a_policy_takes(value, settings, scale, 
     ("exponents", "headroom", "error", "message"),
     [
         (counts_of(0.0, NAN, INF), 4, ValueError, "an empty histogram"),
-        (jax.vmap(ols.gradient_exponents)(jnp.ones((2, 3))), 4, ValueError, r"shape \(2, 277\)"),
+        (
+            jax.vmap(ols.diagnostics.gradient_exponents)(jnp.ones((2, 3))),
+            4,
+            ValueError,
+            r"shape \(2, 277\)",
+        ),
         (jax.tree.map(operator.neg, counts_of(1.0)), 4, ValueError, "an int32 has wrapped around"),
         (counts_of(1.0), -1, ValueError, "`headroom` must be at least 0"),
         (counts_of(1.0), 1.5, TypeError, "`headroom` must be an integer"),
@@ -645,10 +680,12 @@ def test_the_suggested_scale_is_one_that_a_policy_takes(value, settings, scale, 
 )
 def test_no_scale_is_suggested_for_what_is_no_histogram(exponents, headroom, error, message):
     with pytest.raises(error, match=message):
-        ols.suggest_scale(exponents, headroom=headroom)
+        ols.diagnostics.suggest_scale(exponents, headroom=headroom)
 
 
-@pytest.mark.parametrize("function", [ols.suggest_scale, ols.plot_gradient_exponents])
+@pytest.mark.parametrize(
+    "function", [ols.diagnostics.suggest_scale, ols.diagnostics.plot_gradient_exponents]
+)
 def test_counts_of_which_a_single_one_is_traced_are_refused(function):
     counts = counts_of(1.0)
     with pytest.raises(TypeError, match="`exponents` must hold values, got traced arrays"):
@@ -657,9 +694,10 @@ def test_counts_of_which_a_single_one_is_traced_are_refused(function):
 
 def test_counts_added_on_the_host_may_exceed_int32():
     counts = jax.tree.map(lambda n: np.int64(n) * 2**33, counts_of(2.0**-10, 0.0))
-    assert ols.suggest_scale(counts) == 2.0**21
+    assert ols.diagnostics.suggest_scale(counts) == 2.0**21
     assert (
-        ols.plot_gradient_exponents(counts).get_title() == "50.0 % of the entries are exactly zero"
+        ols.diagnostics.plot_gradient_exponents(counts).get_title()
+        == "50.0 % of the entries are exactly zero"
     )
 
 
@@ -676,7 +714,7 @@ def shares(ax):
 
 def test_the_plot_says_what_the_dtype_makes_of_the_gradients():
     counts = counts_of(0.0, 0.0, 1e-9, 1e-10, 1e-11, 1e-6, 1.0, 2.0, 3.0, 1e6)
-    ax = ols.plot_gradient_exponents(counts)
+    ax = ols.diagnostics.plot_gradient_exponents(counts)
     assert shares(ax) == {"zero in float16": 30, "subnormal": 10, "normal": 30, "infinite": 10}
     assert ax.get_title() == "20.0 % of the entries are exactly zero"
     assert "log2" in ax.get_xlabel()
@@ -688,7 +726,9 @@ def test_the_plot_says_what_the_dtype_makes_of_the_gradients():
 
 def test_the_limits_drawn_are_those_where_the_dtype_rounds():
     x = np.float32(2.0) ** np.arange(-40, 30) * np.float32(1.5)
-    ax = ols.plot_gradient_exponents(ols.gradient_exponents(x), dtype=jnp.float16)
+    ax = ols.diagnostics.plot_gradient_exponents(
+        ols.diagnostics.gradient_exponents(x), dtype=jnp.float16
+    )
     expected = exponents_by_numpy(x, np.float16, 1.0)
     found = shares(ax)
     for name, count in (
@@ -700,31 +740,33 @@ def test_the_limits_drawn_are_those_where_the_dtype_rounds():
 
 
 def test_the_plot_frames_what_the_dtype_holds_and_all_that_was_seen():
-    ax = ols.plot_gradient_exponents(counts_of(1.0))
+    ax = ols.diagnostics.plot_gradient_exponents(counts_of(1.0))
     assert (ax.get_xlim(), ax.get_ylim()) == ((-31, 20), (0, 130))
     handles, _ = ax.get_legend_handles_labels()
     spans = [h.get_path().transformed(h.get_patch_transform()).get_extents() for h in handles]
     # float16: the smallest number is 2**-24, the smallest normal one 2**-14, the largest 65504.
     assert [(s.x0, s.x1) for s in spans] == [(-150, -25), (-25, -14), (-14, 16), (16, 129)]
-    wide = ols.plot_gradient_exponents(counts_of(2.0**-100, 2.0**100))
+    wide = ols.diagnostics.plot_gradient_exponents(counts_of(2.0**-100, 2.0**100))
     assert (wide.get_xlim(), wide.get_ylim()) == ((-101, 102), (0, 65))
-    far = ols.plot_gradient_exponents(counts_of(2.0**100))
+    far = ols.diagnostics.plot_gradient_exponents(counts_of(2.0**100))
     assert far.get_xlim() == (-31, 102)
-    flat = ols.plot_gradient_exponents(counts_of(*2.0 ** np.arange(-100, 100)))
+    flat = ols.diagnostics.plot_gradient_exponents(counts_of(*2.0 ** np.arange(-100, 100)))
     assert flat.get_ylim() == (0, 1.3)
 
 
 def test_the_plot_is_drawn_where_it_is_told_to():
     figure = matplotlib.figure.Figure()
     upper, lower = figure.subplots(2)
-    assert ols.plot_gradient_exponents(counts_of(1.0), lower, dtype=jnp.bfloat16) is lower
+    assert (
+        ols.diagnostics.plot_gradient_exponents(counts_of(1.0), lower, dtype=jnp.bfloat16) is lower
+    )
     assert not upper.has_data()
     assert "zero in bfloat16" in shares(lower)
 
 
 @pytest.mark.parametrize("values", [[], [0.0, 0.0], [NAN], [2.0**-149, 3e38]])
 def test_the_plot_shows_all_there_is(values, tmp_path):
-    ax = ols.plot_gradient_exponents(counts_of(*values))
+    ax = ols.diagnostics.plot_gradient_exponents(counts_of(*values))
     assert sum(shares(ax).values()) == (100 if values and 3e38 in values else 0)
     ax.figure.savefig(tmp_path / "a.png", dpi=50)
 
@@ -762,14 +804,14 @@ def test_training_that_starts_calibrated_skips_no_step_and_cannot_start_higher(s
     tx = ols.with_loss_scaling(optax.adam(1e-3), policy)
     params, *batch = problem(size)
     opt_state = tx.init(params)
-    found = ols.calibrate(grad_fn, opt_state, params, *batch, loss_scale=policy)
+    found = ols.diagnostics.calibrate(grad_fn, opt_state, params, *batch, loss_scale=policy)
 
     @jax.jit
     def skipped(factor):
         start = opt_state._replace(loss_scale_state=found._replace(loss_scale=factor))
         loss, grads = ols.value_and_grad(loss_fn)(start, params, *batch)
         _, after = tx.update(grads, start, params, value=loss)
-        return ols.metrics(after)["total_skipped"]
+        return ols.diagnostics.metrics(after)["total_skipped"]
 
     assert skipped(found.loss_scale) == 0
     assert skipped(2 * found.loss_scale) == 1
@@ -782,10 +824,10 @@ def test_calibration_is_one_loop_in_one_compilation():
     @jax.jit
     @functools.partial(chex.assert_max_traces, n=1)
     def calibrate(*args):
-        return ols.calibrate(grad_fn, *args)
+        return ols.diagnostics.calibrate(grad_fn, *args)
 
     with jax.numpy_dtype_promotion("standard"):
-        jaxpr = jax.make_jaxpr(functools.partial(ols.calibrate, grad_fn))(
+        jaxpr = jax.make_jaxpr(functools.partial(ols.diagnostics.calibrate, grad_fn))(
             ols.init(), params, *batch
         )
         start = ols.init()
@@ -814,7 +856,7 @@ def expect_cap(is_expected):
 @pytest.mark.parametrize("limit", [2.0**power for power in (-1, 0, 1, 7, 23, 24, 25)])
 def test_calibration_finds_the_largest_factor_within_the_default_bounds(limit):
     with expect_cap(limit >= 2.0**24):
-        found = ols.calibrate(fits(limit), ols.init())
+        found = ols.diagnostics.calibrate(fits(limit), ols.init())
     assert found.loss_scale == min(max(limit, 1.0), 2.0**24)
 
 
@@ -834,7 +876,7 @@ def test_calibration_finds_the_largest_factor_within_the_default_bounds(limit):
 def test_calibration_stays_within_the_bounds_of_the_policy(low, high, limit, expected):
     policy = ols.DynamicLossScale(low, min_scale=low, max_scale=high)
     with expect_cap(low < expected <= limit and high < 2 * expected):
-        found = ols.calibrate(fits(limit), ols.init(), loss_scale=policy)
+        found = ols.diagnostics.calibrate(fits(limit), ols.init(), loss_scale=policy)
     assert found.loss_scale == expected
 
 
@@ -845,14 +887,14 @@ def test_calibration_takes_few_evaluations():
         jax.debug.callback(lambda: calls.append(1))
         return state.loss_scale.astype(jnp.float16)
 
-    ols.calibrate(counted, ols.init())
+    ols.diagnostics.calibrate(counted, ols.init())
     jax.effects_barrier()
     assert len(calls) <= 5
 
 
 def test_calibration_moves_the_factor_only(runner):
     before = state(2.0, 3, 1, 4, 7)
-    after = runner(functools.partial(ols.calibrate, fits(1024.0)))(before)
+    after = runner(functools.partial(ols.diagnostics.calibrate, fits(1024.0)))(before)
     assert [leaf.item() for leaf in after] == [1024.0, 3, 1, 4, 7]
     assert [leaf.dtype for leaf in after] == [leaf.dtype for leaf in before]
 
@@ -865,14 +907,14 @@ def test_calibration_hands_on_the_optimizer_state_it_was_given():
         assert jax.tree.structure(state) == jax.tree.structure(opt_state)
         return (state.loss_scale_state.loss_scale * factor).astype(jnp.float16)
 
-    assert ols.calibrate(of_optimizer, opt_state, 3.0).loss_scale == 2.0**14
+    assert ols.diagnostics.calibrate(of_optimizer, opt_state, 3.0).loss_scale == 2.0**14
 
 
 def test_shards_agree_on_the_factor_that_fits_all():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
     def calibrated(shard):
-        found = ols.calibrate(
+        found = ols.diagnostics.calibrate(
             lambda state, x: (state.loss_scale * x).astype(jnp.float16),
             ols.init(),
             shard,
@@ -888,13 +930,13 @@ def test_shards_agree_on_the_factor_that_fits_all():
 @pytest.mark.parametrize("policy", [128, None, ols.FixedLossScale(2.0)])
 def test_a_fixed_loss_scale_is_not_calibrated(policy):
     with pytest.raises(TypeError, match=r"`min_scale` and `max_scale` .* got FixedLossScale"):
-        ols.calibrate(fits(1.0), ols.init(), loss_scale=policy)
+        ols.diagnostics.calibrate(fits(1.0), ols.init(), loss_scale=policy)
 
 
 def test_calibration_needs_a_power_of_two():
     policy = ols.DynamicLossScale(3.2, min_scale=3.1, max_scale=3.3)
     with pytest.raises(ValueError, match="a power of two between its bounds"):
-        ols.calibrate(fits(1.0), ols.init(), loss_scale=policy)
+        ols.diagnostics.calibrate(fits(1.0), ols.init(), loss_scale=policy)
 
 
 # --- all of them
@@ -910,7 +952,7 @@ def test_a_step_without_diagnostics_pays_for_none():
         return optax.apply_updates(params, updates), opt_state
 
     def step_with(params, opt_state):
-        exponents = ols.gradient_exponents(params)
+        exponents = ols.diagnostics.gradient_exponents(params)
         return *step(params, opt_state), exponents
 
     def primitives(function):

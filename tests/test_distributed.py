@@ -236,7 +236,7 @@ class Trainer:
 
         def step(params, state, x, y):
             # What the optimizer's state holds decides whether the loss is scaled.
-            if isinstance(state, ols.LossScaledState):
+            if isinstance(state, ols.WithLossScalingState):
                 loss, grads = ols.value_and_grad(way.loss_fn)(state, params, x, y)
             else:
                 loss, grads = jax.value_and_grad(way.loss_fn)(params, x, y)

@@ -25,18 +25,17 @@ for needed in ("sphinx", "myst_parser", "furo"):
     pytest.importorskip(needed, reason=f"{needed} is of the group `docs`: `make docs` installs it")
 
 ROOT = Path(__file__).parents[1]
-MODULES = (ols.flax, ols.interop, ols.keras, ols.testing)
-PUBLIC = sorted(
-    [f"optax_lossscale.{name}" for name in ols.__all__]
-    + [
-        f"{module.__name__}.{name}"
-        for module in MODULES
-        for name, value in vars(module).items()
-        if not name.startswith("_")
-        and (inspect.isclass(value) or inspect.isfunction(value))
-        and value.__module__ == module.__name__
-    ]
-)
+PUBLIC = [
+    f"{module.__name__}.{name}"
+    for module in (ols, ols.diagnostics, ols.flax, ols.keras)
+    for name in module.__all__
+]
+PUBLIC += [
+    f"{module.__name__}.{name}"
+    for module in (ols.interop, ols.testing)
+    for name, function in inspect.getmembers(module, inspect.isfunction)
+    if not name.startswith("_") and function.__module__ == module.__name__
+]
 
 
 def build(source, target):

@@ -113,7 +113,7 @@ def test_the_layer_that_overflows_is_named_in_every_framework(framework, how):
         if framework is nnx:
             pytest.skip("`jax.checkpoint` takes no stateful modules")
         loss_fn = transform(eqx.filter_checkpoint(loss_fn))
-    found = ols.first_nonfinite(loss_fn, *args)
+    found = ols.diagnostics.first_nonfinite(loss_fn, *args)
     # Wrappers that hide the names of the parameters leave their positions.
     assert found.layer.endswith(layer.removeprefix("params").removeprefix("net"))
     if how == "loss":
@@ -133,7 +133,7 @@ def test_the_layer_that_overflows_is_named_in_every_framework(framework, how):
 def test_the_module_that_is_handed_in_is_unchanged():
     loss_fn, net, _ = nnx()
     before = jax.tree.map(np.array, flax.nnx.state(net, flax.nnx.BatchStat))
-    ols.first_nonfinite(loss_fn, net, X)
+    ols.diagnostics.first_nonfinite(loss_fn, net, X)
     jax.tree.map(np.testing.assert_array_equal, before, flax.nnx.state(net, flax.nnx.BatchStat))
 
 
@@ -161,7 +161,7 @@ def test_the_step_of_a_scan_over_layers_is_named():
         rngs = {"dropout": key}
         return net.apply(variables, x, train=train, rngs=rngs, mutable=["batch_stats"])
 
-    found = ols.first_nonfinite(forward, variables, x, jax.random.key(2), train=True)
+    found = ols.diagnostics.first_nonfinite(forward, variables, x, jax.random.key(2), train=True)
     assert found.layer == "variables['params']['ScanBlock_0']['Dense_0']"
     assert re.fullmatch(r"Deep/step [0-4]/ScanBlock_0", found.scope)
 
@@ -252,14 +252,14 @@ CONSTANT = np.array([1.0, np.nan], np.float32)
     ],
 )
 def test_the_operation_is_named(fun, w, x, expected):
-    found = ols.first_nonfinite(fun, {"w": w}, x)
+    found = ols.diagnostics.first_nonfinite(fun, {"w": w}, x)
     assert (found and (found.operation, found.layer, found.scope)) == expected
 
 
 def test_the_backward_pass_is_told_from_the_forward_pass():
     grad = jax.grad(lambda p, x: jnp.sum(straight(p * x)))
-    assert ols.first_nonfinite(grad, ONE, ONE).backward
-    assert not ols.first_nonfinite(jnp.multiply, BIG, BIG).backward
+    assert ols.diagnostics.first_nonfinite(grad, ONE, ONE).backward
+    assert not ols.diagnostics.first_nonfinite(jnp.multiply, BIG, BIG).backward
 
 
 def test_a_batch_does_not_count_as_a_layer():
@@ -268,7 +268,9 @@ def test_a_batch_does_not_count_as_a_layer():
         return jnp.mean(((predicted - batch["y"]) * 1e30) ** 2)
 
     params = {"hidden": {"w": jnp.ones((2, 2)), "b": jnp.ones((2, 2))}, "unused": ONE}
-    found = ols.first_nonfinite(loss_fn, params, {"x": jnp.ones((2, 2)), "y": jnp.zeros((2, 2))})
+    found = ols.diagnostics.first_nonfinite(
+        loss_fn, params, {"x": jnp.ones((2, 2)), "y": jnp.zeros((2, 2))}
+    )
     assert found.layer == "batch['y']"  # as many arrays are read: they cannot be told apart
     params["head"] = {"w": jnp.eye(2), "b": jnp.ones((2, 2)), "c": jnp.ones((2, 2))}
 
@@ -277,7 +279,9 @@ def test_a_batch_does_not_count_as_a_layer():
         predicted = hidden @ params["head"]["w"] + params["head"]["b"] + params["head"]["c"]
         return jnp.mean(((predicted - batch["y"]) * 1e30) ** 2)
 
-    found = ols.first_nonfinite(deeper, params, {"x": jnp.ones((2, 2)), "y": jnp.zeros((2, 2))})
+    found = ols.diagnostics.first_nonfinite(
+        deeper, params, {"x": jnp.ones((2, 2)), "y": jnp.zeros((2, 2))}
+    )
     assert found.layer == "params['head']"
 
 
@@ -288,7 +292,7 @@ def test_arguments_are_named_as_well_as_can_be():
     names = {"first": 0, "args[1]": 1, "b": 2}
     for name, position in names.items():
         arrays = [jnp.where(position == i, NAN, 1.0) for i in range(3)]
-        found = ols.first_nonfinite(fun, *arrays[:2], b=arrays[2], a="text")
+        found = ols.diagnostics.first_nonfinite(fun, *arrays[:2], b=arrays[2], a="text")
         assert (found.layer, found.operation) == (name, None)
 
 
@@ -296,8 +300,8 @@ def test_arrays_alone_are_traced():
     def fun(x, train, scale):
         return x / (1 if train else 0) * scale
 
-    assert ols.first_nonfinite(fun, ONE, True, 2.0) is None
-    assert ols.first_nonfinite(fun, ONE, False, 2.0).operation == "div"
+    assert ols.diagnostics.first_nonfinite(fun, ONE, True, 2.0) is None
+    assert ols.diagnostics.first_nonfinite(fun, ONE, False, 2.0).operation == "div"
 
 
 def test_numpy_arrays_keys_and_sharded_arrays_are_read():
@@ -308,13 +312,16 @@ def test_numpy_arrays_keys_and_sharded_arrays_are_read():
         return jnp.where(mask, jax.random.normal(key, (2,)), jnp.log(x))
 
     args = jax.random.key(0), np.array([True, False])
-    assert ols.first_nonfinite(fun, *args, jax.device_put(ONE, sharding)) is None
-    assert ols.first_nonfinite(fun, *args, jax.device_put(0 * ONE, sharding)).operation == "log"
+    assert ols.diagnostics.first_nonfinite(fun, *args, jax.device_put(ONE, sharding)) is None
+    assert (
+        ols.diagnostics.first_nonfinite(fun, *args, jax.device_put(0 * ONE, sharding)).operation
+        == "log"
+    )
 
 
 def test_the_guards_of_jax_do_not_stop_the_search():
     with jax.debug_nans(True), jax.debug_infs(True):
-        assert ols.first_nonfinite(lambda x: jnp.sqrt(x - 2), ONE).operation == "sqrt"
+        assert ols.diagnostics.first_nonfinite(lambda x: jnp.sqrt(x - 2), ONE).operation == "sqrt"
 
 
 def test_the_finding_reads_as_text():
@@ -322,15 +329,17 @@ def test_the_finding_reads_as_text():
         with jax.named_scope("block"):
             return straight(p["w"] * x)
 
-    text = str(ols.first_nonfinite(jax.grad(lambda p, x: fun(p, x).sum()), {"w": ONE}, ONE))
+    text = str(
+        ols.diagnostics.first_nonfinite(jax.grad(lambda p, x: fun(p, x).sum()), {"w": ONE}, ONE)
+    )
     counts = "0 NaN and 2 infinite of 2 elements (float32)"
     assert text.startswith(f"`div` in the backward pass is the first to make {counts}\n")
     assert text.splitlines()[1] == "  layer: p['w']"
     counts = "2 NaN and 0 infinite of 2 elements (float32)"
-    text = str(ols.first_nonfinite(jnp.negative, NAN * ONE))
+    text = str(ols.diagnostics.first_nonfinite(jnp.negative, NAN * ONE))
     assert text == f"`args[0]` is not finite before the first operation: {counts}"
 
 
 def test_a_traced_argument_is_refused():
     with pytest.raises(TypeError, match=r"`args` must hold values, got traced arrays"):
-        jax.jit(lambda x: ols.first_nonfinite(jnp.sin, x))(ONE)
+        jax.jit(lambda x: ols.diagnostics.first_nonfinite(jnp.sin, x))(ONE)

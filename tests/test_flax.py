@@ -409,7 +409,7 @@ def test_parameters_may_be_a_bare_array():
     ids=["plain", "chain", "MultiSteps"],
 )
 def test_an_optimizer_that_scales_already_is_refused(tx):
-    with pytest.raises(ValueError, match=r"`tx` must not scale the loss itself, got .* at `.+`"):
+    with pytest.raises(ValueError, match=r"must not scale the loss itself, got .* at `.+`"):
         scalar_state(tx=tx)
 
 
@@ -432,12 +432,19 @@ def test_a_field_that_is_not_known_is_refused_when_created():
 
 
 @pytest.mark.parametrize(
-    "name", ["batch_stat", "loss_scale", "step", "params", "opt_state", "grads_finite"]
+    ("name", "error"),
+    [
+        ("batch_stat", AttributeError),
+        *((each, TypeError) for each in ("loss_scale", "step", "params", "opt_state")),
+        ("grads_finite", TypeError),
+    ],
 )
-def test_a_field_that_it_does_not_take_is_refused(name):
+def test_a_field_that_it_does_not_take_is_refused(name, error):
     state = scalar_state()
-    with pytest.raises(TypeError, match=rf"TrainState .* got \['{name}'\]"):
-        state.apply_gradients(grads=grads_of(state, 1), **{name: 1})
+    with pytest.raises(error, match=f"'{name}'"):
+        state.apply_gradients(
+            grads=grads_of(state, 1), **{name: getattr(state, name, jnp.float32(1))}
+        )
 
 
 @pytest.mark.parametrize(

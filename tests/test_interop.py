@@ -376,7 +376,7 @@ def test_a_factor_of_jmp_that_does_not_grow_is_refused(factor):
 
 
 def test_a_floor_that_is_no_scalar_is_refused_by_its_name():
-    with pytest.raises(ValueError, match=r"`ds` must hold scalars, got minimum_scale of shape"):
+    with pytest.raises(ValueError, match=r"`ds.minimum_scale` must be a scalar, got shape"):
         interop.from_flax_dynamic_scale(DynamicScale(minimum_scale=np.ones(2)))
 
 
@@ -393,13 +393,13 @@ def test_a_value_that_is_no_number_is_refused():
 
 def test_a_replicated_state_is_refused_with_the_way_to_one_replica():
     ds = flax.jax_utils.replicate(DynamicScale(), devices=jax.devices()[:2])
-    with pytest.raises(ValueError, match=r"`ds` must hold scalars, got scale of shape \(2,\)"):
+    with pytest.raises(ValueError, match=r"`ds.scale` must be a scalar, got shape \(2,\)"):
         interop.from_flax_dynamic_scale(ds)
     policy, _ = interop.from_flax_dynamic_scale(jax.tree.map(lambda x: x[0], ds))
     assert policy.initial_scale == 65536
 
     states = jax.tree.map(lambda x: jnp.stack([x, x]), ols.init())
-    with pytest.raises(ValueError, match=r"`state` must hold scalars, got loss_scale of shape"):
+    with pytest.raises(ValueError, match=r"`state.loss_scale` must be a scalar, got shape"):
         interop.to_torch_state_dict(ols.DynamicLossScale(), states)
 
 
@@ -426,9 +426,6 @@ def test_torch_is_not_given_a_rule_that_it_lacks():
         interop.to_torch_state_dict(policy, policy.init())
     lenient = dataclasses.replace(policy, hysteresis=1)
     assert interop.to_torch_state_dict(lenient, policy.init())["scale"] == 2**15
-    for other in (ols.FixedLossScale(8), "dynamic"):
-        with pytest.raises(TypeError, match=r"`policy` must be a DynamicLossScale.*got"):
-            interop.to_torch_state_dict(other, ols.init())
 
 
 def test_a_state_without_loss_scaling_is_refused():

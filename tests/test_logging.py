@@ -24,7 +24,11 @@ def make_step():
     def train_step(w, opt_state, x):
         loss, grads = ols.value_and_grad(lambda w: jnp.sum(w**2) * x)(opt_state, w)
         updates, opt_state = tx.update(grads, opt_state, w)
-        return optax.apply_updates(w, updates), opt_state, ols.metrics(opt_state) | {"loss": loss}
+        return (
+            optax.apply_updates(w, updates),
+            opt_state,
+            ols.diagnostics.metrics(opt_state) | {"loss": loss},
+        )
 
     # The state's buffers are overwritten by the next step; what `metrics` returned is not.
     return tx, jax.jit(train_step, donate_argnums=(0, 1))
@@ -68,7 +72,9 @@ def expected():
     state, history = POLICY.init(), []
     for step in range(10):
         state = POLICY.update(state, step != OVERFLOWS_AT)
-        history.append({name: float(value) for name, value in ols.metrics(state).items()})
+        history.append(
+            {name: float(value) for name, value in ols.diagnostics.metrics(state).items()}
+        )
     return history
 
 
@@ -134,7 +140,7 @@ def test_metrics_taken_outside_of_a_step_that_donates_are_lost():
     w = jnp.ones(3)
     opt_state = tx.init(w)
     w, opt_state, inside = train_step(w, opt_state, jnp.float32(1))
-    outside = ols.metrics(opt_state)
+    outside = ols.diagnostics.metrics(opt_state)
     train_step(w, opt_state, jnp.float32(1))
     assert inside["loss_scale"].item() == 2.0**15
     with pytest.raises(RuntimeError, match="deleted"):

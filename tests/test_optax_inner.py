@@ -45,10 +45,10 @@ class Step(NamedTuple):
     grads: Any
     loss: dict[str, Any]
     params: Any
-    before: ols.LossScaledState
+    before: ols.WithLossScalingState
     updates: Any
-    after: ols.LossScaledState
-    oracle: tuple[Any, ols.LossScaledState]
+    after: ols.WithLossScalingState
+    oracle: tuple[Any, ols.WithLossScalingState]
     plain: tuple[Any, Any] | None
 
 

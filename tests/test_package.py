@@ -35,7 +35,7 @@ LITTER = [
     "dist/left.whl",
     "output/left.png",
     "left.py",
-    "optax_lossscale/__pycache__/left.cpython-311.pyc",
+    "optax_lossscale/_step/__pycache__/left.cpython-311.pyc",
     "tests/__pycache__/left.cpython-311.pyc",
 ]
 
@@ -142,8 +142,8 @@ def needed(requirements):
 def test_the_wheel_holds_the_package_its_types_and_its_licence(wheel, files):
     with zipfile.ZipFile(wheel) as archive:
         names = sorted(archive.namelist())
-    package = [name for name in files if re.fullmatch(rf"{NAME}/(\w+\.py|py\.typed)", name)]
-    assert f"{NAME}/py.typed" in package
+    package = [name for name in files if re.fullmatch(rf"{NAME}/([\w/]+\.py|py\.typed)", name)]
+    assert {f"{NAME}/py.typed", f"{NAME}/_step/scale.py"} <= set(package)
     info = [f"{INFO}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "licenses/LICENSE")]
     assert names == sorted([*package, *info])
     assert wheel.name == f"{STEM}-py3-none-any.whl"
@@ -218,8 +218,8 @@ def test_a_document_names_the_version_of_the_package(name, pattern):
 
 def test_the_version_stands_in_the_package_once():
     assigned = [
-        path.name
-        for path in sorted((ROOT / NAME).glob("*.py"))
+        path.relative_to(ROOT / NAME).as_posix()
+        for path in sorted((ROOT / NAME).rglob("*.py"))
         if re.search(r"^__version__ = ", path.read_text("utf-8"), re.MULTILINE)
     ]
     assert assigned == ["__init__.py"]
@@ -262,10 +262,10 @@ def test_what_an_extra_brings_is_missed_only_where_it_is_used(empty, tmp_path):
 import jax.numpy as jnp
 import optax_lossscale as ols
 
-exponents = ols.gradient_exponents(jnp.ones(3))
+exponents = ols.diagnostics.gradient_exponents(jnp.ones(3))
 for use in (
     lambda: __import__("optax_lossscale.flax"),
-    lambda: ols.plot_gradient_exponents(exponents),
+    lambda: ols.diagnostics.plot_gradient_exponents(exponents),
 ):
     try:
         use()

@@ -423,7 +423,7 @@ def test_unscaling_is_exact_and_its_check_is_numpys(double, data, spoil, factor,
 )
 def test_the_report_counts_what_numpy_counts(tree, spoil, through):
     tree = [functools.reduce(spoiled, spoil, tree), np.complex64(complex(np.nan, np.inf))]
-    report = apply_through(through, ols.nonfinite_report, tree)
+    report = apply_through(through, ols.diagnostics.nonfinite_report, tree)
     counted = {
         jax.tree_util.keystr(path): np.asarray(leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -601,7 +601,7 @@ def test_the_metrics_say_what_the_state_says(policy, restored):
     for grads_finite in (None, False, True):
         if grads_finite is not None:
             state = policy.update(state, grads_finite)
-        metrics = ols.metrics({"opt": [state, None]})
+        metrics = ols.diagnostics.metrics({"opt": [state, None]})
         assert bool(metrics.pop("grads_finite")) == (int(state.consecutive_skipped) == 0)
         assert metrics.keys() == {*state._fields} - {"overflow_count"}
         for name, value in metrics.items():
@@ -864,7 +864,7 @@ def make_step(tx):
 
         loss, grads = ols.value_and_grad(loss_fn)(opt_state, params)
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)
-        return (optax.apply_updates(params, updates), opt_state), ols.metrics(opt_state)
+        return (optax.apply_updates(params, updates), opt_state), ols.diagnostics.metrics(opt_state)
 
     return step
 

@@ -10,9 +10,8 @@ import pytest
 from plain_where import assert_same_bits
 
 import optax_lossscale as ols
-from optax_lossscale import _selection
-from optax_lossscale._selection import update_where
-from optax_lossscale._tree import tree_where
+from optax_lossscale._step import select
+from optax_lossscale._step.select import tree_where, update_where
 
 X = jnp.arange(1.0, 5.0)
 
@@ -264,7 +263,7 @@ def test_an_update_that_traces_in_its_callers_trace_alone_is_called_there():
 
 
 def test_a_small_state_is_updated_in_its_callers_trace(monkeypatch):
-    monkeypatch.setattr(_selection, "SMALL", 2**12)
+    monkeypatch.setattr(select, "SMALL", 2**12)
     seen = []
 
     @jax.jit

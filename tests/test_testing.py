@@ -230,7 +230,7 @@ def test_a_single_traced_array_is_refused():
     def step(w):
         assert_scaled_once(lambda state: [state.loss_scale, w], ols.init())
 
-    with pytest.raises(TypeError, match=r"`grad_fn` must return values, got traced arrays"):
+    with pytest.raises(TypeError, match=r"`grad_fn` must hold values, got traced arrays"):
         jax.jit(step)(jnp.ones(2))
 
 
@@ -287,7 +287,7 @@ def test_it_needs_exactly_one_state():
 def test_every_framework_can_be_calibrated(framework):
     loss_fn, transform, state, params = setting(framework, jnp.float16)
     grad_fn = right(loss_fn, transform)
-    found = ols.calibrate(grad_fn, state, params)
+    found = ols.diagnostics.calibrate(grad_fn, state, params)
     assert ols.all_finite(grad_fn(found, params))
     assert found.loss_scale == 2.0**24 or not ols.all_finite(
         grad_fn(found._replace(loss_scale=2 * found.loss_scale), params)

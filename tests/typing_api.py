@@ -11,10 +11,9 @@ from typing import Any, assert_type
 import jax
 import jax.numpy as jnp
 import optax
-from flax.training.dynamic_scale import DynamicScaleResult
 
 import optax_lossscale as ols
-from optax_lossscale.flax import DynamicScale, TrainState
+from optax_lossscale.flax import DynamicScale, DynamicScaleResult, TrainState
 from optax_lossscale.interop import (
     from_flax_dynamic_scale,
     from_jmp,
@@ -73,13 +72,9 @@ def policies() -> None:
     assert_type(ols.FixedLossScale.from_config({"scale": 8}), ols.FixedLossScale)
     assert_type({dynamic: 1}[dynamic], int)  # hashable
 
-    assert_type(ols.as_loss_scale("dynamic"), ols.LossScale)
-    ols.as_loss_scale(128)
-    ols.as_loss_scale(1e3)
-    ols.as_loss_scale(None)
-    ols.as_loss_scale(dynamic.get_config())
-    ols.as_loss_scale(fixed)
-    ols.as_loss_scale(OwnPolicy())
+    accepted: list[ols.LossScaleLike] = ["dynamic", 128, 1e3, None, fixed, OwnPolicy()]
+    accepted.append(dynamic.get_config())
+    assert_type([ols.as_loss_scale(policy) for policy in accepted], list[ols.LossScale])
 
     ols.DynamicLossScale(growth_interval=2.5)  # pyright: ignore[reportArgumentType]
     ols.DynamicLossScale(initial="dynamic")  # pyright: ignore[reportCallIssue]
@@ -149,9 +144,9 @@ def wrapper(params: Params, x: jax.Array) -> None:
     optax.apply_updates(params, updates)
     assert_type(ols.loss_scale_state(opt_state), ols.LossScaleState)
 
-    assert isinstance(opt_state, ols.LossScaledState)
+    assert isinstance(opt_state, ols.WithLossScalingState)
     assert_type(opt_state.loss_scale_state, ols.LossScaleState)
-    assert_type(opt_state._replace(loss_scale_state=ols.init()), ols.LossScaledState)
+    assert_type(opt_state._replace(loss_scale_state=ols.init()), ols.WithLossScalingState)
 
     @jax.jit
     def step(params: Params, opt_state: optax.OptState, x: jax.Array) -> optax.OptState:
@@ -239,35 +234,39 @@ def keras_arguments(params: Params) -> None:
 
 
 def diagnostics(opt_state: optax.OptState, params: Params, x: jax.Array) -> None:
-    assert_type(ols.metrics(opt_state), dict[str, jax.Array])
-    ols.check_health(opt_state, max_consecutive_skipped=20, loss_scale=ols.DynamicLossScale())
-    report = ols.nonfinite_report(params)
-    assert_type(report, dict[str, ols.NonfiniteCounts])
+    assert_type(ols.diagnostics.metrics(opt_state), dict[str, jax.Array])
+    ols.diagnostics.check_health(
+        opt_state, max_consecutive_skipped=20, loss_scale=ols.DynamicLossScale()
+    )
+    report = ols.diagnostics.nonfinite_report(params)
+    assert_type(report, dict[str, ols.diagnostics.NonfiniteCounts])
     assert_type(report["['w']"].nan, jax.Array)
-    assert_type(ols.format_nonfinite_report(report), str)
-    found = ols.first_nonfinite(loss_fn, params, x=x)
-    assert_type(found, ols.FirstNonfinite | None)
+    assert_type(ols.diagnostics.format_nonfinite_report(report), str)
+    found = ols.diagnostics.first_nonfinite(loss_fn, params, x=x)
+    assert_type(found, ols.diagnostics.FirstNonfinite | None)
     if found:
         assert_type((found.layer, found.operation, found.nan), tuple[str, str | None, int])
-    exponents = ols.gradient_exponents(params, dtype=jnp.bfloat16, loss_scale=jnp.float32(8))
-    assert_type(exponents, ols.GradientExponents)
+    exponents = ols.diagnostics.gradient_exponents(
+        params, dtype=jnp.bfloat16, loss_scale=jnp.float32(8)
+    )
+    assert_type(exponents, ols.diagnostics.GradientExponents)
     assert_type(exponents.histogram, jax.Array)
-    assert_type(ols.suggest_scale(exponents, headroom=2, dtype="float16"), float)
-    ols.plot_gradient_exponents(exponents).set_title("gradients")
+    assert_type(ols.diagnostics.suggest_scale(exponents, headroom=2, dtype="float16"), float)
+    ols.diagnostics.plot_gradient_exponents(exponents).set_title("gradients")
 
     def grad_fn(state: ols.LossScaleState, params: Params, x: jax.Array) -> Params:
         return jax.grad(lambda p: ols.scale_loss(loss_fn(p, x), state))(params)
 
-    assert_type(ols.calibrate(grad_fn, ols.init(), params, x), ols.LossScaleState)
+    assert_type(ols.diagnostics.calibrate(grad_fn, ols.init(), params, x), ols.LossScaleState)
     assert_scaled_once(grad_fn, ols.init(), params, x)
-    stalled: RuntimeError = ols.LossScaleStalledError("stalled")
-    assert_type(stalled, ols.LossScaleStalledError)
+    stalled: RuntimeError = ols.diagnostics.LossScaleStalledError("stalled")
+    assert_type(stalled, ols.diagnostics.LossScaleStalledError)
 
-    ols.check_health(opt_state, 20)  # pyright: ignore[reportCallIssue]
-    ols.first_nonfinite(params, x)  # pyright: ignore[reportArgumentType]
-    ols.suggest_scale(params)  # pyright: ignore[reportArgumentType]
-    ols.suggest_scale(ols.gradient_exponents(params), headroom=0.5)  # pyright: ignore[reportArgumentType]
-    ols.format_nonfinite_report(params)  # pyright: ignore[reportArgumentType]
+    ols.diagnostics.check_health(opt_state, 20)  # pyright: ignore[reportCallIssue]
+    ols.diagnostics.first_nonfinite(params, x)  # pyright: ignore[reportArgumentType]
+    ols.diagnostics.suggest_scale(params)  # pyright: ignore[reportArgumentType]
+    ols.diagnostics.suggest_scale(ols.diagnostics.gradient_exponents(params), headroom=0.5)  # pyright: ignore[reportArgumentType]
+    ols.diagnostics.format_nonfinite_report(params)  # pyright: ignore[reportArgumentType]
     assert_scaled_once(params, ols.init())  # pyright: ignore[reportArgumentType]
 
 

@@ -1,8 +1,8 @@
 """Breaks the package in every small way and shows that some test fails each time.
 
     python tools/mutants.py                       everything, or what a run before has left
-    python tools/mutants.py --module _policy      one module
-    python tools/mutants.py --module _policy --lines 60-80 --again
+    python tools/mutants.py --module _policy/policies     one module
+    python tools/mutants.py --module _policy/policies --lines 60-80 --again
     python tools/mutants.py --changed             the modules that differ from the last commit
     python tools/mutants.py --survivors --budget 60   what survived again, with more tests for each
     python tools/mutants.py --list                what would be done
@@ -64,17 +64,32 @@ PACKAGE = "optax_lossscale"
 SURVIVORS = Path(__file__).with_name("surviving_mutants.toml")
 # The order in which modules are gone through: each rests on those before it.
 MODULES = [
-    "_tree",
+    "_support/tree",
+    "_support/checks",
     "_state",
-    "_policy",
-    "_scaling",
-    "_selection",
-    "_transform",
+    "_policy/interface",
+    "_policy/policies",
+    "_policy/convert",
+    "_step/finite",
+    "_step/scale",
+    "_step/differentiate",
+    "_step/replay",
+    "_step/select",
+    "_step/transform",
     "interop",
     "testing",
-    "flax",
-    "keras",
-    "_diagnostics",
+    "flax/dynamic_scale",
+    "flax/train_state",
+    "keras/parts",
+    "keras/optimizer",
+    "diagnostics/health",
+    "diagnostics/nonfinite",
+    "diagnostics/exponents",
+    "diagnostics/plot",
+    "diagnostics/calibrate",
+    "diagnostics/first_values",
+    "diagnostics/first_search",
+    "diagnostics/first",
 ]
 DOCUMENTS = ("README.md", "BUILD.md", "docs/")
 # Tests that start processes of their own, or are about other things than what the package does.
@@ -216,7 +231,8 @@ def _pytest(folder: Path, tests: list[str], *, record: bool = False) -> dict[str
         if str(where).startswith(str(folder)):
             del sys.modules[name]
     # Python tells a changed file by its size and the second in which it was written.
-    shutil.rmtree(folder / PACKAGE / "__pycache__", ignore_errors=True)
+    for cache in list((folder / PACKAGE).rglob("__pycache__")):
+        shutil.rmtree(cache, ignore_errors=True)
     importlib.invalidate_caches()
     coverage = None
     if record:
@@ -242,12 +258,13 @@ def _pytest(folder: Path, tests: list[str], *, record: bool = False) -> dict[str
         data = coverage.get_data()
         for file in data.measured_files():
             by_line = data.contexts_by_lineno(file)
-            found["lines"][Path(file).stem] = {
+            module = Path(file).relative_to(folder / PACKAGE).with_suffix("").as_posix()
+            found["lines"][module] = {
                 line: sorted(filter(None, tests)) for line, tests in by_line.items()
             }
-    module = sys.modules.get(PACKAGE)
-    if module is not None and not str(module.__file__).startswith(str(folder)):
-        raise RuntimeError(f"{module.__file__} was tested, not {folder}")
+    package = sys.modules.get(PACKAGE)
+    if package is not None and not str(package.__file__).startswith(str(folder)):
+        raise RuntimeError(f"{package.__file__} was tested, not {folder}")
     return found
 
 
@@ -450,7 +467,7 @@ class Run:
         near = self.killers[mutant.module, mutant.function]
         counts = (c for (module, _), c in self.killers.items() if module == mutant.module)
         far = sum(counts, Counter())
-        home = f"test_{mutant.module.strip('_')}.py"
+        home = f"test_{mutant.module.partition('/')[0].strip('_')}.py"
 
         def rank(test: str) -> float:
             likely = (1 + 5 * near[test] + far[test]) * (5 if home in test else 1)

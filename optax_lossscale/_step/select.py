@@ -1,7 +1,7 @@
-"""Keeping the old state of a function where a flag is false.
+"""Selecting between two trees, and keeping the old state of a function where a flag is false.
 
 The result is that of `jnp.where` on what the function returns. Where the function is compiled and
-the state is large, `_replay` selects in a way that copies nothing.
+the state is large, `replay` selects in a way that copies nothing.
 """
 
 import cmath
@@ -14,8 +14,16 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from optax_lossscale._replay import constant_unless, replay_where
-from optax_lossscale._tree import PyTree, Tree, is_array, is_inexact, tree_where
+from optax_lossscale._step.replay import constant_unless, replay_where
+from optax_lossscale._support import checks
+from optax_lossscale._support.tree import (
+    KeyPath,
+    PyTree,
+    Tree,
+    is_array,
+    is_inexact,
+    path_name,
+)
 
 Out = TypeVar("Out")
 
@@ -66,6 +74,61 @@ def update_where(
         return out, tree_where(pred, new_state, state)
     values = replay_where(pred, closed, given, old)
     return join["out"](values[len(old) :]), join["new"](values[: len(old)])
+
+
+def tree_where(pred: ArrayLike, on_true: Tree, on_false: Tree) -> Tree:
+    """Choose between two trees of the same structure.
+
+    Use it for whatever must not move on a skipped step and is not part of the optimizer's state:
+    BatchNorm statistics, a moving average of the parameters, a random key.
+
+    Args:
+      pred: Which tree to take. `bool[]`, or a Python `bool`.
+      on_true: The tree that is returned where `pred` is true. Arrays of any dtype and PRNG keys
+        are selected with `jnp.where`; any other leaf must be the same in both trees.
+      on_false: The tree that is returned where `pred` is false; the same structure, shapes and
+        dtypes as `on_true`.
+
+    Returns:
+      A tree with the structure, shapes and dtypes of `on_true`.
+
+    Raises:
+      TypeError: If `pred` is not boolean, or the dtypes of a leaf differ.
+      ValueError: If `pred` is not a scalar, or the trees differ in structure, in the shape of a
+        leaf or in a leaf that is not an array. The message names the key path.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> new = {"mean": jnp.array([3.0]), "momentum": 0.9}
+      >>> old = {"mean": jnp.array([2.0]), "momentum": 0.9}
+      >>> ols.tree_where(False, new, old)
+      {'mean': Array([2.], dtype=float32), 'momentum': 0.9}
+    """
+    pred = checks.flag("pred", pred)
+    checks.same_structure("on_true", on_true, on_false, "Select between two versions of one tree.")
+    return jax.tree_util.tree_map_with_path(
+        lambda path, a, b: _select(pred, path, a, b), on_true, on_false
+    )
+
+
+def _select(pred: jax.Array, path: KeyPath, on_true: Any, on_false: Any) -> Any:
+    if not (is_array(on_true) and is_array(on_false)):
+        if on_true is on_false or (type(on_true) is type(on_false) and bool(on_true == on_false)):
+            return on_true
+        raise ValueError(
+            f"the leaf at {path_name(path)} must be an array in both trees or the same in both, "
+            f"got {on_true!r} and {on_false!r}. Make it an array with `jnp.asarray` if it changes."
+        )
+    if on_true.dtype != on_false.dtype:
+        raise TypeError(
+            f"the leaf at {path_name(path)} must have one dtype in both trees, got "
+            f"{on_true.dtype} and {on_false.dtype}. Cast one of them with `astype`."
+        )
+    checks.same_shape("on_true", path, on_true, on_false, "Select between versions of one tree.")
+    if on_true.dtype == jax.dtypes.float0:
+        return on_true  # float0 has a single value, and `jnp.where` does not take it
+    return jnp.where(pred, on_true, on_false)
 
 
 def _is_large(arrays: list[Any]) -> bool:

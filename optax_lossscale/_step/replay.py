@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend import core
 
-from optax_lossscale._tree import is_inexact
+from optax_lossscale._support.tree import is_inexact
 
 # What is never evaluated twice: a loop may not end and a callback may raise on numbers that no step
 # makes; the others cost more than the copy of a leaf.
@@ -75,9 +75,9 @@ def replay_where(
         for var in chosen:
             leaf, path = early[var]
             choice = jnp.where(pred, values[var], old[leaf])
-            # Under `shard_map` the choice may vary over axes over which the new leaf does not, and
-            # what follows was traced for the type of the new leaf.
-            if jax.typeof(choice) == var.aval:
+            # Under `shard_map` one leaf may vary over axes over which the other does not, and the
+            # equations were traced for their types.
+            if jax.typeof(choice) == var.aval == old_vars[leaf].aval:
                 kept[leaf] = choice
                 zeros = {v: jnp.zeros_like(values[v]) for v in grad_vars if _alike(v, var)}
                 again = evaluate(path, values | zeros | {old_vars[leaf]: choice})[var]

@@ -9,14 +9,15 @@ import numpy as np
 import optax
 
 from optax_lossscale._policy import LossScaleLike, as_loss_scale
-from optax_lossscale._scaling import AxisName, agree, check_axis_name, unscale
-from optax_lossscale._selection import negative_zero_unless, update_where, zero_unless
-from optax_lossscale._state import LossScaleState
-from optax_lossscale._tree import (
+from optax_lossscale._state import LossScaleState, as_field
+from optax_lossscale._step.finite import agree, all_finite
+from optax_lossscale._step.scale import unscale_by
+from optax_lossscale._step.select import negative_zero_unless, update_where, zero_unless
+from optax_lossscale._support import checks
+from optax_lossscale._support.checks import AxisName
+from optax_lossscale._support.tree import (
     KeyPath,
     Tree,
-    all_finite,
-    first_difference,
     is_array,
     is_inexact,
     leaves_of_type,
@@ -24,7 +25,7 @@ from optax_lossscale._tree import (
 )
 
 
-class LossScaledState(NamedTuple):
+class WithLossScalingState(NamedTuple):
     """The state of `with_loss_scaling`.
 
     Attributes:
@@ -44,7 +45,7 @@ class LossScaling(optax.GradientTransformationExtraArgs):
       update_and_flag: As `update`, with one more result: whether the step was applied. `bool[]`.
     """
 
-    update_and_flag: Callable[..., tuple[optax.Updates, LossScaledState, jax.Array]]
+    update_and_flag: Callable[..., tuple[optax.Updates, WithLossScalingState, jax.Array]]
 
     def __new__(cls, init: Any, update_and_flag: Any) -> Self:
         """Build the transformation whose `update` leaves the flag out."""
@@ -54,7 +55,7 @@ class LossScaling(optax.GradientTransformationExtraArgs):
             state: optax.OptState,
             params: optax.Params | None = None,
             **extra_args: Any,
-        ) -> tuple[optax.Updates, LossScaledState]:
+        ) -> tuple[optax.Updates, WithLossScalingState]:
             return update_and_flag(updates, state, params, **extra_args)[:2]
 
         self = super().__new__(cls, init, update_fn)
@@ -98,12 +99,11 @@ def with_loss_scaling(
 
     Returns:
       A gradient transformation whose `update` takes gradients of the scaled loss (see
-      `scale_loss` and `value_and_grad`) and whose state is a `LossScaledState`.
+      `scale_loss` and `value_and_grad`) and whose state is a `WithLossScalingState`.
 
     Raises:
       TypeError: If `inner` is not a gradient transformation, `loss_scale` does not name a policy
-        or `axis_name` an axis; from `update`, if its state is not a `LossScaledState` or `value`
-        does not hold numbers.
+        or `axis_name` an axis; from `update`, if its state is not a `WithLossScalingState`.
       ValueError: From `init`, if `inner` has a loss scale already.
 
     Examples:
@@ -119,11 +119,11 @@ def with_loss_scaling(
       >>> optax.apply_updates(params, updates)
       Array([0., 0.], dtype=float32)
     """
-    inner = with_extra_args("inner", inner)
+    inner = checks.transformation("inner", inner)
     policy = as_loss_scale(loss_scale)
-    check_axis_name(axis_name)
+    checks.axis_names(axis_name)
 
-    def init_fn(params: optax.Params) -> LossScaledState:
+    def init_fn(params: optax.Params) -> WithLossScalingState:
         inner_state = inner.init(params)
         for path, _ in leaves_of_type(inner_state, LossScaleState):
             raise ValueError(
@@ -131,7 +131,7 @@ def with_loss_scaling(
                 f"{path_name(path)} of its state. Call `with_loss_scaling` once, around the whole "
                 "optimizer."
             )
-        return LossScaledState(policy.init(), inner_state)
+        return WithLossScalingState(policy.init(), inner_state)
 
     def inner_update(
         grads: optax.Updates,
@@ -157,20 +157,19 @@ def with_loss_scaling(
         state: optax.OptState,
         params: optax.Params | None = None,
         **extra_args: Any,
-    ) -> tuple[optax.Updates, LossScaledState, jax.Array]:
-        if not isinstance(state, LossScaledState):
+    ) -> tuple[optax.Updates, WithLossScalingState, jax.Array]:
+        if not isinstance(state, WithLossScalingState):
             raise TypeError(
-                f"`state` must be a LossScaledState, got {type(state).__name__}. Make it with "
+                f"`state` must be a WithLossScalingState, got {type(state).__name__}. Make it with "
                 "`init` of this transformation; put the state of a plain optimizer into its "
                 "`inner_state`."
             )
-        _check_value(extra_args.get("value"))
         scale_state, inner_state = state.loss_scale_state, _as_arrays(state.inner_state)
-        grads = unscale(updates, scale_state)
+        grads = unscale_by(updates, as_field("loss_scale", scale_state.loss_scale))
         if not policy.skip_nonfinite:
             updates, inner_state = inner_update(grads, inner_state, params, **extra_args)
             new_scale_state = policy.update(scale_state, grads_finite=True)
-            return updates, LossScaledState(new_scale_state, inner_state), jnp.asarray(True)
+            return updates, WithLossScalingState(new_scale_state, inner_state), jnp.asarray(True)
         # One collective for both flags.
         flags = jnp.stack([all_finite(grads), all_finite(extra_args.get("value"))])
         grads_finite, loss_finite = agree(flags, axis_name)
@@ -181,37 +180,9 @@ def with_loss_scaling(
         )
         new_scale_state = policy.update(scale_state, grads_finite, loss_finite=loss_finite)
         updates = negative_zero_unless(applied, updates)
-        return updates, LossScaledState(new_scale_state, inner_state), applied
+        return updates, WithLossScalingState(new_scale_state, inner_state), applied
 
     return LossScaling(init_fn, update_and_flag)
-
-
-def with_extra_args(
-    name: str, optimizer: optax.GradientTransformation | optax.MultiSteps
-) -> optax.GradientTransformationExtraArgs:
-    """Return the optimizer in the argument `name`, in the form that takes extra arguments."""
-    if isinstance(optimizer, optax.MultiSteps):
-        # Its own `gradient_transformation()` (Optax 0.2.8) drops the extra arguments.
-        update: Any = optimizer.update
-        return optax.GradientTransformationExtraArgs(optimizer.init, update)
-    if not isinstance(optimizer, optax.GradientTransformation):
-        raise TypeError(
-            f"`{name}` must be an optax.GradientTransformation or an optax.MultiSteps, got "
-            f"{optimizer!r}. Call the optimizer's factory first, for example `optax.adam(1e-3)`."
-        )
-    return optax.with_extra_args_support(optimizer)
-
-
-def _check_value(value: Any) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(value):
-        on_host = isinstance(leaf, (np.ndarray, np.generic))
-        if (on_host and leaf.dtype.kind in "OSU") or not (
-            is_array(leaf) or isinstance(leaf, (bool, int, float, complex))
-        ):
-            raise TypeError(
-                f"`value` must be the loss, a number or a tree of numbers, got {leaf!r} at "
-                f"{path_name(path)}. Hand in what the loss function returned, unscaled."
-            )
 
 
 def _as_arrays(state: Tree) -> Tree:
@@ -234,22 +205,16 @@ def _cast_like(new: Tree, old: Tree) -> Tree:
     state would change its type from one step to the next, which `jax.lax.scan` refuses and
     `jax.jit` compiles twice.
     """
-    if jax.tree.structure(new) != jax.tree.structure(old):
-        raise ValueError(
-            "`inner` must return a state of the structure it was given, got a difference at "
-            f"{path_name(first_difference(new, old) or ())} of it. Keep what changes in arrays of "
-            "a fixed shape."
-        )
+    checks.same_structure(
+        "inner", new, old, "Keep what changes in the state in arrays of a fixed shape."
+    )
 
     def cast(path: KeyPath, new_leaf: Any, old_leaf: Any) -> Any:
         if not is_array(old_leaf):
             return new_leaf
-        if jnp.shape(new_leaf) != old_leaf.shape:
-            raise ValueError(
-                f"`inner` must keep the shapes of its state, got {jnp.shape(new_leaf)} for "
-                f"{old_leaf.shape} at {path_name(path)}. Give it parameters and gradients of the "
-                "shapes it was initialized with."
-            )
+        checks.same_shape(
+            "inner", path, new_leaf, old_leaf, "Give it the parameters it was initialized with."
+        )
         if is_array(new_leaf) and new_leaf.dtype == old_leaf.dtype:
             return new_leaf
         if is_inexact(new_leaf) and not jnp.issubdtype(old_leaf.dtype, jnp.inexact):

@@ -1,0 +1,15 @@
+"""Policies: when the loss scale changes."""
+
+from optax_lossscale._policy.convert import LossScaleLike, as_loss_scale, init, update
+from optax_lossscale._policy.interface import LossScale
+from optax_lossscale._policy.policies import DynamicLossScale, FixedLossScale
+
+__all__ = [
+    "DynamicLossScale",
+    "FixedLossScale",
+    "LossScale",
+    "LossScaleLike",
+    "as_loss_scale",
+    "init",
+    "update",
+]

@@ -1,0 +1,114 @@
+"""Whatever names a policy: a number, a word, a config."""
+
+import numbers
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
+
+from jax.typing import ArrayLike
+
+from optax_lossscale._policy.interface import LossScale
+from optax_lossscale._policy.policies import DynamicLossScale, FixedLossScale
+from optax_lossscale._state import LossScaleState
+from optax_lossscale._support import checks
+
+#: Everything that `as_loss_scale` turns into a policy.
+LossScaleLike: TypeAlias = LossScale | Literal["dynamic"] | float | Mapping[str, Any] | None
+
+
+_POLICIES = {cls.__name__: cls for cls in (FixedLossScale, DynamicLossScale)}
+
+
+def as_loss_scale(loss_scale: LossScaleLike) -> LossScale:
+    """Convert `loss_scale` to a policy.
+
+    Args:
+      loss_scale: One of
+
+        * a policy, which is returned as it is;
+        * `"dynamic"`: `DynamicLossScale` with its defaults;
+        * an int or a float: `FixedLossScale` with that loss scale;
+        * `None`: a loss scale of 1 with nothing checked, to switch loss scaling off without
+          changing the shape of the state;
+        * a dict from `get_config`.
+
+    Raises:
+      TypeError: If `loss_scale` is anything else, bool included.
+      ValueError: If it is another string, a dict of another class, or out of bounds.
+
+    Examples:
+      >>> import optax_lossscale as ols
+      >>> ols.as_loss_scale(128)
+      FixedLossScale(scale=128.0, skip_nonfinite=True)
+      >>> ols.as_loss_scale(None)
+      FixedLossScale(scale=1.0, skip_nonfinite=False)
+    """
+    accepted = (
+        "a policy (FixedLossScale, DynamicLossScale, or an object with `init`, `update` and "
+        '`skip_nonfinite`), "dynamic", an int or a float, None, or a dict from `get_config`'
+    )
+    if isinstance(loss_scale, LossScale) and not isinstance(loss_scale, type):
+        return loss_scale
+    if loss_scale is None:
+        return FixedLossScale(1.0, skip_nonfinite=False)
+    if isinstance(loss_scale, str):
+        if loss_scale == "dynamic":
+            return DynamicLossScale()
+        raise ValueError(f"`loss_scale` must be {accepted}; got {loss_scale!r}.")
+    if isinstance(loss_scale, Mapping):
+        class_name = loss_scale.get("class_name")
+        if not isinstance(class_name, str) or class_name not in _POLICIES:
+            raise ValueError(
+                f"`loss_scale` must name a class in {sorted(_POLICIES)}, got "
+                f"class_name={class_name!r}. Call `from_config` of your own class instead."
+            )
+        return _POLICIES[class_name].from_config(loss_scale)
+    if isinstance(loss_scale, numbers.Real) and not isinstance(loss_scale, bool):
+        return FixedLossScale(checks.scale_number("loss_scale", loss_scale))
+    raise TypeError(f"`loss_scale` must be {accepted}; got {loss_scale!r}.")
+
+
+def init(loss_scale: LossScaleLike = "dynamic") -> LossScaleState:
+    """Return the state before the first step.
+
+    Args:
+      loss_scale: `"dynamic"`, a number (fixed), None (off), or a policy; see `as_loss_scale`.
+
+    Examples:
+      >>> import optax_lossscale as ols
+      >>> float(ols.init(128).loss_scale)
+      128.0
+    """
+    return as_loss_scale(loss_scale).init()
+
+
+def update(
+    state: LossScaleState,
+    grads_finite: ArrayLike,
+    loss_scale: LossScaleLike,
+    *,
+    loss_finite: ArrayLike = True,
+) -> LossScaleState:
+    """Apply the policy's rule once, after each step.
+
+    Args:
+      state: The state that the loss was scaled with.
+      grads_finite: Whether every gradient is finite, from `unscale_and_check`. `bool[]`.
+      loss_scale: The policy that `state` was made with, or the argument of `init`; the same at
+        every step.
+      loss_finite: Whether the loss itself is finite. If not, the step is skipped, and
+        `loss_patience` of `DynamicLossScale` says when it counts as an overflow. `bool[]`.
+
+    Returns:
+      The state to scale the next loss with. The same type, shapes and dtypes as `state`.
+
+    Raises:
+      TypeError: If `state` is not a `LossScaleState` or a flag is not boolean.
+      ValueError: If a flag is not a scalar.
+
+    Examples:
+      >>> import optax_lossscale as ols
+      >>> state = ols.update(ols.init(), grads_finite=False, loss_scale="dynamic")
+      >>> float(state.loss_scale), int(state.total_skipped)
+      (16384.0, 1)
+    """
+    return as_loss_scale(loss_scale).update(state, grads_finite, loss_finite=loss_finite)

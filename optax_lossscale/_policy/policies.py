@@ -1,0 +1,214 @@
+"""Policies and their update rule."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from optax_lossscale._policy.interface import Configurable
+from optax_lossscale._state import LossScaleState, initial_state, strongly_typed
+from optax_lossscale._support import checks
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedLossScale(Configurable):
+    """A constant loss scale.
+
+    Args:
+      scale: The loss scale. A number in [2**-126, 2**126]; a power of two makes scaling and
+        unscaling exact.
+      skip_nonfinite: Whether a step whose gradients are not finite is skipped. If false, nothing
+        is checked, every step is applied and the counters are unchanged, at no cost for the check
+        (TensorFlow's `FixedLossScale`, MindSpore's `drop_overflow_update=False`).
+
+    Raises:
+      TypeError: If `scale` is not a real number.
+      ValueError: If `scale` is out of bounds.
+
+    Examples:
+      >>> import optax_lossscale as ols
+      >>> policy = ols.FixedLossScale(1024)
+      >>> state = policy.update(policy.init(), grads_finite=False)
+      >>> float(state.loss_scale), int(state.consecutive_skipped)
+      (1024.0, 1)
+    """
+
+    scale: float
+    skip_nonfinite: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the hyper-parameters."""
+        _set(self, "scale", checks.scale_number("scale", self.scale))
+        _set(self, "skip_nonfinite", bool(self.skip_nonfinite))
+
+    def init(self) -> LossScaleState:
+        """Return the state before the first step."""
+        return initial_state(self.scale)
+
+    def update(
+        self, state: LossScaleState, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True
+    ) -> LossScaleState:
+        """Count the step; the loss scale is unchanged. See `update` for the arguments."""
+        state = strongly_typed(state)
+        applied = checks.flag("grads_finite", grads_finite) & checks.flag(
+            "loss_finite", loss_finite
+        )
+        return _count_step(state, applied) if self.skip_nonfinite else state
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicLossScale(Configurable):
+    """A loss scale that follows the largest value at which gradients stay finite.
+
+    The first line that applies is taken, once for each step::
+
+        loss not finite, and consecutive_skipped + 1 < loss_patience:
+                           growth_count = 0
+                           (most often a bad batch, which a smaller loss scale does not fix)
+        grads not finite, or a loss that is not finite for longer:
+                           growth_count = 0
+                           overflow_count = min(overflow_count + 1, hysteresis)
+                           if overflow_count >= hysteresis:
+                               loss_scale = max(loss_scale * backoff_factor, min_scale)
+        otherwise:         growth_count += 1
+                           if consecutive_hysteresis: overflow_count = 0
+                           if growth_count >= growth_interval:
+                               loss_scale = min(loss_scale * growth_factor, max_scale)
+                               growth_count = 0; overflow_count = 0
+
+    The first two skip the step and add one to `consecutive_skipped` and `total_skipped`; the last
+    applies it and sets `consecutive_skipped` to 0. So the loss scale grows on exactly the
+    `growth_interval`-th finite step in a row. Powers of two make scaling and unscaling exact;
+    other values work.
+
+    Args:
+      initial_scale: The loss scale of the first step. If it is too large, the first few steps are
+        skipped until it fits; if it is too small, gradients underflow until it has grown.
+      growth_interval: Finite steps in a row after which the loss scale grows. A smaller number
+        follows the gradients faster and skips more steps: about one in `growth_interval`.
+      growth_factor: What the loss scale is multiplied by when it grows. Greater than 1.
+      backoff_factor: What the loss scale is multiplied by on an overflow. Between 0 and 1.
+      min_scale: The loss scale never backs off below this. Values below 1 are allowed, for
+        gradients that are too large for float16 even unscaled.
+      max_scale: The loss scale never grows above this.
+      hysteresis: Overflows after which the loss scale backs off. Every step that overflows is
+        skipped; 2 or more lets a rare bad batch pass without a change of the loss scale.
+      consecutive_hysteresis: When the count of overflows is reset. False: when the loss scale
+        grows (Megatron-LM, DeepSpeed's default); until then every further overflow backs off.
+        True: on every finite step as well (Apex, NeMo), so that only overflows in a row back off.
+      loss_patience: Skipped steps in a row at which a loss that is not finite counts as an
+        overflow. 1: at once. 2 or more: not before, since most often the batch is bad, which a
+        smaller loss scale does not fix. It does where the loss itself depends on the loss scale,
+        as in a gradient penalty whose inner gradient is scaled with the same state.
+
+    Raises:
+      TypeError: If a hyper-parameter is of the wrong type.
+      ValueError: Unless 2**-126 <= min_scale <= initial_scale <= max_scale <= 2**126,
+        growth_factor > 1 and finite, 0 < backoff_factor < 1, and growth_interval, hysteresis and
+        loss_patience are at least 1.
+
+    Examples:
+      >>> import optax_lossscale as ols
+      >>> policy = ols.DynamicLossScale(initial_scale=8, growth_interval=2)
+      >>> state = policy.init()
+      >>> for grads_finite in (True, True, False):
+      ...     state = policy.update(state, grads_finite)
+      ...     print(float(state.loss_scale), int(state.growth_count))
+      8.0 1
+      16.0 0
+      8.0 0
+
+    References:
+      Micikevicius et al., `Mixed Precision Training <https://arxiv.org/abs/1710.03740>`_, 2018.
+    """
+
+    initial_scale: float = 2.0**15
+    growth_interval: int = 2000
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    min_scale: float = 1.0
+    max_scale: float = 2.0**24
+    hysteresis: int = 1
+    consecutive_hysteresis: bool = False
+    loss_patience: int = 2
+
+    def __post_init__(self) -> None:
+        """Check the hyper-parameters."""
+        for name in ("initial_scale", "min_scale", "max_scale"):
+            _set(self, name, checks.scale_number(name, getattr(self, name)))
+        for name in ("growth_interval", "hysteresis", "loss_patience"):
+            _set(self, name, checks.count(name, getattr(self, name)))
+        for name in ("growth_factor", "backoff_factor"):
+            _set(self, name, checks.finite_number(name, getattr(self, name)))
+        _set(self, "consecutive_hysteresis", bool(self.consecutive_hysteresis))
+        # Compared as the float32 that will be multiplied: 1 + 1e-9 is 1 there, and never grows.
+        if not checks.as_float32(self.growth_factor) > 1:
+            raise ValueError(
+                f"`growth_factor` must be greater than 1 in float32, got {self.growth_factor}. "
+                "Use 2, or `FixedLossScale` for a constant loss scale."
+            )
+        if not checks.SMALLEST_SCALE <= checks.as_float32(self.backoff_factor) < 1:
+            raise ValueError(
+                "`backoff_factor` must lie between 0 and 1, both excluded, as a normal number in "
+                f"float32, got {self.backoff_factor}. Use 0.5."
+            )
+        if not self.min_scale <= self.initial_scale <= self.max_scale:
+            raise ValueError(
+                "`initial_scale` must lie between `min_scale` and `max_scale`, got "
+                f"initial_scale={self.initial_scale}, min_scale={self.min_scale}, "
+                f"max_scale={self.max_scale}. Move the bound, or start within."
+            )
+
+    @property
+    def skip_nonfinite(self) -> bool:
+        """Always true: the rule depends on the gradients."""
+        return True
+
+    def init(self) -> LossScaleState:
+        """Return the state before the first step."""
+        return initial_state(self.initial_scale)
+
+    def update(
+        self, state: LossScaleState, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True
+    ) -> LossScaleState:
+        """Apply the rule above once. See `update` for the arguments."""
+        state = strongly_typed(state)
+        grads_finite = checks.flag("grads_finite", grads_finite)
+        loss_finite = checks.flag("loss_finite", loss_finite)
+        applied = grads_finite & loss_finite
+        counted = _count_step(state, applied)
+        forgiven = ~loss_finite & (counted.consecutive_skipped < self.loss_patience)
+        overflowed = ~(applied | forgiven)
+
+        grow = counted.growth_count >= self.growth_interval
+        overflow_count = jnp.minimum(_increment(state.overflow_count), self.hysteresis)
+        back_off = overflowed & (overflow_count >= self.hysteresis)
+        refill = applied if self.consecutive_hysteresis else grow
+        grown = jnp.minimum(state.loss_scale * self.growth_factor, self.max_scale)
+        backed_off = jnp.maximum(state.loss_scale * self.backoff_factor, self.min_scale)
+        return counted._replace(
+            loss_scale=jnp.where(grow, grown, jnp.where(back_off, backed_off, state.loss_scale)),
+            growth_count=jnp.where(grow, 0, counted.growth_count),
+            overflow_count=jnp.where(
+                overflowed, overflow_count, jnp.where(refill, 0, state.overflow_count)
+            ),
+        )
+
+
+def _count_step(state: LossScaleState, applied: jax.Array) -> LossScaleState:
+    """Count what every policy counts."""
+    return state._replace(
+        growth_count=jnp.where(applied, _increment(state.growth_count), 0),
+        consecutive_skipped=jnp.where(applied, 0, _increment(state.consecutive_skipped)),
+        total_skipped=jnp.where(applied, state.total_skipped, _increment(state.total_skipped)),
+    )
+
+
+def _increment(count: jax.Array) -> jax.Array:
+    """Add one, and stay at the largest int32 instead of wrapping around."""
+    return jnp.where(count < checks.INT32_MAX, count + 1, count)
+
+
+def _set(policy: FixedLossScale | DynamicLossScale, name: str, value: object) -> None:
+    object.__setattr__(policy, name, value)  # the documented way to set a frozen dataclass's field

@@ -1,0 +1,1 @@
+"""One training step: scale, differentiate, unscale, check, select, and the Optax wrapper."""

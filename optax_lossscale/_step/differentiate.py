@@ -1,0 +1,79 @@
+"""Differentiate a loss function, scaled."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from optax_lossscale._state import current_scale
+from optax_lossscale._step.scale import scale_by
+from optax_lossscale._support.tree import PyTree
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
+    **kwargs: Any,
+) -> Callable[..., tuple[Any, PyTree]]:
+    """Differentiate a loss function scaled, and return its value unscaled.
+
+    Args:
+      fun: The loss function, as for `jax.value_and_grad`. It knows nothing of loss scaling.
+      argnums: Which arguments of `fun` to differentiate with respect to.
+      has_aux: Whether `fun` returns `(loss, aux)`.
+      transform: What differentiates: `jax.value_and_grad`, `flax.nnx.value_and_grad`,
+        `equinox.filter_value_and_grad`, or another that takes `has_aux`.
+      **kwargs: Passed on to `transform`.
+
+    Returns:
+      `f(state, *args, **kwargs) -> (value, grads)`, where `state` is a `LossScaleState` or an
+      optimizer's state that holds exactly one. `value` is what `fun` returned, unscaled, with the
+      aux if there is one. `grads` are still scaled, as `tx.update` and `unscale_and_check` expect
+      them.
+
+    Raises:
+      TypeError: If `fun` returns a loss that is not floating-point, or does not return a pair with
+        `has_aux`; if `transform` does not return what `jax.value_and_grad` does.
+      ValueError: If `state` holds no `LossScaleState`, or several.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> loss_and_grads = ols.value_and_grad(lambda w: jnp.sum(w**2))
+      >>> loss_and_grads(ols.init(8), jnp.array([1.0, 2.0]))
+      (Array(5., dtype=float32), Array([16., 32.], dtype=float32))
+    """
+    if argnums != 0:  # the default of every transform; Equinox's does not take the argument
+        kwargs["argnums"] = argnums
+
+    def scaled_value_and_grad(state: PyTree, *args: Any, **kwds: Any) -> tuple[Any, PyTree]:
+        loss_scale = current_scale("state", state)
+
+        def scaled(*args: Any, **kwds: Any) -> tuple[Any, Any]:
+            value = fun(*args, **kwds)
+            if has_aux and not (isinstance(value, (tuple, list)) and len(value) == 2):
+                raise TypeError(
+                    "`fun` must return a pair, the loss and the aux, because of `has_aux=True`, "
+                    f"got {value!r}. Return both, or leave `has_aux` out."
+                )
+            return scale_by(value[0] if has_aux else value, loss_scale), value
+
+        result: Any = transform(scaled, has_aux=True, **kwargs)(*args, **kwds)
+        # `jax.grad` returns gradients and aux, which could be taken for a value and gradients.
+        if not (_is_pair(result) and _is_pair(result[0])):
+            raise TypeError(
+                "`transform` must return ((loss, aux), grads) with `has_aux=True`, as "
+                f"`jax.value_and_grad` does, got {result!r} of {transform!r}. Pass the function "
+                "that returns the value too."
+            )
+        (_, value), grads = result
+        return value, grads
+
+    return scaled_value_and_grad
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) == 2

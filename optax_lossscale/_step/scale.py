@@ -1,0 +1,141 @@
+"""Scale losses, unscale gradients."""
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_lossscale._state import current_scale
+from optax_lossscale._step.finite import agree, all_finite
+from optax_lossscale._support import checks
+from optax_lossscale._support.checks import AxisName
+from optax_lossscale._support.tree import (
+    KeyPath,
+    PyTree,
+    Tree,
+    at_least_float32,
+    is_array,
+    is_inexact,
+    path_name,
+)
+
+# Flax keeps what an fp8 layer needs to know about its tensors (scales, histories of maxima) in
+# this collection. Its "gradients" are the new values themselves, which were never scaled.
+_OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
+
+
+def scale_loss(loss: Tree, state: PyTree) -> Tree:
+    """Multiply the loss by the loss scale.
+
+    Args:
+      loss: A loss, or a pytree of them. Any floating-point dtype and any shape. Eight- and
+        sixteen-bit losses are promoted to float32 before the product, which float16 could not
+        hold; float32 and float64 keep their type.
+      state: A `LossScaleState`, or an optimizer's state that holds exactly one.
+
+    Returns:
+      The scaled loss, to be differentiated.
+
+    Raises:
+      TypeError: If a loss is not floating-point.
+      ValueError: If `state` holds no `LossScaleState`, or several.
+
+    Warns:
+      UserWarning: If a loss is float16. The loss scale is then cast back to float16 on its way into
+        the backward pass, where everything above 65504 is infinite. Compute the loss in float32.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> float(ols.scale_loss(jnp.float32(0.5), ols.init(1024)))
+      512.0
+    """
+    return scale_by(loss, current_scale("state", state), stacklevel=3)
+
+
+def scale_by(loss: Tree, loss_scale: jax.Array, *, stacklevel: int = 2) -> Tree:
+    """Multiply the loss by a number, `float32[]`."""
+    if any(is_array(leaf) and leaf.dtype == jnp.float16 for leaf in jax.tree.leaves(loss)):
+        warnings.warn(
+            "The loss is float16: the loss scale is cast to float16 on its way into the backward "
+            "pass and is infinite there above 65504. Compute the loss in float32, for example "
+            "from `logits.astype(jnp.float32)`.",
+            stacklevel=stacklevel,
+        )
+
+    def scale(path: KeyPath, leaf: Any) -> jax.Array:
+        if not is_inexact(leaf) or jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
+            kind = leaf.dtype if is_array(leaf) else type(leaf).__name__
+            raise TypeError(
+                f"`loss` must be floating-point, got {kind} at {path_name(path)}. Cast it with "
+                "`astype(jnp.float32)`, take the real part of a complex loss, or give "
+                "`value_and_grad` the argument `has_aux=True` if `fun` returns more than the loss."
+            )
+        value = at_least_float32(leaf)
+        return value * loss_scale.astype(value.dtype)
+
+    return jax.tree_util.tree_map_with_path(scale, loss)
+
+
+def unscale_and_check(
+    grads: Tree, state: PyTree, *, axis_name: AxisName | None = None
+) -> tuple[Tree, jax.Array]:
+    """Divide the gradients by the loss scale and say whether they are all finite.
+
+    The gradients are multiplied by the reciprocal of the loss scale, which is taken once, in
+    float32. That is exact for powers of two. Otherwise it is within one unit in the last place of
+    float32, for float64 gradients too.
+
+    Args:
+      grads: Gradients of a loss that was scaled with `state`. Leaves that hold no floating-point
+        or complex numbers pass through as they are, and so does whatever stands under a dict key
+        `_overwrite_with_gradient` (what Flax's fp8 layers keep, which was never scaled).
+      state: The `LossScaleState` that the loss was scaled with, not the updated one, or an
+        optimizer's state that holds exactly one.
+      axis_name: The mapped axis, or a tuple of them, over which the replicas or shards must agree
+        (`jax.pmap`, `jax.shard_map`, `jax.vmap`). Not needed under plain `jax.jit`, where arrays
+        are global, however they are sharded.
+
+    Returns:
+      The true gradients, in float32 where they were of a smaller type and in their own type
+      otherwise, and whether every one of them is finite, both as it came and unscaled. `bool[]`.
+
+    Raises:
+      TypeError: If `axis_name` cannot be the name of an axis.
+      ValueError: If `state` holds no `LossScaleState`, or several, or `axis_name` is not mapped.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> state = ols.init(1024)
+      >>> ols.unscale_and_check({"w": jnp.array([512.0, 2048.0], jnp.float16)}, state)
+      ({'w': Array([0.5, 2. ], dtype=float32)}, Array(True, dtype=bool))
+    """
+    checks.axis_names(axis_name)
+    unscaled = unscale_by(grads, current_scale("state", state))
+    # The reciprocal is positive and finite, so what came as NaN or infinite still is: one check, of
+    # the unscaled gradients, covers both.
+    return unscaled, agree(all_finite(unscaled), axis_name)
+
+
+def unscale_by(grads: Tree, loss_scale: jax.Array) -> Tree:
+    """Divide the gradients by a number, `float32[]`."""
+    reciprocal = 1 / loss_scale
+
+    def multiply(path: KeyPath, leaf: Any) -> Any:
+        if not is_inexact(leaf) or _overwrites(path):
+            return leaf
+        value = at_least_float32(leaf)
+        return value * reciprocal.astype(value.dtype)
+
+    # An overflow is what the check is about to look for, no error to stop at.
+    with jax.debug_nans(False), jax.debug_infs(False):
+        return jax.tree_util.tree_map_with_path(multiply, grads)
+
+
+def _overwrites(path: KeyPath) -> bool:
+    return any(
+        isinstance(key, jax.tree_util.DictKey) and key.key == _OVERWRITE_WITH_GRADIENT
+        for key in path
+    )

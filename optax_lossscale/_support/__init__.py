@@ -1,0 +1,1 @@
+"""What every room needs: checks of arguments, and pytrees."""

@@ -1,0 +1,183 @@
+"""Every check of an argument, worded once.
+
+A check raises where silence would corrupt or mislead. What Python, JAX or Optax refuses with a
+message that names the argument is not checked again.
+"""
+
+import math
+import numbers
+from collections.abc import Hashable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+from jax.typing import ArrayLike, DTypeLike
+
+from optax_lossscale._support.tree import (
+    KeyPath,
+    PyTree,
+    Tree,
+    first_difference,
+    is_array,
+    leaves_of_type,
+    path_name,
+)
+
+#: The name of a mapped axis, or several.
+AxisName: TypeAlias = Hashable | tuple[Hashable, ...]
+
+# Outside these bounds the float32 reciprocal of the loss scale is infinite or subnormal, and XLA
+# flushes subnormal numbers to zero: the gradients would vanish.
+SMALLEST_SCALE = 2.0**-126
+LARGEST_SCALE = 2.0**126
+INT32_MAX = int(np.iinfo(np.int32).max)
+
+
+def finite_number(name: str, value: object) -> float:
+    """Return `value` as a Python float that is finite in float32."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise TypeError(
+            f"`{name}` must be a Python number, got {value!r}. Hyper-parameters are fixed when a "
+            "step is compiled; convert an array with `float`."
+        )
+    try:
+        number = float(value)
+    except OverflowError:  # an int or a Fraction beyond float64
+        number = math.inf
+    if not math.isfinite(as_float32(number)):
+        raise ValueError(f"`{name}` must be finite in float32, got {value}. Use a power of two.")
+    return number
+
+
+def as_float32(value: float) -> float:
+    """Return the float32 next to `value`."""
+    with np.errstate(over="ignore", under="ignore"):
+        return float(np.float32(value))
+
+
+def scale_number(name: str, value: object) -> float:
+    """Return `value` as a Python float within the bounds of a loss scale."""
+    number = finite_number(name, value)
+    if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
+        raise ValueError(
+            f"`{name}` must lie between 2**-126 and 2**126, where a float32 has a normal "
+            f"reciprocal, got {value}. Use a power of two within."
+        )
+    return number
+
+
+def between(name: str, value: object, low: float, high: float) -> float:
+    """Return `value` as a Python float within bounds."""
+    number = finite_number(name, value)
+    if not low <= number <= high:
+        raise ValueError(
+            f"`{name}` must lie between {low:g} and {high:g}, got {value}. Change it, or leave it "
+            "out."
+        )
+    return number
+
+
+def count(name: str, value: object, *, least: int = 1) -> int:
+    """Return `value` as an int that an int32 holds."""
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        raise TypeError(f"`{name}` must be an integer, got {value!r}. Use `int` to convert it.")
+    if not least <= int(value) <= INT32_MAX:
+        raise ValueError(
+            f"`{name}` must be at least {least} and fit an int32, got {value}. Use {least} for the "
+            "smallest."
+        )
+    return int(value)
+
+
+def flag(name: str, value: ArrayLike) -> jax.Array:
+    """Return `value` as bool[]."""
+    if not (isinstance(value, bool) or (is_array(value) and value.dtype == jnp.bool_)):
+        raise TypeError(
+            f"`{name}` must be a bool or a boolean array, got {value!r}. Compute it with "
+            "`all_finite`, `unscale_and_check` or a comparison."
+        )
+    array = jnp.asarray(value)
+    scalar(name, array, "Reduce it with `jnp.all`, or map over it with `jax.vmap`.")
+    return array
+
+
+def scalar(name: str, value: Any, remedy: str) -> None:
+    """Refuse an array with axes."""
+    if np.shape(value):
+        raise ValueError(f"`{name}` must be a scalar, got shape {np.shape(value)}. {remedy}")
+
+
+def same_structure(name: str, tree: PyTree, expected: PyTree, remedy: str) -> None:
+    """Refuse a tree of another structure; the message names the first key path that differs."""
+    if jax.tree.structure(tree) != jax.tree.structure(expected):
+        where = path_name(first_difference(tree, expected) or ())
+        raise ValueError(f"`{name}` has another structure than expected at {where}. {remedy}")
+
+
+def same_shape(name: str, path: KeyPath, leaf: Any, expected: Any, remedy: str) -> None:
+    """Refuse a leaf of another shape, which would be broadcast."""
+    if np.shape(leaf) != np.shape(expected):
+        raise ValueError(
+            f"`{name}` must keep its shapes, got {np.shape(leaf)} for {np.shape(expected)} at "
+            f"{path_name(path)}. {remedy}"
+        )
+
+
+def only_one(name: str, tree: PyTree, kind: type[Tree], remedy: str) -> tuple[KeyPath, Tree]:
+    """Return the one sub-tree that is a `kind`, with its path."""
+    found = list(leaves_of_type(tree, kind))
+    if len(found) != 1:
+        where = ", ".join(path_name(path) for path, _ in found) or "nowhere"
+        raise ValueError(
+            f"`{name}` must hold exactly one {kind.__name__}, got {len(found)} in a "
+            f"{type(tree).__name__}, found at: {where}. {remedy}"
+        )
+    return found[0]
+
+
+def concrete(name: str, tree: PyTree, remedy: str) -> None:
+    """Refuse traced arrays."""
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
+        raise TypeError(f"`{name}` must hold values, got traced arrays. {remedy}")
+
+
+def axis_names(axis_name: AxisName | None) -> None:
+    """Refuse what cannot name axes, whether or not they are mapped."""
+    for name in axis_name if isinstance(axis_name, tuple) else (axis_name,):
+        # An integer would stand for an axis of the array.
+        if not isinstance(name, Hashable) or isinstance(name, numbers.Integral):
+            raise TypeError(
+                "`axis_name` must be the name of a mapped axis, usually a string, or a tuple of "
+                f"them, got {axis_name!r}. Give the one that `jax.shard_map`, `jax.pmap` or "
+                "`jax.vmap` maps over."
+            )
+
+
+def small_float(dtype: DTypeLike) -> np.dtype:
+    """Return a floating-point type of at most 32 bits."""
+    kind = jnp.dtype(dtype)
+    if not jnp.issubdtype(kind, jnp.floating) or jnp.finfo(kind).bits > 32:
+        raise TypeError(
+            f"`dtype` must be a floating-point type of at most 32 bits, got {kind}. Use "
+            "`jnp.float16`."
+        )
+    return kind
+
+
+def transformation(
+    name: str, optimizer: optax.GradientTransformation | optax.MultiSteps
+) -> optax.GradientTransformationExtraArgs:
+    """Return the optimizer in the argument `name`, in the form that takes extra arguments."""
+    if isinstance(optimizer, optax.MultiSteps):
+        # Its own `gradient_transformation()` (Optax 0.2.8) drops the extra arguments.
+        update: Any = optimizer.update
+        return optax.GradientTransformationExtraArgs(optimizer.init, update)
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError(
+            f"`{name}` must be an optax.GradientTransformation or an optax.MultiSteps, got "
+            f"{optimizer!r}. Call the optimizer's factory first, for example `optax.adam(1e-3)`."
+        )
+    return optax.with_extra_args_support(optimizer)

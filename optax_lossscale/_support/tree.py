@@ -1,0 +1,96 @@
+"""Pytrees: kinds of leaves, and where they stand."""
+
+from collections.abc import Iterator
+from typing import Any, TypeAlias, TypeGuard, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+#: Any nested container that JAX knows, with leaves of any kind.
+PyTree: TypeAlias = Any
+
+#: Where a leaf stands in a tree: JAX's key path.
+KeyPath: TypeAlias = tuple[Any, ...]
+
+Tree = TypeVar("Tree")
+
+
+def is_array(leaf: object) -> TypeGuard[jax.Array | np.ndarray]:
+    """Say whether `leaf` is an array or a traced array, of any dtype."""
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+
+
+def is_inexact(leaf: object) -> TypeGuard[ArrayLike]:
+    """Say whether `leaf` holds floating-point or complex numbers.
+
+    Python's own `float` and `complex` count, so that a function of the library gives the same
+    answer eagerly as under `jax.jit`, which turns them into arrays. PRNG keys, float0 and arrays
+    of integers or objects do not.
+    """
+    if is_array(leaf):
+        return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
+    return isinstance(leaf, (float, complex))
+
+
+def readable(leaf: ArrayLike) -> jax.Array:
+    """Return an array of a type that every function of JAX takes.
+
+    `isfinite`, for one, is not defined for every eight-bit format.
+    """
+    array = jnp.asarray(leaf)
+    return array.astype(jnp.float32) if jnp.finfo(array.dtype).bits < 16 else array
+
+
+def at_least_float32(leaf: Any) -> Any:
+    """Return `leaf` in float32 if it holds floating-point numbers of a smaller type."""
+    if not is_inexact(leaf):
+        return leaf
+    value = jnp.asarray(leaf)
+    # `promote_types(dtype, float32)` would say the same, but raises for eight-bit types and
+    # under strict dtype promotion.
+    return value.astype(jnp.float32) if jnp.finfo(value.dtype).bits < 32 else value
+
+
+def path_name(path: KeyPath) -> str:
+    """Return `path` as a message shows it; the empty path is the tree itself."""
+    return f"`{jax.tree_util.keystr(path)}`" if path else "the root of the tree"
+
+
+def first_difference(a: PyTree, b: PyTree, path: KeyPath = ()) -> KeyPath | None:
+    """Return the key path of the first place where two trees differ in structure."""
+    (a_children, a_def), (b_children, b_def) = (
+        jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x, tree=tree: x is not tree)
+        for tree in (a, b)
+    )
+    if a_def != b_def:
+        a_keys, b_keys = ([key for key, _ in children] for children in (a_children, b_children))
+        # The key of a leaf is empty.
+        only_in_one = (key for key in a_keys + b_keys if key and (key in a_keys) != (key in b_keys))
+        return path + next(only_in_one, ())
+    for (key, x), (_, y) in zip(a_children, b_children, strict=True):
+        # A leaf is its own only child, at the empty path.
+        difference = first_difference(x, y, path + key) if key else None
+        if difference is not None:
+            return difference
+    return None
+
+
+def leaves_of_type(tree: PyTree, kind: type[Tree]) -> Iterator[tuple[KeyPath, Tree]]:
+    """Yield every sub-tree of `tree` that is a `kind`, with its path."""
+    found, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, kind))
+    return ((path, sub) for path, sub in found if isinstance(sub, kind))
+
+
+def as_strong_array(leaf: Any, dtype: Any = None) -> Any:
+    """Return `leaf` as a strongly typed array if it is a Python number or a weakly typed one."""
+    # NumPy arrays and PRNG keys lack the attribute.
+    if getattr(leaf, "weak_type", False) or isinstance(leaf, (int, float, complex)):
+        return jnp.asarray(leaf, dtype or jnp.result_type(leaf))
+    return leaf
+
+
+def is_symbolic(size: Any) -> bool:
+    """Say whether a size is known only when an exported function runs; it cannot be compared."""
+    return not isinstance(size, int)

@@ -1,0 +1,232 @@
+"""How large gradients are, and which loss scale fits them."""
+
+import functools
+import warnings
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
+
+from optax_lossscale._support import checks
+from optax_lossscale._support.checks import INT32_MAX
+from optax_lossscale._support.tree import PyTree, is_inexact, is_symbolic, readable
+
+# The exponents that floor(log2|x|) takes for a float32 that is neither zero nor infinite; below
+# -126 the number is subnormal.
+EXPONENTS = np.arange(-149, 128)
+
+
+class GradientExponents(NamedTuple):
+    """How large gradients are, from `gradient_exponents`; two add by `jax.tree.map`.
+
+    Attributes:
+      histogram: Elements by floor(log2(|g|)), from -149 (the smallest float32) to 127. Zeros, NaN
+        and infinities are left out. `int32[277]`.
+      zero: Elements that are zero. `int32[]`.
+      flushed: Elements that are not zero, and would be rounded to zero. `int32[]`.
+      subnormal: Elements that would be rounded to a subnormal number, with fewer digits. `int32[]`.
+      overflow: Elements that are infinite or would be rounded to infinity. `int32[]`.
+      size: All elements, NaN included. `int32[]`.
+    """
+
+    histogram: jax.Array
+    zero: jax.Array
+    flushed: jax.Array
+    subnormal: jax.Array
+    overflow: jax.Array
+    size: jax.Array
+
+
+def gradient_exponents(
+    grads: PyTree, *, dtype: DTypeLike = jnp.float16, loss_scale: ArrayLike = 1.0
+) -> GradientExponents:
+    """Say how large gradients are, and what a small dtype would make of them.
+
+    Add those of several steps with `jax.tree.map(operator.add, a, b)`, and those of several
+    devices under `jax.shard_map` with `jax.lax.psum`. Beyond 2**31 - 1 elements in all, add on
+    the host, after `jax.tree.map(np.int64, ...)`.
+
+    Args:
+      grads: True gradients, computed in float32: those that have been in float16 have lost
+        already what this counts. Leaves that hold no floating-point or complex numbers are left
+        out; the two parts of a complex number count one by one.
+      dtype: The floating-point type to round to, of at most 32 bits.
+      loss_scale: What to multiply by before rounding. `float32[]`. The histogram is that of
+        the gradients themselves.
+
+    Returns:
+      The counts. Numbers of a float64 beyond float32's exponents count at the histogram's ends.
+
+    Raises:
+      TypeError: If `dtype` is not a floating-point type of at most 32 bits.
+      ValueError: If there are more than 2**31 - 1 elements, which an int32 cannot count.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> grads = {"w": jnp.array([0.0, 1e-9, 1e-6, 1.0])}
+      >>> counts = ols.diagnostics.gradient_exponents(grads)
+      >>> int(counts.zero), int(counts.flushed), int(counts.subnormal), int(counts.overflow)
+      (1, 1, 1, 0)
+      >>> int(ols.diagnostics.gradient_exponents(grads, loss_scale=2.0**15).flushed)
+      0
+
+    References:
+      Figure 3 of Micikevicius et al., `Mixed Precision Training
+      <https://arxiv.org/abs/1710.03740>`_, 2018.
+    """
+    dtype = checks.small_float(dtype)
+    parts: list[jax.Array] = []
+    for leaf in jax.tree.leaves(grads):
+        if is_inexact(leaf):
+            array = readable(leaf)
+            parts += [array.real, array.imag] if jnp.iscomplexobj(array) else [array]
+    size = sum(part.size for part in parts)
+    if not is_symbolic(size) and size > INT32_MAX:
+        raise ValueError(
+            f"`grads` must have at most 2**31 - 1 elements, got {size}. Look at one part of the "
+            "tree at a time, and add on the host: `jax.tree.map(np.int64, ...)`."
+        )
+    scale = jnp.asarray(loss_scale, jnp.float32)
+    total = GradientExponents(
+        jnp.zeros(EXPONENTS.size, jnp.int32),
+        *(jnp.zeros((), jnp.int32) for _ in range(5)),
+    )
+    for part in parts:
+        total = jax.tree.map(jnp.add, total, _exponents(part, dtype, scale))
+    return total
+
+
+@functools.partial(jax.jit, static_argnames="dtype")  # one dispatch in eager execution
+def _exponents(array: jax.Array, dtype: np.dtype, scale: jax.Array) -> GradientExponents:
+    # Read from the bits, and multiplied part by part: XLA flushes subnormal numbers to zero on
+    # some platforms, and there even `x != 0` is false for them.
+    info, target = jnp.finfo(array.dtype), jnp.finfo(dtype)
+    magnitude_bits = 2 ** (info.bits - 1) - 1
+    bits = jax.lax.bitcast_convert_type(array, f"uint{info.bits}") & magnitude_bits
+    infinity = magnitude_bits + 1 - 2**info.nmant
+    is_zero, is_infinite = bits == 0, bits == infinity
+    is_number = ~is_zero & (bits < infinity)
+    # How far a subnormal number is shifted until it starts with a one, as the others do.
+    places = jax.lax.clz(bits).astype(jnp.int32) - (info.bits - 1 - info.nmant)
+    shift = jnp.clip(places, 0, info.nmant)
+    biased = (bits >> info.nmant).astype(jnp.int32)
+    exponent = jnp.maximum(biased, 1) - 1 + info.minexp - shift
+    digits = (bits << shift.astype(bits.dtype)) & (2**info.nmant - 1)
+    wide = jnp.float64 if info.bits == 64 else jnp.float32
+    significand = 1 + digits.astype(wide) / 2**info.nmant
+
+    scale_significand, scale_exponent = jnp.frexp(scale)
+    product = significand * scale_significand.astype(wide)  # between 1/2 and 2
+    power = exponent + scale_exponent
+    # The product in units of the smallest normal number, far from where float32 itself ends.
+    in_tiny = jnp.ldexp(product, power - target.minexp)
+    half_last_place = 2.0 ** -(target.nmant + 1)
+    is_flushed = in_tiny <= half_last_place
+    rounded = jnp.ldexp(product, power).astype(dtype).astype(jnp.float32)
+
+    def count(mask: jax.Array) -> jax.Array:
+        return jnp.sum(mask, dtype=jnp.int32)
+
+    return GradientExponents(
+        histogram=_histogram(exponent, is_number),
+        zero=count(is_zero),
+        flushed=count(is_number & is_flushed),
+        subnormal=count(is_number & ~is_flushed & (in_tiny < 1 - half_last_place)),
+        # Formats without infinity (float8_e4m3fn) have NaN in its place.
+        overflow=count(is_infinite | (is_number & ~jnp.isfinite(rounded))),
+        size=jnp.asarray(array.size, jnp.int32),
+    )
+
+
+def _histogram(exponent: jax.Array, is_number: jax.Array) -> jax.Array:
+    """Count how often each of `EXPONENTS` occurs where there is a number."""
+
+    def count(bins: jax.Array) -> jax.Array:
+        return jnp.bincount(bins.ravel(), length=EXPONENTS.size + 1)[1:].astype(jnp.int32)
+
+    bins = jnp.where(is_number, jnp.clip(exponent + 149, 0, EXPONENTS.size - 1) + 1, 0)
+    # JAX does not say (seen in 0.10.2) how a scatter goes over explicitly sharded axes.
+    mesh = jax.typeof(bins).sharding.mesh
+    axes = tuple(
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Explicit
+    )
+    if not axes:
+        return count(bins)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    by_compiler: Any = jax.sharding.auto_axes(count, axes=axes, out_sharding=replicated)
+    return by_compiler(bins)
+
+
+def suggest_scale(
+    exponents: GradientExponents, *, headroom: int = 4, dtype: DTypeLike = jnp.float16
+) -> float:
+    """Return the power of two that moves the histogram to the upper end of what `dtype` holds.
+
+    Args:
+      exponents: From `gradient_exponents`, on the host; best the sum over many steps.
+      headroom: Powers of two to leave free above the largest gradient that was seen, for larger
+        ones to come. With 0 it may be rounded to infinity.
+      dtype: The type that gradients are computed in.
+
+    Returns:
+      A loss scale within [2**-126, 2**126], for `FixedLossScale` or as `initial_scale`. Above
+      2**24, which is the default, a `DynamicLossScale` needs a larger `max_scale`, too.
+
+    Raises:
+      TypeError: If `exponents` is traced, `dtype` is not a floating-point type of at most 32 bits,
+        or `headroom` is not an integer.
+      ValueError: If `headroom` is negative, or the histogram is empty, stacked or wrapped around.
+
+    Warns:
+      UserWarning: If the power of two that fits lies outside of these bounds.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> ols.diagnostics.suggest_scale(
+      ...     ols.diagnostics.gradient_exponents(jnp.array([1e-6, 2.0**-10]))
+      ... )
+      2097152.0
+    """
+    headroom = checks.count("headroom", headroom, least=0)
+    histogram = histogram_of(exponents)
+    if not histogram.any():
+        raise ValueError(
+            "`exponents` must count at least one gradient that is neither zero nor infinite, got "
+            "an empty histogram. Count float32 gradients, before they are rounded to float16."
+        )
+    largest = int(EXPONENTS[histogram > 0][-1])
+    power = int(jnp.finfo(checks.small_float(dtype)).maxexp) - 1 - largest - headroom
+    within = min(max(power, -126), 126)
+    if power != within:
+        warnings.warn(
+            f"The loss scale that fits is 2**{power}, got its bound of 2**{within}. "
+            + ("Increase the weight of the loss." if power > 0 else "Decrease it, or `headroom`."),
+            stacklevel=2,
+        )
+    return 2.0**within
+
+
+def histogram_of(exponents: GradientExponents) -> np.ndarray:
+    """Return the one histogram of `exponents`, on the host."""
+    checks.concrete(
+        "exponents", exponents, "Return them from the compiled step, and look at them outside."
+    )
+    histogram = np.asarray(exponents.histogram)
+    if histogram.shape != EXPONENTS.shape:
+        raise ValueError(
+            f"`exponents` must hold one histogram, got shape {histogram.shape}. Sum over the "
+            "steps or devices: `jax.tree.map(lambda x: x.sum(0), exponents)`."
+        )
+    if not (histogram >= 0).all():
+        raise ValueError(
+            "`exponents` must hold counts, got negative ones: an int32 has wrapped around. Add on "
+            "the host, after `jax.tree.map(np.int64, exponents)`."
+        )
+    return histogram

@@ -1,0 +1,178 @@
+"""What is known of a number that is not finite: where it comes from, and which layer made it."""
+
+import dataclasses
+import linecache
+import re
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from optax_lossscale._support.tree import KeyPath, is_inexact
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FirstNonfinite:
+    """Where the first NaN or infinity comes from, as `first_nonfinite` found it.
+
+    `str` writes it in words.
+
+    Attributes:
+      layer: The layer: the key path, in the arguments of the function, of the parameters that were
+        read last before the operation; for a cast of a layer's input, of that layer. Without any,
+        the named scope. For an argument that is not finite itself, its own key path.
+      operation: The name of the operation in JAX, such as `"dot_general"` or
+        `"convert_element_type"` (a cast). None for an argument.
+      dtype: The type of the array that is not finite.
+      nan: Elements of it that are NaN.
+      inf: Elements of it that are infinite.
+      size: All its elements.
+      scope: The `jax.named_scope` of the operation: in Flax's Linen the module's path, in Equinox
+        the types of the layers, `""` without any.
+      backward: Whether the operation belongs to the backward pass.
+      source: The line of your own code that the operation comes from, with its file.
+    """
+
+    layer: str
+    operation: str | None
+    dtype: str
+    nan: int
+    inf: int
+    size: int
+    scope: str = ""
+    backward: bool = False
+    source: str = ""
+
+    def __str__(self) -> str:
+        """Return the finding in words, one fact a line."""
+        counts = f"{self.nan} NaN and {self.inf} infinite of {self.size} elements ({self.dtype})"
+        if self.operation is None:
+            return f"`{self.layer}` is not finite before the first operation: {counts}"
+        when = " in the backward pass" if self.backward else ""
+        lines = [f"`{self.operation}`{when} is the first to make {counts}"]
+        facts = {"layer": self.layer, "scope": self.scope, "source": self.source}
+        lines += [f"  {name}: {fact}" for name, fact in facts.items() if fact]
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """An array of the arguments."""
+
+    position: int
+    name: str  # its key path
+    layer: str  # that of the layer it belongs to
+    is_parameter: bool
+
+
+@dataclasses.dataclass
+class Origin:
+    """When and by what the first NaN or infinity on the way to a value was made."""
+
+    time: int
+    found: FirstNonfinite
+    cast: Any = None  # the result, if a cast made them
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """An array, and what is known of its past.
+
+    Attributes:
+      array: The array itself.
+      kinds: Which of `"nan"`, `"inf"` and `"-inf"` it holds.
+      origin: Where they come from; None if they are meant, or there are none.
+      leaf: The argument that it was computed from alone, by casting it for example.
+      layer: When parameters were last read on the way to it, and of which layer.
+      is_backward: Whether it was computed in the backward pass.
+    """
+
+    array: Any
+    kinds: frozenset[str] = frozenset()
+    origin: Origin | None = None
+    leaf: Leaf | None = None
+    layer: tuple[int, str] | None = None
+    is_backward: bool = False
+
+
+def sliced(value: Value, step: int) -> Value:
+    """Return one step of what a scan slices."""
+    array = value.array[step]
+    kinds = kinds_of(array)
+    origin = value.origin if kinds else None
+    return dataclasses.replace(value, array=array, kinds=kinds, origin=origin)
+
+
+def rank_of(aval: Any) -> int:
+    """Return the number of axes of an abstract value."""
+    return len(aval.shape)
+
+
+def time_of(origin: Origin) -> int:
+    """Return when it was made, to compare by."""
+    return origin.time
+
+
+def layer_of(operands: list[Value], time: int, *, is_backward: bool) -> tuple[int, str] | None:
+    """Return the layer that an operation belongs to."""
+    read = [x.leaf for x in operands if x.leaf and x.leaf.is_parameter]
+    if read:  # parameters come before the batch, if they cannot be told apart
+        return time, min(read, key=lambda leaf: leaf.position).layer
+    # A derivative is taken where the forward pass was, not where the backward pass comes from.
+    forward = [x.layer for x in operands if x.layer and not x.is_backward]
+    layers = forward if is_backward and forward else [x.layer for x in operands if x.layer]
+    return max(layers, default=None)
+
+
+def layer_path(path: KeyPath) -> KeyPath:
+    """Return the path of the layer that a parameter belongs to."""
+    # Flax keeps parameters in boxes.
+    if path and jax.tree_util.keystr(path[-1:]) in {".value", ".raw_value"}:
+        path = path[:-1]
+    return path[:-1] or path  # a parameter outside of any layer is its own
+
+
+def kinds_of(array: Any) -> frozenset[str]:
+    """Return which of NaN, infinity and negative infinity an array holds."""
+    if not is_inexact(array):
+        return frozenset()
+    numbers: Any = np.asarray(array)
+    if np.isfinite(numbers).all():
+        return frozenset()
+    parts = (numbers.real, numbers.imag) if np.iscomplexobj(numbers) else (numbers,)
+    tests = {"nan": np.isnan, "inf": lambda x: x == np.inf, "-inf": lambda x: x == -np.inf}
+    return frozenset(name for name, test in tests.items() if any(test(x).any() for x in parts))
+
+
+def count_nonfinite(array: Any) -> dict[str, Any]:
+    """Return the fields of `FirstNonfinite` that describe an array."""
+    numbers = np.asarray(array)
+    is_nan = np.isnan(numbers)
+    return {
+        "dtype": str(numbers.dtype),
+        "nan": int(is_nan.sum()),
+        "inf": int((~np.isfinite(numbers) & ~is_nan).sum()),
+        "size": numbers.size,
+    }
+
+
+def readable_scope(scope: str) -> str:
+    """Return the names in a scope, without the transformations around them."""
+    names = re.sub(r"\w+\(|\)", "", scope)
+    return "/".join(name for name in names.split("/") if name)
+
+
+def source_of(eqn: JaxprEqn) -> str:
+    """Return the innermost line that is not of an installed package."""
+    traceback = eqn.source_info.traceback
+    frames = list(traceback.frames) if traceback else []
+    installed = {*map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))}
+    installed.add(str(Path(__file__).parent))
+    for frame in frames:
+        if not frame.file_name.startswith((*installed, "<frozen")):
+            line = linecache.getline(frame.file_name, frame.line_num).strip()
+            return f"{frame.file_name}:{frame.line_num}" + (f": {line}" if line else "")
+    return ""

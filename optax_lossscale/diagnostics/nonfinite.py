@@ -1,0 +1,110 @@
+"""Count what is not finite, array by array."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale._support import checks
+from optax_lossscale._support.checks import INT32_MAX
+from optax_lossscale._support.tree import PyTree, is_inexact, is_symbolic, readable
+
+
+class NonfiniteCounts(NamedTuple):
+    """What `nonfinite_report` says of one array.
+
+    Attributes:
+      nan: Elements that are NaN. `int32[]`.
+      inf: Elements that are infinite. `int32[]`.
+      size: All elements. `int32[]`.
+    """
+
+    nan: jax.Array
+    inf: jax.Array
+    size: jax.Array
+
+
+def nonfinite_report(grads: PyTree) -> dict[str, NonfiniteCounts]:
+    """Count the NaN and infinite elements of each array.
+
+    It takes any tree: gradients, the batch, the parameters. Gradients alone do not name the layer
+    that overflowed: NaN made in the backward pass spreads to all layers before it, and a loss that
+    is not finite makes every gradient NaN. `first_nonfinite` names the layer.
+
+    Args:
+      grads: Gradients, or any pytree. Leaves that hold no floating-point or complex numbers are
+        left out. A complex element counts once, as NaN if either part is.
+
+    Returns:
+      The counts, by the key path of the array as `jax.tree_util.keystr` writes it. Those of
+      arrays with more than 2**31 - 1 elements are approximate, and stop there.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> grads = {"dense": jnp.array([1.0, jnp.nan]), "head": jnp.ones(3)}
+      >>> ols.diagnostics.nonfinite_report(grads)["['dense']"].nan
+      Array(1, dtype=int32)
+    """
+
+    def count(leaf: Any) -> NonfiniteCounts:
+        array = readable(leaf)
+        is_nan = jnp.isnan(array)
+        return NonfiniteCounts(
+            nan=_saturated_count(is_nan),
+            inf=_saturated_count(jnp.isinf(array) & ~is_nan),
+            size=_as_count(array.size),
+        )
+
+    leaves = jax.tree_util.tree_leaves_with_path(grads)
+    return {jax.tree_util.keystr(path): count(leaf) for path, leaf in leaves if is_inexact(leaf)}
+
+
+def _as_count(size: Any) -> jax.Array:
+    return jnp.asarray(size if is_symbolic(size) else min(size, INT32_MAX), jnp.int32)
+
+
+def _saturated_count(mask: jax.Array) -> jax.Array:
+    if is_symbolic(mask.size) or mask.size <= INT32_MAX:
+        return jnp.sum(mask, dtype=jnp.int32)
+    # An int32 would wrap around, to 0 for 2**32 elements.
+    largest = np.nextafter(np.float32(2**31), np.float32(0))
+    return jnp.minimum(jnp.sum(mask, dtype=jnp.float32), largest).astype(jnp.int32)
+
+
+def format_nonfinite_report(report: Mapping[str, NonfiniteCounts]) -> str:
+    """Write a report in words, the worst array first.
+
+    Args:
+      report: From `nonfinite_report`, on the host.
+
+    Returns:
+      A line that counts the arrays that are not finite, and then one for each of them. Those with
+      the larger share of bad elements come first.
+
+    Raises:
+      TypeError: If `report` is traced, or holds the counts of several devices or steps.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> grads = {"dense": jnp.array([1.0, jnp.nan]), "head": jnp.ones(3)}
+      >>> print(ols.diagnostics.format_nonfinite_report(ols.diagnostics.nonfinite_report(grads)))
+      1 of 2 arrays are not finite:
+        ['dense']: 1 NaN and 0 infinite of 2 elements (50 %)
+    """
+    checks.concrete("report", report, "Return it from the compiled step, and format it outside.")
+    counts = {name: [int(count) for count in each] for name, each in report.items()}
+    bad = {name: (nan + inf) / size for name, (nan, inf, size) in counts.items() if nan + inf}
+    if not bad:
+        return f"0 of {len(counts)} arrays are not finite."
+    lines = [f"{len(bad)} of {len(counts)} arrays are not finite:"]
+    for name in sorted(bad, key=lambda name: -bad[name]):
+        nan, inf, size = counts[name]
+        lines.append(
+            f"  {name or 'the root of the tree'}: {nan} NaN and {inf} infinite of {size} elements "
+            f"({100 * bad[name]:.3g} %)"
+        )
+    return "\n".join(lines)

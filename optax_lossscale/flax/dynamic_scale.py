@@ -1,0 +1,140 @@
+"""A drop-in for Flax's `DynamicScale`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from flax.training import dynamic_scale
+
+from optax_lossscale._policy import DynamicLossScale
+from optax_lossscale._step.differentiate import value_and_grad
+from optax_lossscale._step.finite import all_finite
+from optax_lossscale._step.scale import unscale_and_check
+from optax_lossscale._support import checks
+from optax_lossscale._support.checks import INT32_MAX, LARGEST_SCALE, SMALLEST_SCALE
+from optax_lossscale._support.tree import (
+    as_strong_array,
+    is_array,
+)
+
+#: What `DynamicScale.value_and_grad` returns: Flax's own class.
+DynamicScaleResult = dynamic_scale.DynamicScaleResult
+
+
+class DynamicScale(dynamic_scale.DynamicScale):
+    """A drop-in for `flax.training.dynamic_scale.DynamicScale`, with the same fields and results.
+
+    The differences are deliberate:
+
+    * The loss scale grows on exactly the `growth_interval`-th finite step in a row; in Flax, one
+      step later. A count beyond the interval grows on the next finite step; in Flax, never.
+    * `scale` and `fin_steps` are strongly typed arrays from the start: a training step compiles
+      once, not twice.
+    * The loss scale stays between 2**-126 and 2**126, where its float32 reciprocal is a normal
+      number.
+    * The loss is returned as `fun` returned it; Flax scales it, which may overflow, and divides.
+      A float16 loss warns, as in `optax_lossscale.scale_loss`.
+    * Gradients wider than float32 keep their dtype, and fp8 metadata are not divided.
+
+    Like Flax's class, it does not check its hyper-parameters: `growth_factor` and `backoff_factor`
+    may be 1, and `minimum_scale` may be any scalar, even a traced one.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from optax_lossscale.flax import DynamicScale
+      >>> @jax.jit
+      ... def gradient(dynamic_scale, w):
+      ...     return dynamic_scale.value_and_grad(lambda w: jnp.sum(w**2))(w)
+      >>> dynamic_scale, is_finite, loss, grad = gradient(DynamicScale(scale=8.0), jnp.ones(2))
+      >>> bool(is_finite), float(loss), grad.tolist(), int(dynamic_scale.fin_steps)
+      (True, 2.0, [2.0, 2.0], 1)
+    """
+
+    # Annotated as in Flax. Arrays cannot be hashed, and a static argument must be. Each object has
+    # an array of its own: a shared buffer cannot be donated.
+    fin_steps: int = struct.field(default_factory=lambda: jnp.zeros((), jnp.int32), hash=False)
+    scale: float = struct.field(default=65536.0, hash=False)
+
+    def __post_init__(self) -> None:
+        """Turn Python numbers into arrays."""
+        # JAX also builds this object with axes, None or specs instead of numbers. Those are never
+        # floats and never appear beside an array.
+        if any(is_array(x) or isinstance(x, float) for x in (self.fin_steps, self.scale)):
+            for name, dtype in (("fin_steps", jnp.int32), ("scale", jnp.float32)):
+                object.__setattr__(self, name, as_strong_array(getattr(self, name), dtype))
+
+    def value_and_grad(
+        self,
+        fun: Callable[..., Any],
+        argnums: int | Sequence[int] = 0,
+        has_aux: bool = False,
+        axis_name: str | None = None,
+    ) -> Callable[..., dynamic_scale.DynamicScaleResult]:
+        """Differentiate a scaled loss, and return its value and gradients unscaled.
+
+        Args:
+          fun: The loss function, as for `jax.value_and_grad`. It returns the loss unscaled.
+          argnums: The arguments of `fun` to differentiate with respect to.
+          has_aux: Whether `fun` returns `(loss, aux)`.
+          axis_name: The mapped axis over which to average the gradients.
+
+        Returns:
+          A function of the arguments of `fun` that returns a `DynamicScaleResult`: the next
+          `dynamic_scale`, whether all gradients are `finite` (`bool[]`), `aux`, which is what
+          `fun` returned, and `grad`, the true gradients, in float32 or wider.
+
+        Raises:
+          TypeError: If `axis_name` cannot be the name of an axis; from the function returned, if
+            the loss is not floating-point.
+        """
+        checks.axis_names(axis_name)
+        rule = _flax_rule(self)
+        state = rule.init()._replace(
+            loss_scale=jnp.clip(
+                jnp.asarray(self.scale, jnp.float32), SMALLEST_SCALE, LARGEST_SCALE
+            ),
+            growth_count=jnp.asarray(self.fin_steps, jnp.int32),
+        )
+
+        def loss_and_aux(*args: Any, **kwargs: Any) -> Any:
+            loss, aux, *_ = fun(*args, **kwargs)  # Flax drops the rest, too
+            return loss, aux
+
+        scaled_value_and_grad = value_and_grad(loss_and_aux if has_aux else fun, argnums, has_aux)
+
+        def grad_fn_wrapper(*args: Any, **kwargs: Any) -> dynamic_scale.DynamicScaleResult:
+            aux, grad = scaled_value_and_grad(state, *args, **kwargs)
+            grad, _ = unscale_and_check(grad, state)
+            if axis_name is not None:
+                grad = jax.lax.pmean(grad, axis_name)
+            # The mean is checked, as in Flax: it may overflow, and all replicas agree.
+            finite = all_finite(grad)
+            new_state = rule.update(state, finite)
+            new_self = self.replace(fin_steps=new_state.growth_count, scale=new_state.loss_scale)
+            return DynamicScaleResult(new_self, finite, aux, grad)
+
+        return grad_fn_wrapper
+
+
+class _UncheckedLossScale(DynamicLossScale):
+    """The rule of `DynamicLossScale` with whatever hyper-parameters Flax takes."""
+
+    def __post_init__(self) -> None:
+        """Check nothing."""
+
+
+def _flax_rule(ds: dynamic_scale.DynamicScale) -> DynamicLossScale:
+    interval: Any = ds.growth_interval
+    floor = SMALLEST_SCALE if ds.minimum_scale is None else ds.minimum_scale
+    hyperparams: dict[str, Any] = {
+        # Flax grows on every finite step if the interval is 0, and never if it is negative.
+        "growth_interval": max(interval, 1) if 0 <= interval <= INT32_MAX else INT32_MAX,
+        # Scalars of any dtype would otherwise promote the loss scale.
+        "growth_factor": jnp.asarray(ds.growth_factor, jnp.float32),
+        "backoff_factor": jnp.asarray(ds.backoff_factor, jnp.float32),
+        "min_scale": jnp.clip(jnp.asarray(floor, jnp.float32), SMALLEST_SCALE, LARGEST_SCALE),
+        "max_scale": LARGEST_SCALE,
+    }
+    return _UncheckedLossScale(**hyperparams)

@@ -1,0 +1,207 @@
+"""Linen's `TrainState` that skips bad steps."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import core, struct
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from flax.training import train_state
+from jax.typing import ArrayLike
+
+from optax_lossscale._policy import LossScaleLike
+from optax_lossscale._state import loss_scale_state
+from optax_lossscale._step.scale import scale_loss
+from optax_lossscale._step.select import tree_where
+from optax_lossscale._step.transform import with_loss_scaling
+from optax_lossscale._support import checks
+from optax_lossscale._support.checks import AxisName
+from optax_lossscale._support.tree import (
+    PyTree,
+    Tree,
+    as_strong_array,
+)
+
+
+class TrainState(train_state.TrainState):
+    """Flax's `TrainState` with loss scaling: a step with non-finite gradients is skipped.
+
+    Make one with `create`; subclass it to add fields. Every leaf is an array from the start, so
+    that a training step compiles once and can be scanned. `step` counts applied steps, or all
+    steps if `count_skipped` is true.
+
+    If `params` has the collection `_overwrite_with_gradient` of Flax's fp8 layers, its gradient
+    replaces it, as in Flax. That gradient is checked too: fp8 layers clip infinite gradients, which
+    then appear only in the maxima that the layers record.
+
+    Examples:
+      >>> import flax.linen as nn
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from optax_lossscale.flax import TrainState
+      >>> model, x = nn.Dense(1), jnp.ones((4, 3))
+      >>> state = TrainState.create(
+      ...     apply_fn=model.apply, params=model.init(jax.random.key(0), x), tx=optax.sgd(0.1)
+      ... )
+      >>> @jax.jit
+      ... def train_step(state, x):
+      ...     def loss_fn(params):
+      ...         return state.scale_loss(jnp.mean(state.apply_fn(params, x) ** 2))
+      ...
+      ...     return state.apply_gradients(grads=jax.grad(loss_fn)(state.params))
+      >>> for batch in (x, jnp.inf * x):
+      ...     state = train_step(state, batch)
+      ...     print(int(state.step), bool(state.grads_finite), float(state.loss_scale))
+      1 True 32768.0
+      1 False 16384.0
+    """
+
+    # Keyword-only, so that a subclass can add fields without a default.
+    count_skipped: bool = struct.field(pytree_node=False, kw_only=True, default=False)
+    #: Whether the last step was applied; true before the first one. `bool[]`.
+    grads_finite: jax.Array = struct.field(kw_only=True, default_factory=lambda: jnp.asarray(True))
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        apply_fn: Callable[..., Any],
+        params: PyTree,
+        tx: optax.GradientTransformation | optax.MultiSteps,
+        loss_scale: LossScaleLike = "dynamic",
+        axis_name: AxisName | None = None,
+        count_skipped: bool = False,
+        **kwargs: Any,
+    ) -> Self:
+        """Return the state before the first step.
+
+        Args:
+          apply_fn: Usually the model's `apply`.
+          params: The parameters.
+          tx: The optimizer. `create` wraps it with `with_loss_scaling`.
+          loss_scale: `"dynamic"`, a number (fixed), a policy, or None.
+          axis_name: The mapped axis, or a tuple of them, whose members skip steps together. The
+            caller averages the gradients.
+          count_skipped: Whether `step` counts skipped steps too.
+          **kwargs: The fields that a subclass adds. Python numbers in them become arrays.
+
+        Raises:
+          TypeError: If `tx` is not an optimizer, `loss_scale` is not a policy, `count_skipped` is
+            not a bool, or a field is unknown.
+          ValueError: If `tx` already scales the loss.
+        """
+        wrapped = with_loss_scaling(_beside_metadata(tx), loss_scale, axis_name=axis_name)
+        state = cls(
+            step=jnp.zeros((), jnp.int32),
+            apply_fn=apply_fn,
+            params=params,
+            tx=wrapped,
+            opt_state=wrapped.init(params),
+            count_skipped=bool(count_skipped),
+            **kwargs,
+        )
+        return jax.tree.map(as_strong_array, state)
+
+    @property
+    def loss_scale(self) -> jax.Array:
+        """The number that the next loss is multiplied by. `float32[]`."""
+        return loss_scale_state(self.opt_state).loss_scale
+
+    def scale_loss(self, loss: Tree) -> Tree:
+        """Multiply the loss by the loss scale, inside the function that is differentiated."""
+        return scale_loss(loss, self.opt_state)
+
+    def apply_gradients(
+        self, *, grads: PyTree, value: ArrayLike | None = None, **kwargs: Any
+    ) -> Self:
+        """Apply the step if its gradients are finite; otherwise only update the loss scale.
+
+        Args:
+          grads: The gradients of the scaled loss, with the structure of `params`.
+          value: The loss, unscaled. If given, it is passed to the optimizer, and a loss that is
+            itself NaN or infinite skips the step; see `optax_lossscale.update`.
+          **kwargs: New values of other fields, such as `batch_stats`. On a skipped step each keeps
+            its old value. For what is computed from the result, such as an average of the
+            parameters, use `tree_where(state.grads_finite, new, old)`.
+
+        Returns:
+          The state after the step, of the same type.
+
+        Raises:
+          TypeError: If a field is unknown, a dtype in it changes, or `tx` was replaced by an
+            optimizer without loss scaling.
+          ValueError: If the structure or a shape in a field changes, or `grads` does not match
+            `params`.
+        """
+        _check_grads(grads, self.params)
+        extra_args = {} if value is None else {"value": value}
+        update_and_flag = getattr(self.tx, "update_and_flag", None)
+        if update_and_flag is None:
+            raise TypeError(
+                f"`tx` must be what `with_loss_scaling` returns, got {self.tx!r}. Make the state "
+                "with `create`, or wrap the whole optimizer."
+            )
+        updates, opt_state, applied = update_and_flag(
+            grads, self.opt_state, self.params, **extra_args
+        )
+        old = {name: getattr(self, name) for name in kwargs}
+        new = {name: _contained_like(kwargs[name], old[name]) for name in kwargs}
+        moved = jnp.logical_or(applied, self.count_skipped).astype(jnp.int32)
+        return self.replace(
+            step=jnp.asarray(self.step, jnp.int32) + moved,
+            params=_apply_updates(self.params, updates, applied),
+            opt_state=opt_state,
+            grads_finite=applied,
+            **tree_where(applied, new, old),
+        )
+
+
+def _check_grads(grads: PyTree, params: PyTree) -> None:
+    remedy = "Differentiate with respect to all of `state.params`."
+    checks.same_structure("grads", grads, params, remedy)
+    # Summed with the parameter, another shape would be broadcast.
+    jax.tree_util.tree_map_with_path(
+        lambda path, grad, param: checks.same_shape("grads", path, grad, param, remedy),
+        grads,
+        params,
+    )
+
+
+def _has_metadata(params: PyTree) -> bool:
+    return isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params
+
+
+def _beside_metadata(
+    tx: optax.GradientTransformation | optax.MultiSteps,
+) -> optax.GradientTransformation:
+    """Return `tx` for trees that also hold Flax's fp8 metadata, which it must not see."""
+    inner = checks.transformation("tx", tx)
+
+    def init_fn(params: Any) -> optax.OptState:
+        return inner.init(params["params"] if _has_metadata(params) else params)
+
+    def update_fn(
+        updates: Any, state: optax.OptState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, optax.OptState]:
+        if not _has_metadata(updates):
+            return inner.update(updates, state, params, **extra_args)
+        new, state = inner.update(updates["params"], state, params["params"], **extra_args)
+        return {**updates, "params": new}, state
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _apply_updates(params: Any, updates: Any, applied: jax.Array) -> Any:
+    if not _has_metadata(params):
+        return optax.apply_updates(params, updates)
+    new, name = optax.apply_updates(params["params"], updates["params"]), OVERWRITE_WITH_GRADIENT
+    metadata = tree_where(applied, updates[name], params[name])
+    return type(params)({**params, "params": new, name: metadata})
+
+
+def _contained_like(new: PyTree, old: PyTree) -> PyTree:
+    """Return `new` frozen if `old` is: `apply` returns dicts even for frozen variables."""
+    if isinstance(old, core.FrozenDict):
+        return core.freeze(new) if isinstance(new, dict) else new
+    return core.unfreeze(new) if isinstance(new, core.FrozenDict) else new

@@ -1,0 +1,217 @@
+"""Keras' `LossScaleOptimizer` and its arguments, as a chain of Optax transformations."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+
+from optax_lossscale._policy import DynamicLossScale, FixedLossScale
+from optax_lossscale._step.transform import with_loss_scaling
+from optax_lossscale._support import checks
+from optax_lossscale._support.checks import AxisName
+from optax_lossscale._support.tree import (
+    PyTree,
+)
+from optax_lossscale.keras.parts import (
+    EmaParamsState,
+    accumulated,
+    average_params,
+    clip_each_by_norm,
+    decayed,
+)
+
+
+def loss_scale_optimizer(
+    inner_optimizer: optax.GradientTransformation,
+    initial_scale: float | None = None,
+    dynamic_growth_steps: int | None = None,
+    *,
+    dynamic: bool = True,
+    learning_rate: float | optax.Schedule | None = None,
+    weight_decay: float | None = None,
+    clipnorm: float | None = None,
+    clipvalue: float | None = None,
+    global_clipnorm: float | None = None,
+    use_ema: bool = False,
+    ema_momentum: float = 0.99,
+    ema_overwrite_frequency: int | None = None,
+    loss_scale_factor: float | None = None,
+    gradient_accumulation_steps: int | None = None,
+    axis_name: AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Build Keras' `LossScaleOptimizer` around an Optax optimizer.
+
+    The arguments are those of `keras.optimizers.LossScaleOptimizer` and of the optimizers of Keras,
+    and do what they do there. A step is applied when its gradients are finite, and with
+    accumulation when it is also the last of its window; only then do clipping, the inner optimizer,
+    decay and the average take part, and only such steps are counted.
+
+    Args:
+      inner_optimizer: Any Optax optimizer.
+      initial_scale: The loss scale of the first step, 2**15 by default. Must be given, and stays,
+        if `dynamic` is false. The dynamic loss scale lies between 1 and 2**24, or `initial_scale`
+        where that lies beyond.
+      dynamic_growth_steps: Finite steps in a row after which the loss scale doubles; 2000 by
+        default.
+      dynamic: Whether the loss scale changes. If false, a step that is not finite is still skipped.
+      learning_rate: What `weight_decay` is multiplied by: a number, or a schedule of the number of
+        applied steps. By default the inner optimizer's hyper-parameter of this name is read at
+        each step, if `optax.inject_hyperparams` injected one. It is not handed to the inner
+        optimizer, which has a rate of its own.
+      weight_decay: At each applied step, `learning_rate * weight_decay * params` is subtracted from
+        the params, besides what the inner optimizer does to them.
+      clipnorm: Each leaf of the gradients is scaled down to at most this norm.
+      clipvalue: Each element of the gradients is clipped to plus or minus this value.
+      global_clipnorm: All gradients together are scaled down to at most this norm.
+      use_ema: Whether an average of the params is kept, for `ema_params` to read. It is the params
+        after the first applied step, and then
+        `ema_momentum * average + (1 - ema_momentum) * params`.
+      ema_momentum: How much of the average stays at each step. A number in [0, 1].
+      ema_overwrite_frequency: Applied steps after which the average replaces the params, each time.
+        It does so through the updates, `average - params`, so that adding them gives the average
+        to within rounding: exactly, where the two are within a factor of two of each other and
+        XLA fuses nothing, and within two units in the last place of the larger of them always.
+      loss_scale_factor: A fixed loss scale instead of the dynamic one. Nothing is checked, and no
+        step is skipped.
+      gradient_accumulation_steps: The inner optimizer moves once in so many finite steps, by the
+        mean of their gradients. A step that is not finite is dropped alone. The mean is taken in
+        float32.
+      axis_name: The mapped axis, or a tuple of them, over which all must skip together. See
+        `unscale_and_check`.
+
+    Returns:
+      What `with_loss_scaling` returns.
+
+    Raises:
+      TypeError: If an argument is of the wrong type.
+      ValueError: If an argument is out of its bounds, contradicts another or has no effect without
+        another; from `init`, if there is `weight_decay` and no rate for it; from `update`, if
+        `params` are needed and not given.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> import optax_lossscale as ols
+      >>> from optax_lossscale.keras import ema_params, loss_scale_optimizer
+      >>> tx = loss_scale_optimizer(optax.sgd(0.5), initial_scale=8, clipvalue=1.0, use_ema=True)
+      >>> params = jnp.array([1.0, 2.0])
+      >>> opt_state = tx.init(params)
+      >>> loss, grads = ols.value_and_grad(lambda w: jnp.sum(w**2))(opt_state, params)
+      >>> updates, opt_state = tx.update(grads, opt_state, params)
+      >>> optax.apply_updates(params, updates)
+      Array([0.5, 1.5], dtype=float32)
+      >>> ema_params(opt_state)
+      Array([0.5, 1.5], dtype=float32)
+    """
+    given = {name: value for name, value in locals().items() if value is not None}
+    _check_each(given)
+    _check_together(given)
+    tx = inner_optimizer
+    if weight_decay is not None:
+        tx = decayed(tx, weight_decay, learning_rate)
+    if clipnorm is not None:
+        tx = optax.chain(clip_each_by_norm(clipnorm), tx)
+    if clipvalue is not None:
+        tx = optax.chain(optax.clip(clipvalue), tx)
+    if global_clipnorm is not None:
+        tx = optax.chain(optax.clip_by_global_norm(global_clipnorm), tx)
+    if use_ema:
+        tx = optax.chain(tx, average_params(ema_momentum, ema_overwrite_frequency))
+    if gradient_accumulation_steps is not None:
+        tx = accumulated(tx, int(gradient_accumulation_steps))
+
+    if loss_scale_factor is not None:
+        policy = FixedLossScale(loss_scale_factor, skip_nonfinite=False)
+    elif not dynamic and initial_scale is not None:
+        policy = FixedLossScale(initial_scale)
+    else:
+        default = DynamicLossScale()
+        start = default.initial_scale if initial_scale is None else initial_scale
+        policy = DynamicLossScale(
+            initial_scale=start,
+            growth_interval=dynamic_growth_steps or default.growth_interval,
+            min_scale=min(default.min_scale, start),
+            max_scale=max(default.max_scale, start),
+        )
+    return with_loss_scaling(tx, policy, axis_name=axis_name)
+
+
+def ema_params(opt_state: PyTree) -> PyTree:
+    """Return the average of the params that `use_ema=True` keeps.
+
+    Args:
+      opt_state: An optimizer's state, or any pytree that holds exactly one such average.
+
+    Returns:
+      The average, in the structure and shapes of the params, float32 where they are of a smaller
+      type. Before the first applied step it is the params that `init` was given.
+
+    Raises:
+      ValueError: If there is none, or more than one. The message says where each was found.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from optax_lossscale.keras import ema_params, loss_scale_optimizer
+      >>> tx = loss_scale_optimizer(optax.sgd(0.5), use_ema=True)
+      >>> ema_params(tx.init({"w": jnp.array([1.0, 2.0])}))
+      {'w': Array([1., 2.], dtype=float32)}
+    """
+    _, state = checks.only_one(
+        "opt_state",
+        opt_state,
+        EmaParamsState,
+        "Build the optimizer with `use_ema=True`, or pass the state that is meant.",
+    )
+    return state.ema_params
+
+
+def _check_together(given: dict[str, Any]) -> None:
+    if not given["dynamic"] and not given.keys() & {"initial_scale", "loss_scale_factor"}:
+        raise ValueError(
+            "`initial_scale` must be given if `dynamic` is False, got None. It is the loss scale "
+            "then, for example 2**15."
+        )
+    clips = {name: value for name, value in given.items() if "clip" in name}
+    if len(clips) > 1:
+        raise ValueError(
+            "only one of `clipnorm`, `clipvalue` and `global_clipnorm` may be given, got "
+            f"{clips}. Leave the others out, or chain another clip into `inner_optimizer`."
+        )
+    fixed = "loss_scale_factor" in given
+    without_effect = {
+        "initial_scale": (fixed, "with `loss_scale_factor`", "Leave one of them out"),
+        "dynamic_growth_steps": (
+            fixed or not given["dynamic"],
+            "for a fixed loss scale",
+            "Leave it out, or let the loss scale be dynamic",
+        ),
+        "learning_rate": (
+            "weight_decay" not in given,
+            "without `weight_decay`, which alone uses it",
+            "Give the rate to `inner_optimizer`",
+        ),
+        "ema_overwrite_frequency": (
+            not given["use_ema"],
+            "without an average",
+            "Set `use_ema=True`, or leave it out",
+        ),
+    }
+    for name, (refused, where, remedy) in without_effect.items():
+        if refused and name in given:
+            raise ValueError(f"`{name}` must be None {where}, got {given[name]!r}. {remedy}.")
+
+
+def _check_each(given: dict[str, Any]) -> None:
+    # What policies and Optax do not check: without an error here, training would go wrong.
+    largest = float(jnp.finfo(jnp.float32).max)
+    for name in ("clipnorm", "clipvalue", "global_clipnorm"):
+        if name in given:
+            checks.between(name, given[name], checks.SMALLEST_SCALE, largest)
+    for name in ("learning_rate", "weight_decay"):
+        if name in given and not callable(given[name]):
+            checks.between(name, given[name], 0, largest)
+    checks.between("ema_momentum", given.get("ema_momentum"), 0, 1)
+    for name, least in {"ema_overwrite_frequency": 1, "gradient_accumulation_steps": 2}.items():
+        if name in given:
+            checks.count(name, given[name], least=least)

@@ -1,0 +1,170 @@
+"""The parts of Keras' optimizers for which Optax has other rules."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.tree_util import DictKey, GetAttrKey
+
+from optax_lossscale._support.tree import (
+    at_least_float32,
+    is_inexact,
+    path_name,
+)
+
+
+class DecayedState(NamedTuple):
+    """The state of an optimizer with decoupled weight decay.
+
+    Attributes:
+      inner_state: The optimizer's own state.
+      decay_steps: Applied steps, which a schedule of the rate counts. `int32[]`.
+    """
+
+    inner_state: optax.OptState
+    decay_steps: jax.Array
+
+
+class EmaParamsState(NamedTuple):
+    """The moving average of the parameters.
+
+    Attributes:
+      ema_params: The average, float32 where the params are of a smaller type, and before the
+        first applied step the params that `init` was given. Shapes of the params.
+      ema_steps: Applied steps. `int32[]`.
+    """
+
+    ema_params: optax.Params
+    ema_steps: jax.Array
+
+
+def clip_each_by_norm(max_norm: float) -> optax.GradientTransformation:
+    """Return a transformation that scales each leaf down to at most this norm."""
+    clip = optax.clip_by_global_norm(max_norm)
+    return optax.stateless(
+        lambda grads, _: jax.tree.map(lambda grad: clip.update(grad, optax.EmptyState())[0], grads)
+    )
+
+
+def decayed(
+    inner: optax.GradientTransformation,
+    weight_decay: float,
+    learning_rate: float | optax.Schedule | None,
+) -> optax.GradientTransformation:
+    """Return `inner` with decoupled weight decay, at a rate of its own."""
+    inner = optax.with_extra_args_support(inner)
+
+    def init_fn(params: optax.Params) -> DecayedState:
+        inner_state = inner.init(params)
+        if learning_rate is None:
+            _injected_learning_rate(inner_state)  # an error now rather than at the first step
+        return DecayedState(inner_state, jnp.zeros((), jnp.int32))
+
+    def update_fn(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, DecayedState]:
+        updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
+        if learning_rate is None:
+            # Of the new state, which holds the rate that the inner optimizer has just used.
+            rate = _injected_learning_rate(inner_state)
+        else:
+            rate = learning_rate(state.decay_steps) if callable(learning_rate) else learning_rate
+        # Products of small numbers, which float16 would round to zero.
+        decay = optax.add_decayed_weights(-at_least_float32(rate) * weight_decay)
+        params = jax.tree.map(at_least_float32, _required(params, "weight_decay"))
+        updates, _ = decay.update(updates, optax.EmptyState(), params)
+        return updates, DecayedState(inner_state, _increment(state.decay_steps))
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _injected_learning_rate(inner_state: optax.OptState) -> jax.Array:
+    where = (GetAttrKey("hyperparams"), DictKey("learning_rate"))
+    leaves = jax.tree_util.tree_leaves_with_path(inner_state)
+    found = [(path, leaf) for path, leaf in leaves if path[-2:] == where]
+    if len(found) != 1:
+        paths = ", ".join(path_name(path) for path, _ in found) or "nowhere"
+        raise ValueError(
+            "`weight_decay` must have one learning rate to be multiplied by, got no "
+            f"`learning_rate` and {len(found)} injected into `inner_optimizer`, found at: {paths}. "
+            "Give `learning_rate=`, a number or a schedule, or build the inner optimizer with "
+            "`optax.inject_hyperparams(...)(learning_rate=...)`."
+        )
+    return found[0][1]
+
+
+def average_params(
+    momentum: float, overwrite_frequency: int | None
+) -> optax.GradientTransformation:
+    """Return a transformation that keeps a moving average of the parameters."""
+
+    def start(param: Any) -> jax.Array:
+        shape_only = isinstance(param, jax.ShapeDtypeStruct)
+        value = at_least_float32(jnp.zeros(param.shape, param.dtype) if shape_only else param)
+        # A copy, since a buffer that occurs twice cannot be donated; and never weakly typed.
+        return jnp.array(value, jnp.result_type(value))
+
+    def init_fn(params: optax.Params) -> EmaParamsState:
+        return EmaParamsState(jax.tree.map(start, params), jnp.zeros((), jnp.int32))
+
+    def update_fn(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, EmaParamsState]:
+        params = _required(params, "use_ema")
+        ema_steps = _increment(state.ema_steps)
+
+        def average(old: jax.Array, param: jax.Array) -> jax.Array:
+            param = at_least_float32(param)
+            if not is_inexact(param):
+                return param
+            # Rounded to the array's dtype first, so that the two weights add up to 1: with 0.9999
+            # and 0.0001 in float32 the average would come out 2e-4 too small.
+            m = jnp.asarray(momentum, old.dtype)
+            return jnp.where(state.ema_steps == 0, param, m * old + (1 - m) * param)
+
+        ema = jax.tree.map(average, state.ema_params, optax.apply_updates(params, updates))
+        if overwrite_frequency is not None:
+            overwrites = ema_steps % overwrite_frequency == 0
+            updates = jax.tree.map(
+                lambda update, new, old: jnp.where(
+                    overwrites, new - at_least_float32(old), at_least_float32(update)
+                ),
+                updates,
+                ema,
+                params,
+            )
+        return updates, EmaParamsState(ema, ema_steps)
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def accumulated(tx: optax.GradientTransformation, steps: int) -> optax.GradientTransformation:
+    """Return `tx` on the mean of the gradients of so many steps."""
+    multi_steps = optax.MultiSteps(tx, every_k_schedule=steps)
+
+    def update_fn(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, optax.MultiStepsState]:
+        updates, state = multi_steps.update(updates, state, params, **extra_args)
+        # Between its steps MultiSteps returns the inner updates times zero, which is NaN where they
+        # are infinite, and 0.0 where adding must not turn -0.0 into 0.0.
+        applied = state.mini_step == 0
+        updates = jax.tree.map(lambda u: jnp.where(applied, u, -jnp.zeros_like(u)), updates)
+        return updates, state
+
+    # `multi_steps.gradient_transformation()` would drop the extra arguments.
+    return optax.GradientTransformationExtraArgs(multi_steps.init, update_fn)
+
+
+def _increment(steps: jax.Array) -> jax.Array:
+    return jnp.asarray(optax.safe_increment(steps))
+
+
+def _required(params: optax.Params | None, argument: str) -> optax.Params:
+    if params is None:
+        raise ValueError(
+            f"`params` must be given to `update` because of `{argument}`, got None. Call "
+            "`tx.update(grads, opt_state, params)`."
+        )
+    return params
