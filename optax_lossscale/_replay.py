@@ -75,9 +75,9 @@ def replay_where(
         for var in chosen:
             leaf, path = early[var]
             choice = jnp.where(pred, values[var], old[leaf])
-            # Under `shard_map` the choice may vary over axes over which the new leaf does not, and
-            # what follows was traced for the type of the new leaf.
-            if jax.typeof(choice) == var.aval:
+            # Under `shard_map` one leaf may vary over axes over which the other does not, and the
+            # equations were traced for their types.
+            if jax.typeof(choice) == var.aval == old_vars[leaf].aval:
                 kept[leaf] = choice
                 zeros = {v: jnp.zeros_like(values[v]) for v in grad_vars if _alike(v, var)}
                 again = evaluate(path, values | zeros | {old_vars[leaf]: choice})[var]

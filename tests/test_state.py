@@ -375,7 +375,7 @@ def test_every_field_is_found_as_it_is(state):
 
 
 NONE = (
-    r"`opt_state` must hold exactly one LossScaleState, got 0 in a .*nowhere.*`with_loss_scaling`"
+    r"`(opt_)?state` must hold exactly one LossScaleState, got 0 in a .*nowhere.*`with_loss_scaling`"
 )
 FUNCTIONS = {
     "loss_scale_state": ols.loss_scale_state,
@@ -399,7 +399,7 @@ def test_none_is_an_error(function, opt_state):
 def test_several_are_an_error_that_names_each_path(function):
     opt_state = {"generator": TX.init(PARAMS), "critic": [ols.init()]}
     match = (
-        r"`opt_state` must hold exactly one LossScaleState, got 2 in a dict, found at: "
+        r"`(opt_)?state` must hold exactly one LossScaleState, got 2 in a dict, found at: "
         r"`\['critic'\]\[0\]`, `\['generator'\]\.loss_scale_state`"
     )
     with pytest.raises(ValueError, match=match):

@@ -68,6 +68,7 @@ MODULES = [
     "_state",
     "_policy",
     "_scaling",
+    "_replay",
     "_selection",
     "_transform",
     "interop",
@@ -75,6 +76,7 @@ MODULES = [
     "flax",
     "keras",
     "_diagnostics",
+    "_first_nonfinite",
 ]
 DOCUMENTS = ("README.md", "BUILD.md", "docs/")
 # Tests that start processes of their own, or are about other things than what the package does.
