@@ -1,0 +1,170 @@
+"""Optax's own tests of its optimizers, run from the installed Optax on loss-scaled optimizers.
+
+Optax tests every optimizer in its tables for the same claims. Here each factory in those test
+modules returns its optimizer inside `with_loss_scaling`, and the gradients that the tests compute
+are scaled before they reach `update`. An optimizer that Optax adds to its tables is tested, too.
+"""
+
+import functools
+import inspect
+import re
+import types
+import unittest
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import optax_lossscale as ols
+
+NO_TESTS = "this Optax comes without its own tests"
+alias_test = pytest.importorskip("optax._src.alias_test", reason=NO_TESTS)
+contrib_test = pytest.importorskip("optax.contrib._common_test", reason=NO_TESTS)
+
+pytestmark = pytest.mark.integration
+
+# Gradients above 4 overflow: the runs to convergence skip steps.
+DYNAMIC = ols.DynamicLossScale(initial_scale=2.0**124, growth_interval=5, max_scale=2.0**126)
+FIXED = ols.FixedLossScale(2.0**10)
+
+
+class Claim(NamedTuple):
+    """What Optax tests each of its optimizers for.
+
+    Attributes:
+      module: The module that holds the tests.
+      method: The name of the tests, which Optax numbers.
+      parameters: A pattern. For each optimizer the first test whose parameters match is run.
+      loss_scale: The policy.
+      eager: Whether to run without `jax.jit`, which is faster where each function runs once.
+    """
+
+    module: types.ModuleType
+    method: str
+    parameters: str
+    loss_scale: ols.LossScale
+    eager: bool = False
+
+
+INJECT = "test_optimizers_can_be_wrapped_in_inject_hyperparams"
+CLAIMS = [
+    Claim(alias_test, "test_optimization", "rosenbrock.*float32", DYNAMIC),
+    Claim(alias_test, "test_optimization", "parabola.*complex64", DYNAMIC),
+    Claim(alias_test, "test_state_shape_dtype_shard_stability", "float16", FIXED),
+    Claim(alias_test, "test_explicit_dtype", "='bfloat16', state_dtype='float32'", FIXED),
+    Claim(alias_test, "test_gradient_accumulation", "float32", FIXED, eager=True),
+    Claim(alias_test, INJECT, "", FIXED, eager=True),
+    Claim(contrib_test, "test_optimizers", "mixed_tensor", DYNAMIC),
+    Claim(contrib_test, "test_state_shape_dtype_shard_stability", "float16", FIXED),
+    Claim(contrib_test, "test_optimizers_accept_extra_args", "wrap=True", FIXED, eager=True),
+    Claim(contrib_test, "test_gradient_accumulation", "float32", FIXED, eager=True),
+    Claim(contrib_test, INJECT, "", FIXED, eager=True),
+]
+
+FLOAT32_GRADIENTS = pytest.mark.xfail(
+    raises=TypeError, reason="novograd takes no float32 gradients of float16 params"
+)
+
+
+def cases():
+    """Return each claim with the test of each optimizer."""
+    return [
+        pytest.param(
+            claim,
+            case,
+            id=f"{claim.method}-{claim.parameters}-{optimizer}",
+            marks=FLOAT32_GRADIENTS
+            if (optimizer, claim.parameters) == ("novograd", "float16")
+            else (),
+        )
+        for claim in CLAIMS
+        for optimizer, case in cases_by_optimizer(claim).items()
+    ]
+
+
+def cases_by_optimizer(claim):
+    found = {}
+    test_class = getattr(claim.module, "AliasTest", None) or claim.module.ContribTest
+    for name in unittest.TestLoader().getTestCaseNames(test_class):
+        case = test_class(name)
+        # The names of Optax 0.2.6 hold the parameters, and those of jitted variants "__with_".
+        makes_claim = re.match(rf"{claim.method}(\d+$|_\()", name) and "__with_" not in name
+        if makes_claim and re.search(claim.parameters, str(case)):
+            *_, optimizer = re.findall(r"(?:opt|wrapper)_name='(\w+)'", str(case))
+            found.setdefault(optimizer, case)
+    return found
+
+
+class LossScaled(optax.GradientTransformationExtraArgs):
+    """A loss-scaled optimizer that takes gradients of the loss itself, and scales them."""
+
+    inner: optax.GradientTransformation
+
+
+def loss_scaled(inner, loss_scale):
+    tx = ols.with_loss_scaling(inner, loss_scale)
+
+    def update(updates, state, params, **extra_args):
+        scale = ols.loss_scale_state(state).loss_scale
+        grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), updates)
+        updates, state = tx.update(grads, state, params, **extra_args)
+        # Unscaled float16 gradients are float32, and so are the updates. Like `apply_updates`:
+        return jax.tree.map(lambda u, p: u.astype(p.dtype), updates, params), state
+
+    scaled = LossScaled(tx.init, update)
+    scaled.inner = inner
+    return scaled
+
+
+def without_loss_scaling(argument):
+    """Return the inner optimizer or inner state, for functions that build on it or read it."""
+    if isinstance(argument, LossScaled):
+        return argument.inner
+    return argument.inner_state if hasattr(argument, "loss_scale_state") else argument
+
+
+def with_loss_scaled_factories(module, loss_scale):
+    """Return a copy of `module` whose functions return each optimizer with loss scaling."""
+
+    def scaled(function):
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            result = function(*map(without_loss_scaling, args), **kwargs)
+            is_optimizer = isinstance(result, optax.GradientTransformation)
+            return loss_scaled(result, loss_scale) if is_optimizer else result
+
+        return call
+
+    return types.SimpleNamespace(
+        **{name: scaled(x) if inspect.isfunction(x) else x for name, x in vars(module).items()}
+    )
+
+
+# Optax 0.2.6 does not expect the warning in its own tests.
+@pytest.mark.filterwarnings("ignore:`optimistic_adam` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(("claim", "case"), cases())
+def test_what_optax_claims_of_an_optimizer_holds_with_loss_scaling(claim, case, monkeypatch):
+    for name in ("alias", "combine", "contrib"):
+        if hasattr(claim.module, name):
+            factories = with_loss_scaled_factories(getattr(claim.module, name), claim.loss_scale)
+            monkeypatch.setattr(claim.module, name, factories)
+    # Optax draws a condition that XLA cannot know, which takes longer to compile than most updates.
+    monkeypatch.setattr(jax.random, "randint", lambda *_: 0)
+    with jax.numpy_rank_promotion("allow"), jax.disable_jit(claim.eager):
+        case.debug()
+
+
+def test_the_runs_to_convergence_skip_steps():
+    params, _, loss = alias_test._setup_parabola(jnp.float32)  # noqa: SLF001
+    tx = with_loss_scaled_factories(optax, DYNAMIC).sgd(0.1)
+    state = tx.init(params)
+    for _ in range(10):
+        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        params = optax.apply_updates(params, updates)
+    assert 0 < ols.loss_scale_state(state).total_skipped < 10
+
+
+def test_optax_still_makes_each_claim():
+    assert all(map(cases_by_optimizer, CLAIMS))
