@@ -271,7 +271,7 @@ def keras_rows():
         # Refused by what it is handed on to, which has a name of its own for it.
         *refused(function, inner_optimizer=(None, "x", 1, optax.sgd), name="inner"),
         *refused(
-            function, dynamic_growth_steps=("x", True, OPAQUE, *no_steps), name="growth_interval"
+            function, dynamic_growth_steps=("x", True, OPAQUE, *no_steps, 0), name="growth_interval"
         ),
         *refused(function, loss_scale_factor=(*NO_NUMBER_BUT_NONE, *no_scale[1:]), name="scale"),
         *(
@@ -429,6 +429,7 @@ TABLE = [
         "with_loss_scaling(inner).update",
         state=(
             *(Bad(None, "NoneType"), Bad("x", "str"), Bad(STATE, "LossScaleState")),
+            Bad(OPT_STATE._replace(loss_scale_state=STACKED.value), STACKED.says),
             *(
                 Bad(OPT_STATE._replace(loss_scale_state=v), says)
                 for v, says in BAD_SCALES + BAD_COUNTS

@@ -167,7 +167,9 @@ def test_each_mutant_of_the_package_is_another_program(module):
 
 
 def test_every_module_with_code_is_gone_through():
-    modules = {path.stem for path in (ROOT / "optax_lossscale").glob("*.py")} - {"__init__"}
+    package = ROOT / "optax_lossscale"
+    paths = [path for path in package.rglob("*.py") if path.name != "__init__.py"]
+    modules = [path.relative_to(package).with_suffix("").as_posix() for path in paths]
     assert sorted(mutants.MODULES) == sorted(modules)
 
 
