@@ -112,7 +112,7 @@ def find_state(argument: str, tree: PyTree) -> LossScaleState:
     )
     # flax.nnx keeps each array of an optimizer's state in a Variable, which is a pytree of one
     # leaf; what is returned holds the arrays themselves.
-    return LossScaleState(*jax.tree.leaves(state))
+    return LossScaleState(*jax.tree.leaves(state, is_leaf=lambda leaf: leaf is None))
 
 
 def current_scale(argument: str, tree: PyTree) -> jax.Array:

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from optax_lossscale._policy import LossScaleLike, as_loss_scale
-from optax_lossscale._state import LossScaleState, as_field
+from optax_lossscale._state import LossScaleState, current_scale
 from optax_lossscale._step.finite import agree, all_finite
 from optax_lossscale._step.scale import unscale_by
 from optax_lossscale._step.select import negative_zero_unless, update_where, zero_unless
@@ -165,7 +165,7 @@ def with_loss_scaling(
                 "`inner_state`."
             )
         scale_state, inner_state = state.loss_scale_state, _as_arrays(state.inner_state)
-        grads = unscale_by(updates, as_field("loss_scale", scale_state.loss_scale))
+        grads = unscale_by(updates, current_scale("state", scale_state))
         if not policy.skip_nonfinite:
             updates, inner_state = inner_update(grads, inner_state, params, **extra_args)
             new_scale_state = policy.update(scale_state, grads_finite=True)

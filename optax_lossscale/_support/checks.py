@@ -40,15 +40,15 @@ def finite_number(name: str, value: object) -> float:
     """Return `value` as a Python float that is finite in float32."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise TypeError(
-            f"`{name}` must be a Python number, got {value!r}. Hyper-parameters are fixed when a "
-            "step is compiled; convert an array with `float`."
+            f"`{name}` must be a Python number, got {value!r}. Convert an array with `float`, "
+            "outside of `jax.jit`."
         )
     try:
         number = float(value)
     except OverflowError:  # an int or a Fraction beyond float64
         number = math.inf
     if not math.isfinite(as_float32(number)):
-        raise ValueError(f"`{name}` must be finite in float32, got {value}. Use a power of two.")
+        raise ValueError(f"`{name}` must be finite in float32, got {value}. Use a finite number.")
     return number
 
 
@@ -86,8 +86,8 @@ def count(name: str, value: object, *, least: int = 1) -> int:
         raise TypeError(f"`{name}` must be an integer, got {value!r}. Use `int` to convert it.")
     if not least <= int(value) <= INT32_MAX:
         raise ValueError(
-            f"`{name}` must be at least {least} and fit an int32, got {value}. Use {least} for the "
-            "smallest."
+            f"`{name}` must be at least {least} and fit an int32, got {value}. Use an integer "
+            f"between {least} and 2**31 - 1."
         )
     return int(value)
 
@@ -114,7 +114,7 @@ def same_structure(name: str, tree: PyTree, expected: PyTree, remedy: str) -> No
     """Refuse a tree of another structure; the message names the first key path that differs."""
     if jax.tree.structure(tree) != jax.tree.structure(expected):
         where = path_name(first_difference(tree, expected) or ())
-        raise ValueError(f"`{name}` has another structure than expected at {where}. {remedy}")
+        raise ValueError(f"`{name}` must keep its structure, got another at {where}. {remedy}")
 
 
 def same_shape(name: str, path: KeyPath, leaf: Any, expected: Any, remedy: str) -> None:

@@ -90,6 +90,7 @@ def gradient_exponents(
             f"`grads` must have at most 2**31 - 1 elements, got {size}. Look at one part of the "
             "tree at a time, and add on the host: `jax.tree.map(np.int64, ...)`."
         )
+    checks.scalar("loss_scale", loss_scale, "Look at one replica at a time.")
     scale = jnp.asarray(loss_scale, jnp.float32)
     total = GradientExponents(
         jnp.zeros(EXPONENTS.size, jnp.int32),

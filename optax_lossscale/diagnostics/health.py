@@ -213,8 +213,9 @@ def _on_host(state: LossScaleState) -> LossScaleState:
     state = LossScaleState(*(np.asarray(jax.device_get(f)) for f in strongly_typed(state)))  # pyright: ignore[reportArgumentType]
     # Neither training nor a policy makes these, but damaged checkpoints and manual edits do. Above
     # the bounds all gradients would be unscaled to zero, and the steps applied.
-    scale, *counts = (field.item() for field in state)
-    if not SMALLEST_SCALE <= scale <= LARGEST_SCALE or min(counts) < 0:
+    scale, counts = state.loss_scale.item(), {n: c.item() for n, c in state._asdict().items()}
+    del counts["loss_scale"]
+    if not SMALLEST_SCALE <= scale <= LARGEST_SCALE or min(counts.values()) < 0:
         raise ValueError(
             "`opt_state` must hold a loss scale between 2**-126 and 2**126 and counts of at least "
             f"0, got {scale:g} and {counts}. Restore an earlier checkpoint, or put the state of "

@@ -87,8 +87,8 @@ class TrainState(train_state.TrainState):
           **kwargs: The fields that a subclass adds. Python numbers in them become arrays.
 
         Raises:
-          TypeError: If `tx` is not an optimizer, `loss_scale` is not a policy, `count_skipped` is
-            not a bool, or a field is unknown.
+          TypeError: If `tx` is not an optimizer, `loss_scale` is not a policy, or a field is
+            unknown.
           ValueError: If `tx` already scales the loss.
         """
         wrapped = with_loss_scaling(_beside_metadata(tx), loss_scale, axis_name=axis_name)
@@ -129,8 +129,9 @@ class TrainState(train_state.TrainState):
           The state after the step, of the same type.
 
         Raises:
-          TypeError: If a field is unknown, a dtype in it changes, or `tx` was replaced by an
-            optimizer without loss scaling.
+          AttributeError: If a field is unknown.
+          TypeError: If a field is one that this function sets itself, a dtype in it changes, or
+            `tx` was replaced by an optimizer without loss scaling.
           ValueError: If the structure or a shape in a field changes, or `grads` does not match
             `params`.
         """

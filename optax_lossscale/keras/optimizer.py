@@ -126,10 +126,16 @@ def loss_scale_optimizer(
         policy = FixedLossScale(initial_scale)
     else:
         default = DynamicLossScale()
-        start = default.initial_scale if initial_scale is None else initial_scale
+        start = (
+            default.initial_scale
+            if initial_scale is None
+            else checks.scale_number("initial_scale", initial_scale)
+        )
         policy = DynamicLossScale(
             initial_scale=start,
-            growth_interval=dynamic_growth_steps or default.growth_interval,
+            growth_interval=(
+                default.growth_interval if dynamic_growth_steps is None else dynamic_growth_steps
+            ),
             min_scale=min(default.min_scale, start),
             max_scale=max(default.max_scale, start),
         )
@@ -167,7 +173,7 @@ def ema_params(opt_state: PyTree) -> PyTree:
 
 
 def _check_together(given: dict[str, Any]) -> None:
-    if not given["dynamic"] and not given.keys() & {"initial_scale", "loss_scale_factor"}:
+    if not given.get("dynamic") and not given.keys() & {"initial_scale", "loss_scale_factor"}:
         raise ValueError(
             "`initial_scale` must be given if `dynamic` is False, got None. It is the loss scale "
             "then, for example 2**15."
@@ -182,7 +188,7 @@ def _check_together(given: dict[str, Any]) -> None:
     without_effect = {
         "initial_scale": (fixed, "with `loss_scale_factor`", "Leave one of them out"),
         "dynamic_growth_steps": (
-            fixed or not given["dynamic"],
+            fixed or not given.get("dynamic"),
             "for a fixed loss scale",
             "Leave it out, or let the loss scale be dynamic",
         ),
@@ -192,7 +198,7 @@ def _check_together(given: dict[str, Any]) -> None:
             "Give the rate to `inner_optimizer`",
         ),
         "ema_overwrite_frequency": (
-            not given["use_ema"],
+            not given.get("use_ema"),
             "without an average",
             "Set `use_ema=True`, or leave it out",
         ),
@@ -204,12 +210,18 @@ def _check_together(given: dict[str, Any]) -> None:
 
 def _check_each(given: dict[str, Any]) -> None:
     # What policies and Optax do not check: without an error here, training would go wrong.
+    if isinstance(given.get("inner_optimizer"), optax.MultiSteps):
+        raise TypeError(
+            "`inner_optimizer` must be an optax.GradientTransformation, got an optax.MultiSteps, "
+            "between whose steps clipping, decay and the average would go on. Use "
+            "`gradient_accumulation_steps`."
+        )
     largest = float(jnp.finfo(jnp.float32).max)
     for name in ("clipnorm", "clipvalue", "global_clipnorm"):
         if name in given:
             checks.between(name, given[name], checks.SMALLEST_SCALE, largest)
     for name in ("learning_rate", "weight_decay"):
-        if name in given and not callable(given[name]):
+        if name in given and not (name == "learning_rate" and callable(given[name])):
             checks.between(name, given[name], 0, largest)
     checks.between("ema_momentum", given.get("ema_momentum"), 0, 1)
     for name, least in {"ema_overwrite_frequency": 1, "gradient_accumulation_steps": 2}.items():
