@@ -91,7 +91,7 @@ SEQUENCES = [
 ]
 
 REFUSED = [
-    ("initial_scale", "8", TypeError, "must be a Python number, got '8'.*convert"),
+    ("initial_scale", "8", TypeError, "must be a Python number, got '8'.*Convert"),
     ("initial_scale", True, TypeError, "must be a Python number, got True"),
     ("initial_scale", 1 + 2j, TypeError, r"must be a Python number, got \(1\+2j\)"),
     ("initial_scale", None, TypeError, "must be a Python number, got None"),
@@ -101,8 +101,8 @@ REFUSED = [
         TypeError,
         r"must be a Python number, got array\(8\.\).*`float`",
     ),
-    ("initial_scale", float("nan"), ValueError, "must be finite in float32, got nan.*power of two"),
-    ("initial_scale", float("inf"), ValueError, "must be finite in float32, got inf.*power of two"),
+    ("initial_scale", float("nan"), ValueError, "must be finite in float32, got nan"),
+    ("initial_scale", float("inf"), ValueError, "must be finite in float32, got inf"),
     ("initial_scale", 1e39, ValueError, r"must be finite in float32, got 1e\+39"),
     ("initial_scale", 10**400, ValueError, "must be finite in float32, got 1000"),
     ("initial_scale", Fraction(10**400), ValueError, "must be finite in float32, got 1000"),
