@@ -18,7 +18,8 @@ does: `test_plain_where_on_the_outputs_copies_the_state` fails then.
 
 import functools
 import operator
-from collections.abc import Iterable
+from collections import ChainMap
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -52,7 +53,7 @@ def replay_where(
     jaxpr = closed.jaxpr
     read = {*_variables(jaxpr.outvars), *_read_by(jaxpr.eqns)}
 
-    def evaluate(eqns: list[core.JaxprEqn], values: dict[core.Var, Any]) -> dict[core.Var, Any]:
+    def evaluate(eqns: list[core.JaxprEqn], values: Mapping[core.Var, Any]) -> dict[core.Var, Any]:
         made = [var for eqn in eqns for var in eqn.outvars if var in read]
         needed = _read_by(eqns)
         for var in made:
@@ -63,7 +64,7 @@ def replay_where(
 
     inputs = [constant_unless(pred, array) for array in (*closed.consts, *grads, *old)]
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
-    grad_vars, old_vars = jaxpr.invars[: len(grads)], jaxpr.invars[len(grads) :]
+    grad_vars, old_vars = set(jaxpr.invars[: len(grads)]), jaxpr.invars[len(grads) :]
     early = _early_choices(jaxpr, grad_vars, old_vars)
     kept: dict[int, Any] = {}
     start = 0
@@ -79,8 +80,13 @@ def replay_where(
             # equations were traced for their types.
             if jax.typeof(choice) == var.aval == old_vars[leaf].aval:
                 kept[leaf] = choice
-                zeros = {v: jnp.zeros_like(values[v]) for v in grad_vars if _alike(v, var)}
-                again = evaluate(path, values | zeros | {old_vars[leaf]: choice})[var]
+                replaced = {
+                    v: jnp.zeros_like(values[v])
+                    for v in _read_by(path)
+                    if v in grad_vars and _alike(v, var)
+                }
+                replaced[old_vars[leaf]] = choice
+                again = evaluate(path, ChainMap(replaced, values))[var]
                 values[var] = jnp.where(pred, choice, jax.lax.stop_gradient(again))
 
     outputs = [v.val if isinstance(v, core.Literal) else values[v] for v in jaxpr.outvars]
@@ -97,7 +103,7 @@ def constant_unless(pred: jax.Array, array: Any) -> Any:
 
 
 def _early_choices(
-    jaxpr: core.Jaxpr, grads: list[core.Var], old: list[core.Var]
+    jaxpr: core.Jaxpr, grads: set[core.Var], old: list[core.Var]
 ) -> dict[core.Var, _Path]:
     """Return the variables at which to choose early, each with the path from the old leaf.
 
