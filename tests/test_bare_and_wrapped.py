@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import export
 from jax.experimental import checkify
 from jax.sharding import PartitionSpec
 from optimizers import OPTIMIZERS
@@ -194,13 +195,13 @@ def test_weakly_typed_updates_stay_weakly_typed():
 
 @pytest.mark.parametrize("name", ["adam", "chain"])
 def test_a_step_exports_with_symbolic_dimensions(name):
-    (rows,) = jax.export.symbolic_shape("rows")
+    (rows,) = export.symbolic_shape("rows")
     params = {
         name: jax.ShapeDtypeStruct((rows, *p.shape[1:]), p.dtype) for name, p in PARAMS.items()
     }
     tx = ols.with_loss_scaling(OPTIMIZERS[name].make())
     state = jax.eval_shape(tx.init, params)
-    exported = jax.export.export(jax.jit(tx.update))(params, state, params)
+    exported = export.export(jax.jit(tx.update))(params, state, params)
     updates, new = jax.jit(exported.call)(BAD, tx.init(PARAMS), PARAMS)
     assert new.loss_scale_state.total_skipped == 1
     assert_same_bits(updates, jax.tree.map(lambda p: jnp.full_like(p, -0.0), PARAMS))

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from jax import export
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import optax_lossscale as ols
@@ -375,8 +376,8 @@ def test_counts_of_arrays_too_large_for_int32_do_not_wrap_around():
     "function", [ols.diagnostics.nonfinite_report, ols.diagnostics.gradient_exponents]
 )
 def test_arrays_of_symbolic_shape_are_counted(function):
-    (n,) = jax.export.symbolic_shape("n")
-    exported = jax.export.export(jax.jit(function))(jax.ShapeDtypeStruct((n, 2), jnp.float32))
+    (n,) = export.symbolic_shape("n")
+    exported = export.export(jax.jit(function))(jax.ShapeDtypeStruct((n, 2), jnp.float32))
     x = jnp.array([[0.0, NAN], [1e-9, INF], [1e6, 1.0]])
     chex.assert_trees_all_equal(exported.call(x), function(x))
 
