@@ -22,6 +22,7 @@ from optax_lossscale._support.tree import (
     Tree,
     is_array,
     is_inexact,
+    is_symbolic,
     path_name,
 )
 
@@ -133,7 +134,7 @@ def _select(pred: jax.Array, path: KeyPath, on_true: Any, on_false: Any) -> Any:
 
 def _is_large(arrays: list[Any]) -> bool:
     sizes = [array.size for array in arrays]
-    return all(isinstance(size, int) for size in sizes) and sum(sizes) >= SMALL
+    return not any(map(is_symbolic, sizes)) and sum(sizes) >= SMALL
 
 
 def zero_unless(pred: jax.Array, tree: Tree) -> Tree:

@@ -106,11 +106,11 @@ class DynamicScale(dynamic_scale.DynamicScale):
 
         def grad_fn_wrapper(*args: Any, **kwargs: Any) -> dynamic_scale.DynamicScaleResult:
             aux, grad = scaled_value_and_grad(state, *args, **kwargs)
-            grad, _ = unscale_and_check(grad, state)
+            grad, finite = unscale_and_check(grad, state)
             if axis_name is not None:
+                # The mean is checked, as in Flax: it may overflow, and all replicas agree.
                 grad = jax.lax.pmean(grad, axis_name)
-            # The mean is checked, as in Flax: it may overflow, and all replicas agree.
-            finite = all_finite(grad)
+                finite = all_finite(grad)
             new_state = rule.update(state, finite)
             new_self = self.replace(fin_steps=new_state.growth_count, scale=new_state.loss_scale)
             return DynamicScaleResult(new_self, finite, aux, grad)
