@@ -10,7 +10,7 @@ PIP := $(RUN) -m pip --disable-pip-version-check
 # A whole file goes to one worker: the blocks of a document build on each other.
 PYTEST := $(RUN) -m pytest -n 2 --dist loadfile
 
-.PHONY: demo bench test test-all oracles docs fidelity matrix mutants check lint pins clean
+.PHONY: demo bench quick test test-all oracles docs fidelity matrix mutants check lint pins clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/examples.installed
@@ -20,8 +20,12 @@ demo: $(VENV)/examples.installed
 bench: $(VENV)/bench.installed
 	$(RUN) -m benchmarks.run --output output/benchmarks $(BENCH)
 
+# For the inner loop: within a minute, and all but a few branches of the package.
+quick: $(VENV)/test.installed
+	$(PYTEST) -m "not slow and not exhaustive" --ignore=tests/project tests optax_lossscale
+
 test: $(VENV)/test.installed
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not exhaustive"
 
 # The exhaustive ones too: every optimizer of Optax, where `make test` takes one of each kind.
 test-all: $(VENV)/test.installed
@@ -34,7 +38,7 @@ oracles: $(VENV)/oracles.installed
 # The site, in output/docs, with warnings as errors; then its links, its pictures and its reference.
 docs: $(VENV)/docs.installed
 	$(RUN) -m sphinx -W --keep-going -n -E -b html docs output/docs
-	$(RUN) -m pytest tests/test_docs_site.py
+	$(RUN) -m pytest tests/project/test_docs_site.py
 
 # Trains in float32, float16 and float16 with loss scaling, and writes docs/training.md anew.
 fidelity: $(VENV)/test.installed
@@ -46,12 +50,12 @@ matrix: $(VENV)/matrix.installed
 	PYENV_VERSION="$${PYENV_VERSION:-$$(pyenv versions --bare 2>/dev/null | paste -sd: -)}" \
 	  $(RUN) -m nox $(MATRIX)
 
-# Breaks the package in every small way and shows that some test fails each time; an hour or two.
+# Breaks the package in every small way and shows that some test fails each time; about an hour.
 mutants: $(VENV)/test.installed
-	$(RUN) tools/mutants.py $(MUTANTS)
+	$(RUN) tools/mutants $(MUTANTS)
 
 check: lint
-	$(PYTEST) -m "not slow" --cov
+	$(PYTEST) -m "not exhaustive" --cov
 
 lint: $(VENV)/check.installed
 	$(RUN) -m ruff check

@@ -1,0 +1,376 @@
+"""Breaks the package in every small way and shows that some test fails each time.
+
+    python tools/mutants                              everything, or what a run before has left
+    python tools/mutants --module _policy/policies    one module
+    python tools/mutants --changed                    the modules that differ from the last commit
+
+A mutant is the package with one change: see `changes.py`. The tests that execute its line run on
+it, first those that have killed its neighbours, then the fastest, until one fails. Doctests and
+the blocks of the documents count as tests; what is marked `exhaustive` does not.
+
+A mutant that no test kills must stand in `survivors.toml` with the reason: most often that it is no
+change. The exit status is 1 if a mutant survives without such an entry or an entry has no survivor,
+and 2 if all is well so far, but some mutant was not judged.
+
+This process imports JAX and what the tests import, once. Each run of tests is a fork of it, which
+imports the package, with the change, and the tests. A test that kills a mutant must pass by itself
+on the package as it is.
+
+What tests execute is recorded first, file by file, and again when the file or the module has
+changed. A function that JAX has traced for one test is not executed for the next one with the same
+shapes, so a record may lack a test: look twice before you call a survivor one. Records, kills,
+compiled programs and the log are in `output/mutants`; a run that was stopped goes on where it was.
+"""
+
+import argparse
+import contextlib
+import gc
+import hashlib
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+import traceback
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from fnmatch import fnmatch
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import Any
+
+from changes import Mutant, mutants_of
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = "optax_lossscale"
+SURVIVORS = Path(__file__).with_name("survivors.toml")
+PRELOADED = (
+    *("coverage", "equinox", "flax.linen", "flax.nnx", "flax.training.train_state", "hypothesis"),
+    *("jax.numpy", "jmp", "keras", "matplotlib.figure", "optax.contrib", "orbax.checkpoint"),
+    *("pytest", "sybil", "tensorboardX"),
+)
+TESTS = ("tests/test_*.py", "README.md", "docs/*.md", f"{PACKAGE}/*.py")
+NOT_RUN = {"test_mutants", "test_processes", "test_typing"}  # they start other programs
+OPTIONS = (
+    *("-q", "--no-header", "--tb=short", "-m", "not exhaustive"),
+    "--assert=plain",  # otherwise pytest compiles the modules with doctests itself
+    *("-pno:cacheprovider", "-pno:xdist", "-pno:pytest_cov"),
+    # Another process may be about to write it.
+    *("-W", "ignore:Error reading persistent compilation cache:UserWarning"),
+)
+
+
+def forked(log: Path, limit: float, work: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what `work` returns in a fork of this process; None if that dies or takes too long."""
+    with tempfile.TemporaryFile("w+") as answer:
+        child = os.fork()
+        if child:
+            os.waitpid(child, 0)
+            answer.seek(0)
+            return json.loads(answer.read() or "null")
+        try:
+            signal.alarm(int(limit))
+            sys.stdout = sys.stderr = log.open("a")
+            os.dup2(sys.stdout.fileno(), 1)
+            os.dup2(sys.stdout.fileno(), 2)
+            warnings.resetwarnings()
+            json.dump(work(*arguments), answer)
+            answer.flush()
+        except BaseException:  # noqa: BLE001 - whatever it is, the log says so
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(0)
+
+
+class _Watch:
+    """A plugin of pytest that notes how long each test took and which failed."""
+
+    def __init__(self, coverage: Any = None) -> None:
+        self.coverage = coverage
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.failed: list[str] = []
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self.failed.append(report.nodeid)
+
+    def pytest_runtest_setup(self, item: Any) -> None:
+        if self.coverage:
+            self.coverage.switch_context(_unit(item.nodeid))
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.seconds[_unit(report.nodeid)] += report.duration
+        if report.failed:
+            self.failed.append(_unit(report.nodeid))
+
+
+def _unit(test: str) -> str:
+    """Return what can run by itself: the blocks of a document build on each other."""
+    return _file(test) if _file(test).endswith(".md") else test
+
+
+def _file(test: str) -> str:
+    return test.partition("::")[0]
+
+
+def record(file: str) -> dict[str, Any]:
+    """Run a file of tests; return how long each test takes and which lines it executes."""
+    import pytest  # noqa: PLC0415 - the options do not need it
+    from coverage import Coverage  # noqa: PLC0415
+
+    coverage = Coverage(data_file=None, config_file=False, source=[str(Path(PACKAGE).resolve())])
+    watch = _Watch(coverage)
+    with coverage.collect():
+        code = pytest.main([*OPTIONS, file], plugins=[watch])
+    data = coverage.get_data()
+    lines = {
+        str(Path(path).relative_to(Path.cwd())): data.contexts_by_lineno(path)
+        for path in data.measured_files()
+    }
+    return {"code": code, "seconds": watch.seconds, "lines": lines}
+
+
+def first_failure(mutant: Mutant | None, stages: list[list[str]]) -> str:
+    """Run tests on a mutant, or on the package as it is; return the first that fails, or ""."""
+    import pytest  # noqa: PLC0415
+
+    original = SourceFileLoader.get_code
+
+    def get_code(self: SourceFileLoader, name: str) -> Any:
+        if mutant and self.path == str(Path(mutant.path).resolve()):
+            return compile(mutant.source, self.path, "exec")
+        return original(self, name)
+
+    SourceFileLoader.get_code = get_code
+    for stage in stages:
+        watch = _Watch()
+        code = pytest.main([*OPTIONS, "-x", *stage], plugins=[watch])
+        if code == pytest.ExitCode.USAGE_ERROR:  # the change may have given a test another name
+            code = pytest.main([*OPTIONS, "-x", *sorted(set(map(_file, stage)))], plugins=[watch])
+        if code:
+            return (watch.failed or stage)[0]
+    return ""
+
+
+class Run:
+    """A run over mutants; all paths are relative to a copy of the tree, in which it works."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.log = options, options.output / "log"
+        self.log.unlink(missing_ok=True)
+        self.end = time.monotonic() + 60 * options.minutes
+        paths = sorted(path for path in Path().rglob("*") if path.suffix in {".py", ".md"})
+        self.digests = {str(p): hashlib.sha256(p.read_bytes()).hexdigest()[:16] for p in paths}
+        self.seconds: dict[str, float] = {}  # that each test takes
+        # By path and row, the tests that execute it, and "" if it is executed at import.
+        self.lines: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+        # By path and by scope, how often each test has killed a mutant of it.
+        self.killers: dict[Any, Counter[str]] = defaultdict(Counter)
+        self.trusted: dict[str, bool] = {}
+
+    def record(self, file: str, changed: list[str]) -> dict[str, Any]:
+        """Record what a file of tests executes, unless nothing has changed since that was done."""
+        store = self.options.output / f"{file.replace('/', '__')}.json"
+        found = json.loads(store.read_text()) if store.exists() else {"digests": {}}
+        read = [file, *(f for f in self.digests if f.startswith("tests/") and "/test_" not in f)]
+        if any(found["digests"].get(path) != self.digests[path] for path in (*read, *changed)):
+            found = forked(self.log, 3600, record, file)
+            if not found or found["code"] not in {0, 5}:  # 5 if there are no tests in it
+                raise SystemExit(f"{file} fails on the package as it is: see {self.log}")
+            store.write_text(json.dumps(found | {"digests": self.digests}))
+            print(f"recorded {file}", flush=True)
+        return found
+
+    def add(self, found: dict[str, Any]) -> None:
+        """Add what was recorded of a file."""
+        self.seconds |= found["seconds"]
+        for path, lines in found["lines"].items():
+            for row, tests in lines.items():
+                self.lines[path][int(row)].update(tests)
+
+    def covering(self, mutant: Mutant) -> set[str]:
+        """Return the tests that can see a mutant.
+
+        What is executed at import only (a constant, a default, a decorator) is seen by those of the
+        function or class around it, and by those that execute nothing and look at the package; else
+        by those of its module, and of lines with its name.
+        """
+        lines = self.lines[mutant.path]
+        here, around = (
+            set().union(*(lines[row] for row in range(first, last + 1)))
+            for first, last in (mutant.rows, mutant.scope)
+        )
+        if "" not in here:
+            return here
+        if around != {""}:
+            executing = set().union(*(s for rows in self.lines.values() for s in rows.values()))
+            return ((here - {""} or around) | self.seconds.keys() - executing) - {""}
+        tests = set().union(*lines.values())
+        for path in list(self.lines):
+            for row, line in enumerate(Path(path).read_text("utf-8").splitlines(), 1):
+                if mutant.bound in line:
+                    tests |= self.lines[path][row]
+        return tests - {""}
+
+    def judge(self, mutant: Mutant, covering: set[str]) -> str | None:
+        """Return the test that kills a mutant, "" if it survives, None if the time is over."""
+        deaths = 0
+        while time.monotonic() < self.end:
+            killer = self.run(mutant, [*self.stages(mutant, covering)])
+            if killer is None:
+                deaths += 1
+                if deaths == 2:  # once may be a slow machine
+                    return "a crash or the time limit"
+            elif not killer or self.is_trusted(killer):
+                self.killers[mutant.path][killer] += 1
+                self.killers[mutant.path, mutant.scope][killer] += 5
+                return killer
+        return None
+
+    def stages(self, mutant: Mutant, tests: set[str]) -> Iterator[list[str]]:
+        """Yield what to run, the likeliest to fail first, as much as the budget allows."""
+        near, far = self.killers[mutant.path, mutant.scope], self.killers[mutant.path]
+        cost = {test: self.seconds[test] + 0.05 for test in tests if self.trusted.get(test, True)}
+        ordered = sorted(cost, key=lambda test: (cost[test] / (1 + near[test] + far[test]), test))
+        while ordered and sum(map(cost.get, ordered)) > self.options.budget:
+            ordered.pop()
+        # Importing a file of tests takes longer than most tests in it: one file alone is first.
+        best = [test for test in ordered if _file(test) == _file(ordered[0])][:10]
+        yield from filter(None, (best, [test for test in ordered if test not in best]))
+
+    def is_trusted(self, test: str) -> bool:
+        """Return whether a test by itself passes on the package as it is."""
+        if test not in self.trusted:  # a whole file passed when it was recorded
+            self.trusted[test] = "::" not in test or self.run(None, [[test]]) == ""
+            if not self.trusted[test]:
+                print(f"left out, since by itself it fails on the package as it is: {test}")
+        return self.trusted[test]
+
+    def run(self, mutant: Mutant | None, stages: list[list[str]]) -> str | None:
+        """Return what `first_failure` returns in a fork, None if that dies."""
+        seconds = sum(self.seconds.get(test, 60) for stage in stages for test in stage)
+        return forked(self.log, 60 + 10 * seconds, first_failure, mutant, stages)
+
+    def seen(self, mutant: Mutant, killer: str) -> list[str | None]:
+        """Return what a kill depends on."""
+        return [self.digests.get(path) for path in (mutant.path, _file(killer))]
+
+    def judge_all(self, mutants: list[Mutant], pool: ThreadPoolExecutor) -> dict[str, str]:
+        """Return the killer of each mutant that was judged; kills are remembered for next time."""
+        store = self.options.output / "kills.json"
+        kills = json.loads(store.read_text()) if store.exists() else {}
+        results, todo = {}, {}
+        for mutant in mutants:
+            killer, *seen = kills.get(mutant.key, [""])
+            if killer and seen == self.seen(mutant, killer):
+                results[mutant.key] = killer
+            else:
+                todo[pool.submit(self.judge, mutant, self.covering(mutant))] = mutant
+        for future in as_completed(todo):
+            mutant, killer = todo[future], future.result()
+            if killer is not None:
+                print(f"{mutant.key}: {killer or 'survived'}", flush=True)
+                results[mutant.key] = killer
+                kills[mutant.key] = [killer, *self.seen(mutant, killer)]
+                store.write_text(json.dumps(kills, indent=1))
+        return results
+
+
+def main() -> int:
+    """Go through the mutants that were asked for; return the exit status."""
+    paths = (path.relative_to(ROOT) for path in sorted((ROOT / PACKAGE).rglob("*.py")))
+    modules = {str(p.relative_to(PACKAGE).with_suffix("")): str(p) for p in paths}
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--module", nargs="+", choices=modules, help="only these modules")
+    parser.add_argument("--changed", action="store_true", help="only modules that Git sees changed")
+    parser.add_argument("--tests", nargs="+", help="only these files of tests")
+    parser.add_argument("--budget", type=float, default=30, help="seconds of tests for a mutant")
+    parser.add_argument("--jobs", type=int, default=2, help="how many mutants at once")
+    parser.add_argument("--minutes", type=float, default=1e9, help="stop after so long")
+    parser.add_argument("--list", action="store_true", help="print the mutants and stop")
+    parser.add_argument("--output", type=Path, default=ROOT / "output" / "mutants")
+    options = parser.parse_args()
+    chosen = [modules[module] for module in options.module or modules]
+    if options.changed:
+        command = ["git", "diff", "--name-only", "HEAD", "--", PACKAGE]
+        names = subprocess.check_output(command, cwd=ROOT, text=True).split()  # noqa: S603
+        chosen = [path for path in chosen if path in names]
+    mutants = [m for path in chosen for m in mutants_of(path, (ROOT / path).read_bytes())]
+    if options.list:
+        print(*(f"{m.path}:{m.rows[0]} {m.change}    [{m.line}]" for m in mutants), sep="\n")
+        print(f"{len(mutants)} mutants")
+        return 0
+    options.output = options.output.resolve()
+    options.output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:  # so that files can be edited meanwhile
+        ignored = shutil.ignore_patterns(".*", "__pycache__", "output")
+        shutil.copytree(ROOT, folder, ignore=ignored, dirs_exist_ok=True)
+        os.chdir(folder)
+        _preload(options.output)
+        run = Run(options)
+        found = (f for f in run.digests if any(fnmatch(f, pattern) for pattern in TESTS))
+        files = [file for file in found if Path(file).stem not in NOT_RUN]
+        with ThreadPoolExecutor(options.jobs) as pool:
+            try:
+                for found in pool.map(lambda f: run.record(f, chosen), options.tests or files):
+                    run.add(found)
+                results = run.judge_all(mutants, pool)
+            finally:
+                pool.shutdown(cancel_futures=True)
+    return _report(mutants, results)
+
+
+def _preload(output: Path) -> None:
+    """Import what the tests import, except for the package."""
+    os.environ |= {
+        "COVERAGE_CORE": "ctrace",  # it knows which test executes a line
+        "JAX_COMPILATION_CACHE_DIR": str(output / "compiled"),
+        "JAX_NUM_CPU_DEVICES": "8",  # as tests/conftest.py, but for doctests too
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "KERAS_BACKEND": "jax",
+        "PYTHONPATH": str(Path.cwd()),
+    }
+    sys.path.insert(0, str(Path.cwd()))
+    warnings.simplefilter("ignore")  # of imports and of forks; tests have filters of their own
+    for name in PRELOADED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    gc.freeze()  # a collection in a fork would copy the memory of all that
+    if importlib.import_module("jax._src.xla_bridge").backends_are_initialized():
+        raise SystemExit("an import has made JAX start its devices, which no fork survives")
+
+
+def _report(mutants: list[Mutant], results: dict[str, str]) -> int:
+    """Print what has become of the mutants, and return the exit status."""
+    tables = tomllib.loads(SURVIVORS.read_text("utf-8")) if SURVIVORS.exists() else {}
+    listed = {f"{path} {change}": path for path, table in tables.items() for change in table}
+    exist = {mutant.key: mutant for mutant in mutants}
+    count: dict[str, Counter[str]] = defaultdict(Counter)
+    for key, mutant in exist.items():
+        alive = "justified" if key in listed else "SURVIVED"
+        status = "not judged" if key not in results else "killed" if results[key] else alive
+        count[mutant.path][status] += 1
+        if status == "SURVIVED":
+            print(f"\n{mutant.path}:{mutant.rows[0]} {status}\n  {mutant.line}\n  {mutant.change}")
+    for path, counter in count.items():
+        parts = ", ".join(f"{n} {status}" for status, n in sorted(counter.items()))
+        print(f"{path}: {counter.total()} mutants: {parts}")
+    stale = [k for k, p in listed.items() if p in count and (k not in exist or results.get(k))]
+    for key in stale:
+        print(f"OUT OF DATE in {SURVIVORS.name}: {key}")
+    total = sum(count.values(), Counter())
+    print(f"{total.total()} mutants: {dict(total)}")
+    return 1 if total["SURVIVED"] or stale else 2 if total["not judged"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
