@@ -69,15 +69,14 @@ def scale_number(name: str, value: object) -> float:
     return number
 
 
-def between(name: str, value: object, low: float, high: float) -> float:
-    """Return `value` as a Python float within bounds."""
+def between(name: str, value: object, low: float, high: float) -> None:
+    """Refuse a number outside of the bounds."""
     number = finite_number(name, value)
     if not low <= number <= high:
         raise ValueError(
             f"`{name}` must lie between {low:g} and {high:g}, got {value}. Change it, or leave it "
             "out."
         )
-    return number
 
 
 def count(name: str, value: object, *, least: int = 1) -> int:

@@ -5,7 +5,7 @@ learn: one function for each. Functions of gradients run inside `jax.jit` and ne
 device; functions that answer in words or pictures run on the host.
 """
 
-from optax_lossscale.diagnostics.calibrate import calibrate
+from optax_lossscale.diagnostics.calibration import calibrate
 from optax_lossscale.diagnostics.exponents import (
     GradientExponents,
     gradient_exponents,
