@@ -1,4 +1,4 @@
-"""Runs the Python blocks of the documents and compares what they print.
+"""Runs the Python blocks of the documents, and keeps the memory of a test run small.
 
 A block marked `text` that follows a Python block is what that block prints.
 """
@@ -26,6 +26,17 @@ def _run(example: Example) -> None:
 def _compare(example: Example) -> str | None:
     printed = example.namespace.pop("_printed", "")
     return None if printed == example.parsed else f"Printed:\n{printed}"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_programs() -> Iterator[None]:
+    """Drop what was compiled for a file: nearly all memory of a long run, and of no use to another.
+
+    JAX keeps each compiled program for as long as the function lives, and functions of `jax.numpy`
+    live for ever.
+    """
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="module")

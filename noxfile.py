@@ -1,4 +1,6 @@
-"""All tests with the newest and with the oldest versions that are supported: `make matrix`.
+"""Tests the package with the newest and the oldest versions that are supported: `make matrix`.
+
+Examples, benchmarks, documents and packaging (tests/project) are tested once, by `make test`.
 
 Arguments after `--` go to pytest: `make matrix MATRIX="-s oldest -- tests/test_policy.py"`.
 """
@@ -37,4 +39,5 @@ def _test(session: nox.Session, pins: str, *arguments: str) -> None:
     session.run("python", "-c", "import jax; jax.print_environment_info()")
     # A whole file goes to one worker: the blocks of a document build on each other.
     workers = ("-n", "2", "--dist", "loadfile")
-    session.run("python", "-m", "pytest", *workers, *arguments, *session.posargs)
+    arguments = ("--ignore=tests/project", *arguments, *session.posargs)
+    session.run("python", "-m", "pytest", *workers, *arguments)

@@ -18,8 +18,6 @@ import optax_lossscale as ols
 
 def with_plain_where(inner, policy):
     """Return `with_loss_scaling(inner, policy)` as its contract reads, in the slowest way."""
-    if isinstance(inner, optax.MultiSteps):
-        inner = inner.gradient_transformation()
     inner = optax.with_extra_args_support(inner)
 
     def init(params):
@@ -33,30 +31,24 @@ def with_plain_where(inner, policy):
         )
         loss_finite = jnp.all(jnp.isfinite(extra_args.get("value", 0.0)))
         applied = finite & loss_finite
-        grads = jax.tree.map(lambda g: jnp.where(applied, g, jnp.zeros_like(g)), grads)
-        for name in ("value", "grad"):
-            if name in extra_args:
-                extra_args[name] = jax.tree.map(
-                    lambda x: jnp.where(applied, x, jnp.zeros_like(x)), extra_args[name]
-                )
-        new_updates, new_inner = inner.update(grads, state.inner_state, params, **extra_args)
+
+        def unless_skipped(tree):
+            return jax.tree.map(lambda x: jnp.where(applied, x, jnp.zeros_like(x)), tree)
+
+        new_updates, new_inner = inner.update(
+            unless_skipped(grads), state.inner_state, params, **unless_skipped(extra_args)
+        )
         return (
             jax.tree.map(lambda u: jnp.where(applied, u, -jnp.zeros_like(u)), new_updates),
             ols.WithLossScalingState(
                 policy.update(state.loss_scale_state, finite, loss_finite=loss_finite),
                 jax.tree.map(
-                    lambda new, old: jnp.where(applied, _cast(new, old), old),
-                    new_inner,
-                    state.inner_state,
+                    lambda new, old: jnp.where(applied, new, old), new_inner, state.inner_state
                 ),
             ),
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _cast(new, old):
-    return new if new.dtype == old.dtype else new.astype(old.dtype)
 
 
 def bits(leaf):
@@ -71,7 +63,7 @@ def bits(leaf):
 
 
 def assert_same_bits(actual, expected):
-    """Hold two trees to the same structure, shapes, dtypes and bits."""
+    """Compare structure, shapes, dtypes and bits of two trees."""
     actual_leaves, actual_def = jax.tree_util.tree_flatten_with_path(actual)
     expected_leaves, expected_def = jax.tree_util.tree_flatten_with_path(expected)
     assert actual_def == expected_def

@@ -1,12 +1,13 @@
 """A tiny task to be trained on one device, on several, and by several processes.
 
 Run as a script, it is one of these processes. It takes its orders as JSON on the command line and
-leaves what it has seen as JSON in a file. The tests start it; nobody else needs it.
+leaves what it has seen as JSON in a file.
 """
 
+import contextlib
+import io
 import json
-import os
-import signal
+import runpy
 import sys
 from pathlib import Path
 
@@ -14,16 +15,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
+import orbax.checkpoint as ocp
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from plain_where import with_plain_where
 
 import optax_lossscale as ols
 
 BATCH = 32
+STEPS, SAVED = 8, 3
+BAD_ROW = 30  # in the part of the batch of the last process, however many there are
+# What float16 makes of a sum in another order, and less than a tenth of what one step does.
+TOLERANCE = 4e-4
 # The loss scale grows after two finite steps in a row, so that these few steps move it both ways.
 POLICY = ols.DynamicLossScale(initial_scale=2.0**8, growth_interval=2)
 # Its schedule counts the applied steps, and its update is linear in the gradients.
 INNER = optax.sgd(optax.linear_schedule(0.1, 0.02, 6), momentum=0.9)
+EXAMPLE = Path(__file__).parents[1] / "examples" / "sharded_transformer.py"
+TINY = ["--steps=3", "--batch=4", "--length=16", "--layers=1", "--width=16", "--generate=9"]
 
 
 def init_params():
@@ -61,12 +70,95 @@ def counts(state):
     return [float(leaf) for leaf in ols.loss_scale_state(state)]
 
 
-def spec_of_state(tx, params, specs):
-    """Return the partition specs of the state: the params' where it has their shape."""
-    state = jax.eval_shape(tx.init, params)
-    return optax.tree.map_params(
-        tx, lambda _, spec: spec, state, specs, transform_non_params=lambda _: P()
+def make_step(tx):
+    def step(params, state, x, y):
+        loss, grads = ols.value_and_grad(loss_fn)(state, params, x, y)
+        updates, state = tx.update(grads, state, params, value=loss)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+ORACLE = with_plain_where(INNER, POLICY)
+_oracle_step = jax.jit(make_step(ORACLE))
+
+
+def one_device(row):
+    """Return what one device ends with when this row is bad, and the counts after each step."""
+    params = init_params()
+    state = ORACLE.init(params)
+    seen = []
+    for i in range(STEPS):
+        params, state = _oracle_step(params, state, *batch(i, row))
+        seen.append(counts(state))
+    return jax.device_get((params, state)), seen
+
+
+def train(mesh, step, args, first=0, after_step=lambda *_: None):
+    """Train to the last step, and return the counts after each, and all parameters in full."""
+    seen = []
+    for i in range(first, STEPS):
+        data = (
+            # Each process is asked for the rows of its own devices only.
+            jax.make_array_from_callback(a.shape, NamedSharding(mesh, P("data")), a.__getitem__)
+            for a in batch(i, BAD_ROW)
+        )
+        args = step(*args, *data)
+        seen.append(counts(args[1]))
+        after_step(i + 1, args)
+    gather = jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P()))
+    params = jax.tree.map(lambda a: np.asarray(a).tolist(), gather(args[0]))
+    return {"seen": seen, "params": params}
+
+
+def sharded(mesh, directory, *, resume):
+    """Train under plain jit, with every array spread over all devices of all processes."""
+    tx = ols.with_loss_scaling(INNER, POLICY)
+
+    def start():
+        return init_params(), tx.init(init_params())
+
+    shapes = jax.eval_shape(start)
+    places = jax.tree.map(
+        lambda leaf: NamedSharding(mesh, P("data") if leaf.shape else P()), shapes
     )
+    step = jax.jit(make_step(tx), donate_argnums=(0, 1), out_shardings=places)
+    with ocp.CheckpointManager(directory) as manager:
+        if resume:
+            wanted = jax.tree.map(
+                lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+                shapes,
+                places,
+            )
+            restored = manager.restore(SAVED, args=ocp.args.StandardRestore(wanted))
+            return train(mesh, step, restored, first=SAVED)
+
+        def save(i, args):
+            if i == SAVED:
+                manager.save(i, args=ocp.args.StandardSave(args))
+                manager.wait_until_finished()
+
+        return train(mesh, step, jax.jit(start, out_shardings=places)(), after_step=save)
+
+
+def replicas(mesh):
+    """Train under shard_map, with a replica of everything on each device of each process."""
+    inside = optax.chain(optax.stateless(lambda g, _: jax.lax.pmean(g, "data")), INNER)
+    tx = ols.with_loss_scaling(inside, POLICY, axis_name="data")
+    in_specs = P(), P(), P("data"), P("data")
+    step = jax.shard_map(
+        make_step(tx), mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=False
+    )
+    everywhere = NamedSharding(mesh, P())
+    start = jax.jit(lambda: (init_params(), tx.init(init_params())), out_shardings=everywhere)
+    return train(mesh, jax.jit(step), start())
+
+
+def example(directory):
+    """Return what the example prints, which trains on all devices that it finds."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(EXAMPLE))["main"]([*TINY, f"--checkpoints={directory}"])
+    return printed.getvalue()
 
 
 def main(orders):
@@ -81,121 +173,17 @@ def main(orders):
         heartbeat_timeout_seconds=30,
         shutdown_timeout_seconds=30,
     )
-    report = {"local": jax.local_device_count(), "global": jax.device_count()}
-    for name, run in (("fsdp", fsdp), ("replicas", replicas)):
-        if name in orders["runs"]:
-            report[name] = run(orders)
-    Path(orders["report"]).write_text(json.dumps(report))
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), (AxisType.Auto,))
+    directory = Path(orders["directory"])
+    report = {
+        "devices": [jax.local_device_count(), jax.device_count()],
+        "sharded": sharded(mesh, directory / "sharded", resume=False),
+        "resumed": sharded(mesh, directory / "sharded", resume=True),
+        "replicas": replicas(mesh),
+        "example": example(directory / "example"),
+    }
+    (directory / f"report{orders['process']}.json").write_text(json.dumps(report))
     jax.distributed.shutdown()
-
-
-def fsdp(orders):
-    """Train under plain jit, with every array spread over all devices of all processes."""
-    mesh = jax.make_mesh((jax.device_count(),), ("data",), (jax.sharding.AxisType.Auto,))
-    tx = ols.with_loss_scaling(INNER, POLICY)
-    split = NamedSharding(mesh, P("data"))
-    everywhere = NamedSharding(mesh, P())
-
-    def start():
-        params = init_params()
-        return {"params": params, "opt_state": tx.init(params)}
-
-    shapes = jax.eval_shape(start)
-    shardings = jax.tree.map(lambda leaf: split if leaf.shape else everywhere, shapes)
-
-    def step(train, x, y):
-        params, opt_state = train["params"], train["opt_state"]
-        loss, grads = ols.value_and_grad(loss_fn)(opt_state, params, x, y)
-        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
-        return {"params": optax.apply_updates(params, updates), "opt_state": opt_state}
-
-    step = jax.jit(step, donate_argnums=0, out_shardings=shardings)
-    with checkpoints(orders["directory"]) as manager:
-        first = manager.latest_step() if orders["resume"] else None
-        if first is None:
-            first, train = 0, jax.jit(start, out_shardings=shardings)()
-        else:
-            train = restore(manager, shapes, shardings)
-        return loop(orders, manager, step, train, first)
-
-
-def loop(orders, manager, step, train, first):
-    import orbax.checkpoint as ocp  # noqa: PLC0415, seconds that not every import should take
-
-    mesh = jax.tree.leaves(train)[0].sharding.mesh
-    seen = []
-    for i in range(first, orders["stop"]):
-        if i == orders["die_at"]:
-            os.kill(os.getpid(), signal.SIGKILL)
-        train = step(train, *own_part(orders, mesh, i))
-        seen.append(counts(train["opt_state"]))
-        if i + 1 in orders["save_at"]:
-            manager.save(i + 1, args=ocp.args.StandardSave(train))
-            manager.wait_until_finished()
-    return {"first": first, "seen": seen, "params": whole(train["params"])}
-
-
-def own_part(orders, mesh, step):
-    """Return the batch, of which each process makes the rows for its own devices."""
-    for array in batch(step, orders["bad_row"]):
-        rows = len(array) // orders["processes"]
-        mine = array[orders["process"] * rows :][:rows]
-        yield jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), mine)
-
-
-def whole(tree):
-    """Return every array in full, as nested lists; all processes must take part."""
-    mesh = jax.tree.leaves(tree)[0].sharding.mesh
-    gather = jax.jit(lambda t: t, out_shardings=NamedSharding(mesh, P()))
-    return jax.tree.map(lambda a: np.asarray(a).tolist(), gather(tree))
-
-
-def checkpoints(directory):
-    import orbax.checkpoint as ocp  # noqa: PLC0415
-
-    return ocp.CheckpointManager(directory)
-
-
-def restore(manager, shapes, shardings):
-    """Read the latest checkpoint, each device the part that is its own."""
-    import orbax.checkpoint as ocp  # noqa: PLC0415
-
-    wanted = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        shapes,
-        shardings,
-    )
-    return manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(wanted))
-
-
-def replicas(orders):
-    """Train under shard_map, with a replica of everything on each device of each process."""
-    mesh = jax.make_mesh((jax.device_count(),), ("data",), (jax.sharding.AxisType.Auto,))
-    tx = ols.with_loss_scaling(INNER, POLICY, axis_name="data")
-
-    def step(params, opt_state, x, y):
-        loss, grads = ols.value_and_grad(loss_fn)(opt_state, params, x, y)
-        grads = jax.lax.pmean(grads, "data")
-        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
-        return optax.apply_updates(params, updates), opt_state
-
-    step = jax.jit(
-        jax.shard_map(
-            step,
-            mesh=mesh,
-            in_specs=(P(), P(), P("data"), P("data")),
-            out_specs=P(),
-            check_vma=False,
-        )
-    )
-    everywhere = NamedSharding(mesh, P())
-    params = jax.jit(init_params, out_shardings=everywhere)()
-    opt_state = jax.jit(tx.init, out_shardings=everywhere)(params)
-    seen = []
-    for i in range(orders["stop"]):
-        params, opt_state = step(params, opt_state, *own_part(orders, mesh, i))
-        seen.append(counts(opt_state))
-    return {"seen": seen, "params": jax.tree.map(lambda a: np.asarray(a).tolist(), params)}
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""Bad input for every parameter of every public function.
+"""Every error that bad input raises: its type, its message, and the calls that lead to it.
 
-What the library checks itself raises a TypeError or a ValueError that names the argument, what it
-was and what to do. `TABLE` lists what is refused so. `EXCEPT` lists the parameters that the library
-does not check, and why. Together they must cover every signature, so that none is forgotten.
+A message names the argument, says what it got and ends with a remedy; `...` stands for any text.
+The table is complete: each `raise` of the package, and each place in it that calls a check, leads
+to one of these errors.
 """
 
+import ast
 import dataclasses
 import fractions
 import functools
-import inspect
 import pathlib
+import re
 import traceback
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,735 +22,531 @@ import pytest
 from flax.training.dynamic_scale import DynamicScale as TheirDynamicScale
 
 import optax_lossscale as ols
-from optax_lossscale import flax as ols_flax
-from optax_lossscale import interop, keras, testing
+from optax_lossscale import DynamicLossScale, FixedLossScale, interop, keras
+from optax_lossscale import diagnostics as diag
+from optax_lossscale.flax import DynamicScale, TrainState
+from optax_lossscale.testing import assert_scaled_once
 
-PACKAGE = pathlib.Path(inspect.getfile(ols)).parent
+PACKAGE = pathlib.Path(ols.__file__).parent
 
-NAN, INF = float("nan"), float("inf")
-HUGE = 10**400  # does not fit a float64
-STATE = ols.init(8.0)
-PARAMS = {"w": jnp.ones(3)}
-SGD = optax.sgd(0.1)
+NAN, INF, HUGE = float("nan"), float("inf"), 10**400  # HUGE does not fit a float64
+FLOAT32_MAX, INT32_MAX = float(np.finfo(np.float32).max), 2**31 - 1
+ONE, TWO, HALF = jnp.ones(1), jnp.ones(2), jnp.ones(1, jnp.float16)
+KEY, TRUE, FLOAT0 = jax.random.key(0), jnp.array(True), np.zeros(1, jax.dtypes.float0)
+PARAMS, SGD = {"w": ONE}, optax.sgd(0.1)
+INJECTED = optax.chain(*[optax.inject_hyperparams(optax.sgd)(0.1)] * 2)
 TX = ols.with_loss_scaling(SGD)
-OPT_STATE = TX.init(PARAMS)
-TRAIN_STATE = ols_flax.TrainState.create(apply_fn=None, params=PARAMS, tx=SGD)
-EXPONENTS = ols.diagnostics.gradient_exponents(PARAMS)
-TORCH = {
-    "scale": 1024.0,
-    "growth_factor": 2.0,
-    "backoff_factor": 0.5,
-    "growth_interval": 100,
-    "_growth_tracker": 7,
-}
+STATE, OPT_STATE = ols.init(8.0), TX.init(PARAMS)
+COUNTS = STATE._fields[1:]
+EXPONENTS = diag.gradient_exponents(PARAMS)
+STATES, STACKED = jax.tree.map(lambda x: jnp.stack([x, x]), (STATE, EXPONENTS))
+TORCH = interop.to_torch_state_dict(DynamicLossScale(), STATE)
+DECAY = {"weight_decay": 0.1, "learning_rate": 0.1}
+SHAPE = jax.ShapeDtypeStruct((2**16, 2**15), jnp.float16)
+
+# Calls that lack only what is tested.
+having = STATE._replace
+fixed_update, dynamic_update = FixedLossScale(8).update, DynamicLossScale().update
+scale_loss = functools.partial(ols.scale_loss, 1.0)
+unscale = functools.partial(ols.unscale_and_check, PARAMS)
+calibrate = functools.partial(diag.calibrate, lambda state: state.loss_scale)
+check_health = functools.partial(diag.check_health, STATE)
+suggest_scale = functools.partial(diag.suggest_scale, EXPONENTS)
+plot = functools.partial(diag.plot_gradient_exponents, EXPONENTS)
+exponents = functools.partial(diag.gradient_exponents, PARAMS)
+train_state = functools.partial(TrainState.create, apply_fn=None, params=PARAMS)
+optimizer = functools.partial(keras.loss_scale_optimizer, SGD)
+to_torch = functools.partial(interop.to_torch_state_dict, DynamicLossScale())
+from_torch = interop.from_torch_state_dict
 
 
-class Opaque:
-    """A value of a kind that nothing here knows."""
-
-    def __repr__(self):
-        return "Opaque()"
+def from_flax(**values):
+    return interop.from_flax_dynamic_scale(TheirDynamicScale(**values))
 
 
-class Bad(NamedTuple):
-    """A value that is refused, and what the message says of it where not the value itself."""
-
-    value: Any
-    says: str
+def from_jmp(**values):
+    return interop.from_jmp(jmp.DynamicLossScale(**{"loss_scale": jnp.float16(8)} | values))
 
 
-OPAQUE = Opaque()
-NO_NUMBER = (None, "x", True, 1j, [1], jnp.ones(2), OPAQUE)
-NO_NUMBER_BUT_NONE = NO_NUMBER[1:]
-NO_SCALE = (*NO_NUMBER, jnp.float32(4), NAN, INF, -INF, -1.0, 0, 2.0**-127, 2.0**127, HUGE)
-NO_COUNT = (*NO_NUMBER, jnp.int32(4), 1.5, NAN, 0, -1, 2**31, HUGE)
-NO_LIMIT = (None, "x", True, 1.5, -1, NAN, jnp.int32(3), OPAQUE)
-NO_FLAG = (None, "x", 0, 1, 1.0, OPAQUE, Bad(jnp.ones(2, bool), "shape (2,)"))
-NO_POLICY = (
-    *("x", "Dynamic", True, [8], 1j, OPAQUE, jnp.float32(8), ols.DynamicLossScale),
-    *(Bad({}, "class_name=None"), Bad({"class_name": "Other"}, "class_name='Other'")),
-    *(NAN, INF, -1.0, 0, HUGE),
-)
-NO_CONFIG = (
-    *(None, "x", 1, [], Bad({"class_name": "Other"}, "'Other'"), Bad({"class_name": []}, "[]")),
-    *(Bad({"typo": 2}, "['typo']"), Bad({1: 3, "x": 3}, "'x'")),
-)
-NO_STATE = (
-    Bad(None, "0 in a NoneType"),
-    Bad("x", "0 in a str"),
-    Bad(8.0, "0 in a float"),
-    Bad(PARAMS, "0 in a dict"),
-    Bad(tuple(STATE), "0 in a tuple"),
-    Bad(ols.DynamicLossScale(), "0 in a DynamicLossScale"),
-    Bad((OPT_STATE, STATE), "found at: `[0].loss_scale_state`, `[1]`"),
-)
-# Numbers that were set by hand. What an array holds is data, and is not looked at.
-BAD_SCALES = (
-    *(Bad(STATE._replace(loss_scale=bad), f"got {bad!r}") for bad in ("x", 1j, True, NAN)),
-    *(Bad(STATE._replace(loss_scale=bad), f"got {bad}") for bad in (0, -8.0, HUGE)),
-)
-BAD_COUNTS = (
-    Bad(STATE._replace(growth_count="x"), "`state.growth_count` must be an integer, got 'x'"),
-    Bad(STATE._replace(overflow_count=1.5), "`state.overflow_count` must be an integer, got 1.5"),
-    Bad(STATE._replace(total_skipped=-1), "got -1"),
-    Bad(STATE._replace(consecutive_skipped=2**31), "got 2147483648"),
-)
-STACKED = Bad(jax.tree.map(lambda x: jnp.stack([x, x]), STATE), "shape (2,)")
-NO_AXIS = (3, True, ["x"], {}, Bad(("x", 0), "('x', 0)"), Bad(jnp.ones(2), "got Array([1."))
-NOT_MAPPED = ("x", ("x", "y"))
-NO_SMALL_DTYPE = tuple(Bad(dtype, jnp.dtype(dtype).name) for dtype in (int, complex, np.float64))
-NO_EXPONENTS = (
-    Bad(EXPONENTS._replace(histogram=jnp.zeros((2, 277))), "shape (2, 277)"),
-    Bad(EXPONENTS._replace(histogram=-jnp.ones(277)), "negative"),
-    Bad(EXPONENTS._replace(histogram=jnp.full(277, NAN)), "counts"),
-)
-NO_OPTIMIZER = (None, "x", 1, optax.sgd, OPT_STATE)
-NO_GRADS = (
-    Bad(lambda *_: None, "PyTreeDef(None)"),
-    Bad(lambda *_: {"a": 1}, "PyTreeDef({'a': *})"),
-)
-BAD_LOSSES = (
-    *(Bad("x", "str"), Bad(True, "bool"), Bad(1, "int"), Bad(1j, "complex"), Bad(OPAQUE, "Opaque")),
-    *(Bad({"a": [1.0, "x"]}, "str at `['a'][1]`"), Bad(np.array(["a"]), "<U1")),
-    *(Bad(jnp.int32(1), "int32"), Bad(jnp.array(True), "bool"), Bad(jax.random.key(0), "key<fry>")),
-)
-
-
-# -- the public functions, and arguments that each of them takes ----------------------------------
-
-
-def public_callables():
-    """Yield the name and the function of everything public that takes arguments."""
-    modules = {"": ols, "diagnostics.": ols.diagnostics, "flax.": ols_flax, "keras.": keras}
-    for prefix, module in (modules | {"interop.": interop, "testing.": testing}).items():
-        names = getattr(module, "__all__", None) or [
-            name
-            for name, value in vars(module).items()
-            if not name.startswith("_") and getattr(value, "__module__", "") == module.__name__
-        ]
-        for name in names:
-            value = getattr(module, name)
-            if inspect.isclass(value):
-                yield from methods(prefix + name, value)
-            if inspect.isclass(value) or inspect.isfunction(value):
-                yield prefix + name, value
-    yield "with_loss_scaling(inner).init", TX.init
-    yield "with_loss_scaling(inner).update", TX.update
-    yield "value_and_grad(fun)", ols.value_and_grad(loss_fn)
-
-
-def methods(name, cls):
-    """Yield the public methods of a class that takes part in training; containers have none."""
-    if EXCEPT.get(name) in {CONTAINER, PROTOCOL, EXCEPTION}:
-        return
-    for attribute in [*vars(cls), "from_config"]:
-        # Flax adds `replace` to its dataclasses.
-        if not attribute.startswith("_") and attribute != "replace":
-            method = getattr(cls, attribute, None)
-            if inspect.isfunction(method) or inspect.ismethod(method):
-                yield f"{name}.{attribute}", method
-
-
-def loss_fn(w):
-    return jnp.sum(w**2)
+def health(**fields):
+    return diag.check_health(having(**fields))
 
 
 def returning(value):
-    """Return a loss function that returns this, whatever it is given."""
-    return lambda w: value  # noqa: ARG005
+    return lambda *_, **__: value
 
 
-def differentiated(**arguments):
-    return ols.value_and_grad(**arguments)(STATE, jnp.ones(2))
+def differentiate(fun, state=STATE, **arguments):
+    return ols.value_and_grad(fun, **arguments)(state, ONE)
 
 
-UPDATE = {"state": STATE, "grads_finite": True}
-GOOD = {
-    "DynamicLossScale.update": {"self": ols.DynamicLossScale()} | UPDATE,
-    "FixedLossScale.update": {"self": ols.FixedLossScale(8)} | UPDATE,
-    "FixedLossScale": {"scale": 8},
-    "update": {"loss_scale": "dynamic"} | UPDATE,
-    "scale_loss": {"loss": 1.0, "state": STATE},
-    "unscale_and_check": {"grads": PARAMS, "state": STATE},
-    "value_and_grad": {"fun": loss_fn},
-    "tree_where": {"pred": True, "on_true": PARAMS, "on_false": PARAMS},
-    "with_loss_scaling": {"inner": SGD},
-    "with_loss_scaling(inner).update": {"updates": PARAMS, "state": OPT_STATE, "params": PARAMS},
-    "diagnostics.check_health": {"opt_state": STATE},
-    "diagnostics.gradient_exponents": {"grads": PARAMS},
-    "diagnostics.suggest_scale": {"exponents": EXPONENTS},
-    "diagnostics.plot_gradient_exponents": {"exponents": EXPONENTS},
-    "diagnostics.calibrate": {
-        "grad_fn": lambda state: (64 * state.loss_scale).astype(jnp.float16),
-        "state": STATE,
-    },
-    "flax.TrainState.create": {"apply_fn": None, "params": PARAMS, "tx": SGD},
-    "flax.TrainState.apply_gradients": {"self": TRAIN_STATE, "grads": PARAMS},
-    "flax.TrainState.scale_loss": {"self": TRAIN_STATE, "loss": 1.0},
-    "flax.DynamicScale.value_and_grad": {"self": ols_flax.DynamicScale(), "fun": loss_fn},
-    "keras.loss_scale_optimizer": {"inner_optimizer": SGD},
-    "interop.to_torch_state_dict": {"policy": ols.DynamicLossScale(), "state": STATE},
-    "testing.assert_scaled_once": {"grad_fn": lambda state: state.loss_scale, "state": STATE},
-}
+def choose(on_true, on_false, pred=True):
+    return ols.tree_where(pred, on_true, on_false)
 
 
-# -- what is refused ----------------------------------------------------------------------------
+def take(state=STATE, axis_name=None):
+    tx = ols.with_loss_scaling(SGD, axis_name=axis_name)
+    return tx.update(PARAMS, OPT_STATE._replace(loss_scale_state=state))
 
 
-class Row(NamedTuple):
-    """A parameter of a public function, a call with it, and the values that are refused."""
-
-    function: str
-    parameter: str
-    call: Any
-    bad: tuple[Any, ...]
-    # What the message calls the argument, in any of these words.
-    names: tuple[str, ...]
+def keep(before, after):
+    """Take a step with an optimizer whose state is `before` at first and then `after`."""
+    inner = optax.GradientTransformation(lambda _: before, lambda grads, *_: (grads, after))
+    tx = ols.with_loss_scaling(inner)
+    return tx.update(ONE, tx.init(ONE))
 
 
-def refused(function, /, *, call=None, name=None, **values):
-    """Return a row for each parameter of a function, with the values that it refuses."""
+def apply(grads, **fields):
+    return train_state(tx=SGD).replace(**fields).apply_gradients(grads=grads)
+
+
+def without_params(**arguments):
+    tx = optimizer(**arguments)
+    return tx.update(PARAMS, tx.init(PARAMS))
+
+
+def given(function, names, *values, **others):
+    """Return a row for each of the values as each argument of these names, besides the others."""
     return [
-        Row(
-            function,
-            parameter,
-            call or functools.partial(call_with, function, parameter),
-            bad,
-            (f"`{name}",) if name else names_of(parameter),
-        )
-        for parameter, bad in values.items()
+        (functools.partial(function, **others, **{name: value}), name, repr(value))
+        for name in names.split()
+        for value in values
     ]
 
 
-def call_with(function, parameter, value):
-    # `kwargs` are given by their own names.
-    given = value if parameter == "kwargs" else {parameter: value}
-    return CALLS[function](**(GOOD.get(function, {}) | given))
+def traced(call):
+    return lambda: jax.jit(call)(8.0)
 
 
-def names_of(parameter):
-    if "state" in parameter:  # it is found inside what it was handed in with
-        return "`opt_state`", "`opt_state.", "`state`", "`state."
-    return f"`{parameter}`", f"`{parameter}.", f"`{parameter}["
-
-
-def update_rows(function):
-    no_state = (Bad(None, "NoneType"), Bad("x", "str"), Bad(OPT_STATE, "WithLossScalingState"))
-    return refused(
-        function,
-        state=(*no_state, Bad(tuple(STATE), "tuple"), *BAD_SCALES, *BAD_COUNTS),
-        grads_finite=NO_FLAG,
-        loss_finite=NO_FLAG,
-    )
-
-
-def keras_rows():
-    rate = (*NO_NUMBER_BUT_NONE, NAN, INF, -1.0, HUGE)
-    no_scale = (True, NAN, INF, -1.0, 0, HUGE)
-    no_steps = (1.5, NAN, -1, 2**31, HUGE)
-    needs = {
-        "learning_rate": {"weight_decay": 0.1},
-        "weight_decay": {"learning_rate": 0.1},
-        "ema_overwrite_frequency": {"use_ema": True},
-    }
-    values = {
-        "initial_scale": no_scale,
-        "learning_rate": rate,
-        "weight_decay": rate,
-        "clipnorm": (*rate, 0),
-        "clipvalue": (*rate, 0),
-        "global_clipnorm": (*rate, 0),
-        "ema_momentum": (*NO_NUMBER, NAN, INF, -0.1, 1.1, HUGE),
-        "ema_overwrite_frequency": (*NO_NUMBER_BUT_NONE, *no_steps, 0),
-        "gradient_accumulation_steps": (*NO_NUMBER_BUT_NONE, *no_steps, 0, 1),
-        "axis_name": NO_AXIS,
-    }
-    build = functools.partial(keras.loss_scale_optimizer, SGD)
-    function = "keras.loss_scale_optimizer"
-    return [
-        # Refused by what it is handed on to, which has a name of its own for it.
-        *refused(function, inner_optimizer=(None, "x", 1, optax.sgd), name="inner"),
-        *refused(
-            function, dynamic_growth_steps=("x", True, OPAQUE, *no_steps, 0), name="growth_interval"
-        ),
-        *refused(function, loss_scale_factor=(*NO_NUMBER_BUT_NONE, *no_scale[1:]), name="scale"),
+# By type and message: calls that raise the error, the `name` in its message, and what it `got`.
+TABLE = {
+    # -- numbers
+    "TypeError: `{name}` must be a Python number, got {got}. Convert an array with `float`, ...": [
+        *given(FixedLossScale, "scale", None, "x", True, 1j, [1], jnp.float32(4)),
+        (traced(FixedLossScale), "scale", "...Trace..."),
+        *given(DynamicLossScale, "initial_scale min_scale max_scale", "x"),
+        *given(DynamicLossScale, "growth_factor backoff_factor", "x"),
+        *given(optimizer, "initial_scale", False),
+        *given(optimizer, "clipnorm", jnp.sin),
+        *given(optimizer, "weight_decay", jnp.sin, learning_rate=0.1),
+        *given(optimizer, "learning_rate", "x", weight_decay=0.1),
+        *given(optimizer, "ema_momentum", None),
         *(
-            each
-            for name, bad in values.items()
-            for each in refused(
-                function,
-                call=lambda value, name=name: build(**needs.get(name, {}), **{name: value}),
-                **{name: bad},
-            )
+            (lambda f=f: f(having(loss_scale="x")), "state.loss_scale", "'x'")
+            for f in (scale_loss, calibrate, diag.metrics, diag.check_health)
         ),
-    ]
-
-
-def interop_rows():
-    """Return a row for each attribute or key of the foreign objects."""
-    no_number = ("x", 1j, OPAQUE)
-    stacked = Bad(np.ones(2), "shape (2,)")
-    scale = (*no_number, None, stacked, NAN, INF, -1.0, 0)
-    bound = (*no_number, stacked, NAN, INF)
-    count = (*no_number, None, stacked, NAN, INF, 1.5, -1)
-    interval = (*no_number, None, stacked, NAN, INF, 1.5, Bad(-1, "`growth_interval`"))
-    factors = (*no_number, None, stacked, NAN, INF, -1.0, 1)
-    theirs = {
-        ("from_flax_dynamic_scale", "ds"): (
-            lambda **given: TheirDynamicScale().replace(**given),
-            {
-                "scale": scale,
-                "fin_steps": count,
-                "growth_interval": interval,
-                "growth_factor": factors,
-                "backoff_factor": factors,
-                "minimum_scale": bound,
-            },
+        (lambda: fixed_update(having(loss_scale="x"), True), "state.loss_scale", "'x'"),
+        (lambda: dynamic_update(having(loss_scale="x"), True), "state.loss_scale", "'x'"),
+    ],
+    "ValueError: `{name}` must be finite in float32, got {got}. Use a finite number.": [
+        *given(FixedLossScale, "scale", NAN, INF, -INF, HUGE, 2 * FLOAT32_MAX),
+        *given(DynamicLossScale, "growth_factor", INF),
+    ],
+    "ValueError: `{name}` must lie between 2**-126 and 2**126, ..., got {got}. Use a power ...": [
+        *given(FixedLossScale, "scale", -1.0, 0, 2.0**-127, 2.0**127),
+        *given(DynamicLossScale, "initial_scale min_scale max_scale", 0),
+        *given(ols.as_loss_scale, "loss_scale", 0),
+        *given(optimizer, "initial_scale", 0, 2.0**127),
+        (lambda: optimizer(0, dynamic=False), "scale", "0"),
+        (lambda: optimizer(loss_scale_factor=-1), "scale", "-1"),
+        (lambda: scale_loss(having(loss_scale=-1)), "state.loss_scale", "-1"),
+    ],
+    "ValueError: `{name}` must lie between ... and ..., got {got}. Change it, or leave it out.": [
+        *given(optimizer, "clipnorm clipvalue global_clipnorm", -1.0, 0, 2.0**-127),
+        *given(optimizer, "weight_decay", -0.1, learning_rate=jnp.sin),
+        *given(optimizer, "learning_rate", -0.1, weight_decay=0.1),
+        *given(optimizer, "ema_momentum", -0.1, 1.1),
+    ],
+    "TypeError: `{name}` must be an integer, got {got}. Use `int` to convert it.": [
+        *given(DynamicLossScale, "growth_interval", None, "x", True, 1.5, jnp.int32(4)),
+        *given(DynamicLossScale, "hysteresis loss_patience", 1.5),
+        *given(check_health, "max_consecutive_skipped", True),
+        *given(suggest_scale, "headroom", 1.5),
+        *given(optimizer, "gradient_accumulation_steps", 2.5),
+        *given(optimizer, "ema_overwrite_frequency", 1.5, use_ema=True),
+        (lambda: diag.metrics(having(growth_count=1.5)), "state.growth_count", "1.5"),
+    ],
+    "ValueError: `{name}` must be at least ... and fit an int32, got {got}. Use an integer ...": [
+        *given(DynamicLossScale, "growth_interval", 0, -1, 2**31, HUGE),
+        *given(DynamicLossScale, "hysteresis loss_patience", 0),
+        *given(check_health, "max_consecutive_skipped", -1),
+        *given(suggest_scale, "headroom", -1),
+        *given(optimizer, "gradient_accumulation_steps", 1),
+        *given(optimizer, "ema_overwrite_frequency", 0, use_ema=True),
+        (lambda: optimizer(dynamic_growth_steps=0), "growth_interval", "0"),
+        *((lambda n=n: diag.metrics(having(**{n: -1})), f"state.{n}", "-1") for n in COUNTS),
+    ],
+    # -- policies
+    "ValueError: `{name}` must be greater than 1 in float32, got {got}. Use 2, or ...": [
+        *given(DynamicLossScale, "growth_factor", -2.0, 0.0, 1.0, 1 + 1e-9),
+    ],
+    "ValueError: `{name}` must lie between 0 and 1, both ..., got {got}. Use 0.5.": [
+        *given(DynamicLossScale, "backoff_factor", -0.5, 0.0, 1.0, 1 - 1e-9, 2.0**-127),
+    ],
+    "ValueError: `initial_scale` must lie between `min_scale` and `max_scale`, got ... Move ...": [
+        *given(DynamicLossScale, "min_scale", 2.0**16),
+        *given(DynamicLossScale, "max_scale", 2.0**14),
+    ],
+    "TypeError: `{name}` must be a dict from `get_config`, got {got}. Use `as_loss_scale` ...": [
+        *given(FixedLossScale.from_config, "config", None, "x", []),
+    ],
+    "ValueError: `config` must describe a FixedLossScale, got class_name={got}. Use `as_loss_...": [
+        (lambda: FixedLossScale.from_config({"class_name": "Dynamic"}), "", "'Dynamic'"),
+    ],
+    "ValueError: `config` has unknown keys {got}; FixedLossScale has [...]. Remove them.": [
+        (lambda: FixedLossScale.from_config({"x": 1, "scale": 8, 1: 2}), "", "[1, 'x']"),
+    ],
+    "ValueError: `{name}` must be a policy ..., or a dict from `get_config`; got {got}.": [
+        *given(ols.as_loss_scale, "loss_scale", "x", "Dynamic"),
+        *given(ols.update, "loss_scale", "x", state=STATE, grads_finite=True),
+        *given(ols.with_loss_scaling, "loss_scale", "x", inner=SGD),
+        *given(train_state, "loss_scale", "x", tx=SGD),
+        *given(check_health, "loss_scale", "x"),
+        *given(calibrate, "loss_scale", "x", state=STATE),
+    ],
+    "TypeError: `{name}` must be a policy ..., or a dict from `get_config`; got {got}.": [
+        *given(ols.as_loss_scale, "loss_scale", True, 1j, [8], jnp.float32(8), FixedLossScale),
+        (traced(ols.init), "loss_scale", "...Trace..."),
+    ],
+    "ValueError: `loss_scale` must name a class in [...], got class_name={got}. Call ...": [
+        (lambda: ols.init({}), "", "None"),
+        (lambda: ols.init({"class_name": "Other"}), "", "'Other'"),
+        (lambda: ols.init({"class_name": ["FixedLossScale"]}), "", "['FixedLossScale']"),
+    ],
+    # -- flags and states
+    "TypeError: `{name}` must be a bool or a boolean array, got {got}. Compute it with ...": [
+        *given(choose, "pred", None, "x", 1, jnp.float32(1), on_true=ONE, on_false=ONE),
+        *given(fixed_update, "grads_finite", 1, state=STATE),
+        *given(fixed_update, "loss_finite", 1, state=STATE, grads_finite=True),
+        *given(dynamic_update, "grads_finite", 1, state=STATE),
+        *given(dynamic_update, "loss_finite", 1, state=STATE, grads_finite=True),
+    ],
+    "ValueError: `{name}` must be a scalar, got shape {got}": [
+        (lambda: choose(ONE, ONE, ONE > 0), "pred", "(1,). Reduce it with `jnp.all`, or map ..."),
+        (lambda: choose(ONE, ONE, TWO > 0), "pred", "(2,). Reduce it with `jnp.all`, or map ..."),
+        (lambda: scale_loss(STATES), "state.loss_scale", "(2,). Map over the replicas with ..."),
+        (lambda: unscale(STATES), "state.loss_scale", "(2,). Map over the replicas with ..."),
+        (lambda: differentiate(jnp.sum, STATES), "state.loss_scale", "(2,). Map over ..."),
+        (lambda: take(STATES), "state.loss_scale", "(2,). Map over the replicas with ..."),
+        *(
+            (lambda n=n: health(**{n: TWO}), f"opt_state.{n}", "(2,). Take one replica: ...")
+            for n in STATE._fields
         ),
-        # JMP itself refuses a loss scale that is not an array.
-        ("from_jmp", "ls"): (
-            lambda **given: dataclasses.replace(jmp.DynamicLossScale(jnp.float32(8)), **given),
-            {
-                "loss_scale": (Bad(jnp.ones(2), "shape (2,)"), *map(jnp.float32, (NAN, 0, -1))),
-                "counter": count,
-                "period": (*interval, 0),
-                "factor": factors,
-                "min_loss_scale": (Bad(jnp.ones(2), "shape (2,)"), jnp.float32(NAN)),
-            },
+        (lambda: exponents(loss_scale=TWO), "loss_scale", "(2,). Look at one replica at a time."),
+        (lambda: from_flax(scale=TWO), "ds.scale", "(2,). Take one replica: ..."),
+        (lambda: from_flax(minimum_scale=TWO), "ds.minimum_scale", "(2,). Take one replica: ..."),
+        (lambda: to_torch(STATES), "state.loss_scale", "(2,). Take one replica: ..."),
+    ],
+    "TypeError: `state` must be a {name}, got {got}": [
+        (lambda: fixed_update(tuple(STATE), True), "LossScaleState", "tuple. Find it in ..."),
+        (lambda: dynamic_update(tuple(STATE), True), "LossScaleState", "tuple. Find it in ..."),
+        (lambda: TX.update(PARAMS, STATE), "WithLossScalingState", "LossScaleState. Make it ..."),
+    ],
+    "ValueError: `{name}` must hold exactly one LossScaleState, got {got}. Wrap the whole ...": [
+        (lambda: scale_loss(None), "state", "0 in a NoneType, found at: nowhere"),
+        (lambda: unscale(tuple(STATE)), "state", "0 in a tuple, found at: nowhere"),
+        (lambda: differentiate(jnp.sum, PARAMS), "state", "0 in a dict, found at: nowhere"),
+        (lambda: ols.loss_scale_state(SGD), "opt_state", "0 in a Gradient..., found at: nowhere"),
+        (lambda: assert_scaled_once(apply, PARAMS), "opt_state", "0 in a dict, found at: nowhere"),
+        *(
+            (lambda f=f: f(PARAMS), "opt_state", "0 in a dict, found at: nowhere")
+            for f in (diag.metrics, diag.check_health, calibrate, to_torch)
         ),
-        ("from_torch_state_dict", "d"): (
-            lambda **given: TORCH | given,
-            {
-                "scale": scale,
-                "_growth_tracker": count,
-                "growth_interval": (*interval, 0),
-                "growth_factor": factors,
-                "backoff_factor": factors,
-            },
+        (
+            lambda: ols.loss_scale_state({"a": OPT_STATE, "b": [STATE]}),
+            "opt_state",
+            "2 in a dict, found at: `['a'].loss_scale_state`, `['b'][0]`",
         ),
-    }
-    lacking = tuple(Bad(each, "lacks") for each in (None, "x", 1, [], OPAQUE, {}))
-    rows = []
-    for (function, argument), (make, attributes) in theirs.items():
-        convert = getattr(interop, function)
-        rows += refused(f"interop.{function}", **{argument: lacking})
-        for name, bad in attributes.items():
-
-            def call(value, convert=convert, make=make, name=name):
-                return convert(make(**{name: value}))
-
-            rows += refused(f"interop.{function}", call=call, **{argument: bad})
-    return rows
-
-
-TABLE = [
-    *refused(
-        "DynamicLossScale",
-        initial_scale=NO_SCALE,
-        min_scale=(*NO_SCALE, 2.0**16),
-        max_scale=(*NO_SCALE, 2.0**14),
-        growth_interval=NO_COUNT,
-        hysteresis=NO_COUNT,
-        loss_patience=NO_COUNT,
-        growth_factor=(*NO_NUMBER, jnp.float32(4), NAN, INF, -2.0, 0, 1, 1 + 1e-9, HUGE),
-        backoff_factor=(*NO_NUMBER, jnp.float32(0.5), NAN, INF, -0.5, 0, 1, 1e-50, HUGE),
-    ),
-    *refused("FixedLossScale", scale=NO_SCALE),
-    *refused("DynamicLossScale.from_config", config=NO_CONFIG),
-    *refused("FixedLossScale.from_config", config=NO_CONFIG),
-    *(
-        each
-        for name in ("DynamicLossScale.", "FixedLossScale.", "")
-        for each in update_rows(name + "update")
-    ),
-    *refused("update", loss_scale=NO_POLICY),
-    *refused("as_loss_scale", loss_scale=NO_POLICY),
-    *refused("init", loss_scale=NO_POLICY),
-    *refused("loss_scale_state", opt_state=NO_STATE),
-    *refused("scale_loss", loss=BAD_LOSSES, state=(*NO_STATE, *BAD_SCALES, STACKED)),
-    *refused(
-        "unscale_and_check",
-        state=(*NO_STATE, *BAD_SCALES, STACKED),
-        axis_name=(*NO_AXIS, *NOT_MAPPED),
-    ),
-    *refused(
-        "value_and_grad",
-        call=lambda fun: differentiated(fun=fun, has_aux=True),
-        fun=tuple(
-            Bad(returning(each), "because of `has_aux=True`")
-            for each in (None, "x", 1.0, (1.0,), (1.0, 2.0, 3.0), np.ones(2), {"a": 1.0, "b": 2.0})
+    ],
+    "ValueError: `{name}` must hold exactly one EmaParamsState, got {got}. Build ...": [
+        (lambda: keras.ema_params(PARAMS), "opt_state", "0 in a dict, found at: nowhere"),
+    ],
+    # -- axes, optimizers, losses
+    "TypeError: `{name}` must be the name of a mapped axis, ..., got {got}. Give the one ...": [
+        *given(unscale, "axis_name", 3, True, ["x"], ("x", 0), ONE, state=STATE),
+        *given(ols.with_loss_scaling, "axis_name", 3, inner=SGD),
+        *given(DynamicScale().value_and_grad, "axis_name", 3, fun=jnp.sum),
+    ],
+    "ValueError: `{name}` must be the name of a mapped axis, ..., got {got}. Call the ...": [
+        *given(unscale, "axis_name", "x", ("x", "y"), state=STATE),
+        *given(calibrate, "axis_name", "x", state=STATE),
+        *given(take, "axis_name", "x"),
+    ],
+    "TypeError: `{name}` must be an optax.Gr... or an optax.Mu..., got {got}. Call ...": [
+        *given(ols.with_loss_scaling, "inner", None, "x", optax.sgd, OPT_STATE),
+        *given(train_state, "tx", optax.sgd),
+        (lambda: keras.loss_scale_optimizer(optax), "inner", "<module ..."),
+    ],
+    "TypeError: `{name}` must be an optax..., got an optax.MultiSteps, ... Use `gradient_acc...": [
+        *given(keras.loss_scale_optimizer, "inner_optimizer", optax.MultiSteps(SGD, 2)),
+    ],
+    "TypeError: `{name}` must be what `with_loss_scaling` returns, got {got}. Make the ...": [
+        *given(apply, "tx", SGD, optax.chain(TX), grads=PARAMS),
+    ],
+    "ValueError: `inner` must not scale the loss itself, got a ... at `{got}` ... Call ...": [
+        (lambda: ols.with_loss_scaling(TX).init(PARAMS), "", ".loss_scale_state"),
+        (lambda: train_state(tx=optax.chain(SGD, TX)), "", "[1].loss_scale_state"),
+    ],
+    "TypeError: `loss` must be floating-point, got {name} at {got}. Cast it with `astype(...": [
+        (lambda: ols.scale_loss("x", STATE), "str", "the root of the tree"),
+        (lambda: ols.scale_loss(True, STATE), "bool", "the root of the tree"),
+        (lambda: ols.scale_loss(1j, STATE), "complex", "the root of the tree"),
+        (lambda: ols.scale_loss(KEY, STATE), "key<fry>", "the root of the tree"),
+        (lambda: ols.scale_loss(jnp.int32(1), STATE), "int32", "the root of the tree"),
+        (lambda: ols.scale_loss(np.array("x"), STATE), "<U1", "the root of the tree"),
+        (lambda: ols.scale_loss({"a": [1.0, 1]}, STATE), "int", "`['a'][1]`"),
+        (lambda: train_state(tx=SGD).scale_loss("x"), "str", "the root of the tree"),
+        (lambda: differentiate(returning([1.0, "x"])), "str", "`[1]`"),
+    ],
+    "TypeError: `{name}` must return a pair, ..., got {got}. Return both, or leave ...": [
+        (lambda value=value: differentiate(returning(value), has_aux=True), "fun", repr(value))
+        for value in (None, 1.0, (1.0,), (1.0, 2.0, 3.0), {"a": 1.0, "b": 2.0})
+    ],
+    "TypeError: `transform` must return ((loss, aux), grads) ..., got {got} of <... Pass ...": [
+        (lambda x=x: differentiate(jnp.sum, transform=returning(returning(x))), "", repr(x))
+        for x in (
+            *(3.0, (1.0, 2.0), [(1.0, None), 2.0], ((1.0, None, None), 2.0)),
+            *(([1.0, None], 2.0), ((1.0, None), 2.0, None), ((1.0, None),)),
+        )
+    ],
+    # -- trees
+    "ValueError: `{name}` must keep its structure, got another at {got}. ...": [
+        (lambda: choose({"a": None}, {"a": 1}), "on_true", "`['a']`"),
+        (lambda: choose({"a": [1]}, {"a": (1,)}), "on_true", "`['a']`"),
+        (lambda: choose({"a": []}, {"a": ()}), "on_true", "`['a']`"),
+        (lambda: choose({"a": 1, "b": 1}, {"a": 1}), "on_true", "`['b']`"),
+        (lambda: choose({"a": 1}, {"a": 1, "c": 1}), "on_true", "`['c']`"),
+        (lambda: choose({"a": [1, 1]}, {"a": [1]}), "on_true", "`['a'][1]`"),
+        (lambda: choose({"a": [1], "b": [1]}, {"a": [1], "b": []}), "on_true", "`['b'][0]`"),
+        (lambda: choose({"a": 1}, {"a": {"b": 1}}), "on_true", "`['a']['b']`"),
+        (lambda: choose(STATE, tuple(STATE)), "on_true", "`.loss_scale`"),
+        (lambda: choose(None, 1), "on_true", "the root of the tree"),
+        (lambda: keep([1], [1, 1]), "inner", "`[1]`"),
+        (lambda: apply({"v": ONE}), "grads", "`['v']`"),
+    ],
+    "ValueError: `{name}` must keep its shapes, got {got}. ...": [
+        (lambda: choose([ONE], [TWO]), "on_true", "(1,) for (2,) at `[0]`"),
+        (lambda: choose(ONE, ONE[None]), "on_true", "(1,) for (1, 1) at the root of the tree"),
+        (lambda: choose(ONE, jnp.float32(1)), "on_true", "(1,) for () at the root of the tree"),
+        (lambda: keep(ONE, TWO), "inner", "(2,) for (1,) at the root of the tree"),
+        (lambda: apply({"w": "x"}), "grads", "() for (1,) at `['w']`"),
+    ],
+    "ValueError: the leaf at {name} must be an array in both ..., got {got}. Make it ...": [
+        (lambda: choose({"a": "x"}, {"a": "y"}), "`['a']`", "'x' and 'y'"),
+        (lambda: choose(1, 2), "the root of the tree", "1 and 2"),
+        (lambda: choose(1, True), "the root of the tree", "1 and True"),
+        (lambda: choose(1.0, jnp.float32(1)), "the root of the tree", "1.0 and Array(1., ...)"),
+    ],
+    "TypeError: the leaf at {name} must have one dtype in both trees, got {got}. Cast one ...": [
+        (lambda: choose({"a": ONE}, {"a": HALF}), "`['a']`", "float32 and float16"),
+        (lambda: choose(TRUE, jnp.int32(1)), "the root of the tree", "bool and int32"),
+        (lambda: choose(FLOAT0, ONE), "the root of the tree", "...float0... and float32"),
+        (lambda: choose(KEY, jax.random.PRNGKey(0)), "the root of the tree", "key<fry> and uint32"),
+    ],
+    "TypeError: `{name}` must keep the kind of numbers in its state, got {got}. Start with ...": [
+        (lambda: keep(jnp.arange(1), ONE), "inner", "float32 for int32 at the root of the tree"),
+    ],
+    # -- diagnostics and testing
+    "ValueError: `opt_state` must hold a loss scale ..., got {got}. Restore an earlier ...": [
+        *(
+            (lambda x=x: health(loss_scale=jnp.float32(x)), "", f"{x:g} and ...")
+            for x in (NAN, INF, 0, -8, 2.0**127)
         ),
-    ),
-    *refused(
-        "value_and_grad",
-        fun=(
-            Bad(returning("x"), "str at the root"),
-            Bad(returning({"a": True}), "bool at `['a']`"),
+        *((lambda n=n: health(**{n: jnp.int32(-1)}), "", f"8 and ...'{n}': -1...") for n in COUNTS),
+    ],
+    "TypeError: `{name}` must hold values, got traced arrays. {got}": [
+        (traced(lambda n: health(growth_count=n)), "opt_state", "Call `check_health` ..."),
+        (traced(lambda n: diag.suggest_scale(EXPONENTS._replace(zero=n))), "exponents", "Ret..."),
+        (traced(diag.plot_gradient_exponents), "exponents", "Return them ..."),
+        (traced(lambda n: diag.format_nonfinite_report({"": (n, 0)})), "report", "Return it ..."),
+        (traced(lambda n: diag.first_nonfinite(jnp.sin, n)), "args", "Call `first_nonfinite` ..."),
+        (traced(lambda n: assert_scaled_once(returning([ONE, n]), STATE)), "grad_fn", "Call ..."),
+    ],
+    "TypeError: `{name}` must be a floating-point type of at most 32 bits, got ... Use ...": [
+        *given(exponents, "dtype", "int8", "complex64", "float64"),
+        *given(suggest_scale, "dtype", "int8"),
+        *given(plot, "dtype", "int8"),
+    ],
+    "ValueError: `grads` must have at most 2**31 - 1 elements, got 2147483648. Look at one ...": [
+        (lambda: jax.eval_shape(diag.gradient_exponents, SHAPE), "", ""),
+    ],
+    "ValueError: `exponents` must hold one histogram, got shape (2, 277). Sum over ...": [
+        (lambda: diag.suggest_scale(STACKED), "", ""),
+        (lambda: diag.plot_gradient_exponents(STACKED), "", ""),
+    ],
+    "ValueError: `exponents` must hold counts, got negative ones: ... Add on the host, ...": [
+        (lambda: diag.suggest_scale(EXPONENTS._replace(histogram=-EXPONENTS.histogram)), "", ""),
+        (lambda: diag.suggest_scale(EXPONENTS._replace(histogram=np.full(277, NAN))), "", ""),
+    ],
+    "ValueError: `exponents` must count at least one ..., got an empty histogram. Count ...": [
+        (lambda: diag.suggest_scale(diag.gradient_exponents([0.0, NAN, INF])), "", ""),
+    ],
+    "TypeError: `{name}` must have `min_scale` and `max_scale` ..., got {got}. Calibrate ...": [
+        *given(calibrate, "loss_scale", FixedLossScale(8), state=STATE),
+    ],
+    "ValueError: `{name}` must have a power of two between its bounds, got {got}. Widen them.": [
+        *given(calibrate, "loss_scale", DynamicLossScale(3, 1, 2, 0.5, 3, 3.5), state=STATE),
+    ],
+    "ValueError: `grad_fn` must return gradients, got a tree without ...: {got}. Return ...": [
+        (lambda: diag.calibrate(returning({"a": 1}), STATE), "", "PyTreeDef(...)"),
+    ],
+    "ValueError: `grad_fn` must return gradients that are finite and not all zero, ... Choo...": [
+        (lambda x=x: assert_scaled_once(returning(x), STATE), "", "")
+        for x in (None, "x", 0.0, NAN, INF)
+    ],
+    # -- states of other libraries
+    "TypeError: `{name}` lacks {got}": [
+        (lambda: interop.from_flax_dynamic_scale(None), "ds", "scale, fin_steps, ... It must ..."),
+        (lambda: interop.from_jmp(jmp.NoOpLossScale()), "ls", "counter, ...; for a jmp.Static..."),
+        (lambda: from_torch(3), "d", "scale, ... It must be the result of torch's ..."),
+        (lambda: from_torch({"scale": 2.0}), "d", "_growth_tracker, ... It must be ..."),
+    ],
+    "TypeError: `{name}` must hold concrete numbers, got {got}. Convert it outside of ...": [
+        (lambda: from_flax(scale=None), "ds", "scale=None"),
+        (lambda: from_flax(minimum_scale="x"), "ds", "minimum_scale='x'"),
+        (lambda: from_jmp(period=1j), "ls", "period=1j"),
+        (lambda: from_torch(TORCH | {"scale": "x"}), "d", "scale='x'"),
+        (lambda: to_torch(having(growth_count="x")), "state", "growth_count='x'"),
+        (traced(lambda x: from_flax(scale=x)), "ds", "scale=...Trace..."),
+        (traced(lambda x: from_jmp(loss_scale=x)), "ls", "loss_scale=...Trace..."),
+        (traced(lambda x: to_torch(having(loss_scale=x))), "state", "loss_scale=...Trace..."),
+    ],
+    "ValueError: `{name}` must count whole steps, got {got}. Use `int`.": [
+        (lambda: from_flax(fin_steps=1.5), "ds", "fin_steps=1.5"),
+        (lambda: from_flax(growth_interval=1.5), "ds", "growth_interval=1.5"),
+        (lambda: from_jmp(counter=1.5), "ls", "counter=1.5"),
+        (lambda: from_jmp(period=1.5), "ls", "period=1.5"),
+        (lambda: from_torch(TORCH | {"_growth_tracker": NAN}), "d", "_growth_tracker=nan"),
+        (lambda: to_torch(having(growth_count=1.5)), "state", "growth_count=1.5"),
+    ],
+    "ValueError: `{name}` must hold a loss scale between ..., got {got}. Start again ...": [
+        *(
+            (lambda x=x: from_torch(TORCH | {"scale": x}), "d", f"{x} and 0")
+            for x in (NAN, INF, 0.0, -8.0, 2.0**-127, 2.0**127)
         ),
-        name="loss",
-    ),
-    *refused(
-        "value_and_grad", transform=(Bad(jax.grad, "grad"), Bad(lambda fun, **_: fun, "function"))
-    ),
-    *refused("value_and_grad(fun)", state=(*NO_STATE, *BAD_SCALES, STACKED)),
-    *refused(
-        "tree_where",
-        pred=NO_FLAG,
-        on_true=(
-            Bad(None, "`['w']`"),
-            Bad({"v": jnp.ones(3)}, "`['v']`"),
-            Bad({"w": jnp.ones(4)}, "(4,) for (3,) at `['w']`"),
+        (lambda: from_torch(TORCH | {"_growth_tracker": -1}), "d", "8.0 and -1"),
+        (lambda: from_flax(scale=0.0), "ds", "0.0 and 0"),
+        (lambda: from_jmp(counter=-1), "ls", "8.0 and -1"),
+        (lambda: to_torch(having(loss_scale=0)), "state", "0.0 and 0"),
+    ],
+    "ValueError: `{name}` cannot be represented. `{got}` must ...": [
+        (lambda: from_torch(TORCH | {"growth_factor": 1.0}), "d", "growth_factor"),
+        (lambda: from_torch(TORCH | {"backoff_factor": 1.0}), "d", "backoff_factor"),
+        (lambda: from_torch(TORCH | {"growth_interval": 0}), "d", "growth_interval"),
+        (lambda: from_flax(minimum_scale=NAN), "ds", "min_scale"),
+        (lambda: from_jmp(factor=0), "ls", "growth_factor"),
+        (lambda: from_jmp(factor=1), "ls", "growth_factor"),
+    ],
+    "ValueError: `policy` must have hysteresis=1, got 2: ... Pass `dataclasses.replace(...": [
+        (lambda: interop.to_torch_state_dict(DynamicLossScale(hysteresis=2), STATE), "", ""),
+    ],
+    # -- Keras' arguments
+    "ValueError: `initial_scale` must be given if `dynamic` is False, got None. It is ...": [
+        *given(optimizer, "dynamic", False),
+    ],
+    "ValueError: only one of ... may be given, got {got}. Leave the others out, or ...": [
+        (lambda clips=clips: optimizer(**clips), "", repr(clips))
+        for clips in ({"clipnorm": 1, "clipvalue": 2}, {"clipvalue": 1, "global_clipnorm": 2})
+    ],
+    "ValueError: `{name}` must be None ..., got {got}. ...": [
+        *given(optimizer, "initial_scale", 5, loss_scale_factor=2),
+        *given(optimizer, "dynamic_growth_steps", 5, loss_scale_factor=2),
+        *given(optimizer, "dynamic_growth_steps", 5, initial_scale=2, dynamic=False),
+        *given(optimizer, "learning_rate", 0.1),
+        *given(optimizer, "ema_overwrite_frequency", 3),
+    ],
+    "ValueError: `weight_decay` must have one learning rate ..., got no ... and {got}. Give ...": [
+        (lambda: optimizer(weight_decay=1).init(PARAMS), "", "0 ..., found at: nowhere"),
+        (
+            lambda: keras.loss_scale_optimizer(INJECTED, weight_decay=1).init(PARAMS),
+            "",
+            "2 ..., found at: `[0].hy...['learning_rate']`, `[1].hyperparams['learning_rate']`",
         ),
-    ),
-    *refused(
-        "tree_where",
-        on_false=(
-            Bad({"w": 1.0}, "1.0"),
-            Bad({"w": "x"}, "'x'"),
-            Bad({"w": jnp.ones(3, jnp.float16)}, "float16"),
-        ),
-        name="['w']",
-    ),
-    *refused("with_loss_scaling", inner=NO_OPTIMIZER, loss_scale=NO_POLICY, axis_name=NO_AXIS),
-    *refused(
-        "with_loss_scaling",
-        call=lambda inner: ols.with_loss_scaling(inner).init(PARAMS),
-        inner=(
-            Bad(TX, "LossScaleState at `.loss_scale_state`"),
-            Bad(optax.chain(SGD, TX), "LossScaleState at `[1].loss_scale_state`"),
-        ),
-    ),
-    *refused(
-        "with_loss_scaling",
-        call=lambda name: ols.with_loss_scaling(SGD, axis_name=name).update(PARAMS, OPT_STATE),
-        axis_name=NOT_MAPPED,
-    ),
-    *refused(
-        "with_loss_scaling(inner).update",
-        state=(
-            *(Bad(None, "NoneType"), Bad("x", "str"), Bad(STATE, "LossScaleState")),
-            Bad(OPT_STATE._replace(loss_scale_state=STACKED.value), STACKED.says),
-            *(
-                Bad(OPT_STATE._replace(loss_scale_state=v), says)
-                for v, says in BAD_SCALES + BAD_COUNTS
-            ),
-        ),
-    ),
-    *refused("diagnostics.metrics", opt_state=(*NO_STATE, *BAD_SCALES, *BAD_COUNTS)),
-    *refused(
-        "diagnostics.check_health",
-        opt_state=(
-            *(*NO_STATE, *BAD_SCALES, *BAD_COUNTS, STACKED),
-            Bad(STATE._replace(loss_scale=jnp.float32(NAN)), "got nan"),
-            Bad(STATE._replace(loss_scale=jnp.float32(INF)), "got inf"),
-            Bad(STATE._replace(loss_scale=jnp.float32(0)), "got 0"),
-            Bad(STATE._replace(loss_scale=jnp.float32(-8)), "got -8"),
-            Bad(STATE._replace(growth_count=jnp.int32(-5)), "-5"),
-        ),
-        max_consecutive_skipped=NO_LIMIT,
-        loss_scale=NO_POLICY,
-    ),
-    *refused("diagnostics.gradient_exponents", dtype=NO_SMALL_DTYPE),
-    *refused(
-        "diagnostics.suggest_scale",
-        exponents=(
-            *NO_EXPONENTS,
-            Bad(EXPONENTS._replace(histogram=jnp.zeros(277)), "empty histogram"),
-        ),
-        headroom=NO_LIMIT,
-        dtype=NO_SMALL_DTYPE,
-    ),
-    *refused("diagnostics.plot_gradient_exponents", exponents=NO_EXPONENTS, dtype=NO_SMALL_DTYPE),
-    *refused(
-        "diagnostics.calibrate",
-        grad_fn=NO_GRADS,
-        state=(*NO_STATE, *BAD_SCALES, *BAD_COUNTS),
-        loss_scale=(
-            *(*NO_POLICY, Bad(None, "FixedLossScale"), Bad(8, "FixedLossScale")),
-            ols.DynamicLossScale(3, min_scale=3, max_scale=3.5),
-        ),
-        axis_name=(*NO_AXIS, *NOT_MAPPED),
-    ),
-    *refused("flax.TrainState.create", tx=NO_OPTIMIZER, loss_scale=NO_POLICY, axis_name=NO_AXIS),
-    *refused(
-        "flax.TrainState.create",
-        tx=(Bad(TX, "LossScaleState at `.loss_scale_state`"),),
-        name="inner",
-    ),
-    *refused(
-        "flax.TrainState.apply_gradients",
-        grads=(
-            *(Bad(None, "`['w']`"), Bad("x", "`['w']`"), Bad({"w": None}, "`['w']`")),
-            *(Bad({"v": jnp.ones(3)}, "`['v']`"), Bad(PARAMS | {"b": jnp.ones(3)}, "`['b']`")),
-            Bad({"w": "x"}, "() for (3,) at `['w']`"),
-            Bad({"w": jnp.ones(4)}, "(4,) for (3,) at `['w']`"),
-            Bad({"w": jnp.ones((3, 1))}, "(3, 1) for (3,) at `['w']`"),
-        ),
-    ),
-    *refused(
-        "flax.TrainState.apply_gradients",
-        kwargs=(Bad({"count_skipped": True}, "['count_skipped']"), Bad({"step": 1}, "['step']")),
-        name="[",
-    ),
-    *refused("flax.TrainState.scale_loss", loss=BAD_LOSSES),
-    *refused("flax.DynamicScale.value_and_grad", axis_name=NO_AXIS),
-    *keras_rows(),
-    *refused(
-        "keras.ema_params",
-        opt_state=(
-            *(Bad(None, "0 in a NoneType"), Bad(OPT_STATE, "0 in a WithLossScalingState")),
-            Bad([keras.EmaParamsState(PARAMS, jnp.int32(0))] * 2, "found at: `[0]`, `[1]`"),
-        ),
-    ),
-    *interop_rows(),
-    *refused(
-        "interop.to_torch_state_dict",
-        policy=(Bad(ols.DynamicLossScale(hysteresis=2), "got 2"),),
-        state=(
-            *(*NO_STATE, STACKED),
-            Bad(STATE._replace(loss_scale=jnp.float32(NAN)), "got nan"),
-            Bad(STATE._replace(loss_scale=jnp.float32(-8)), "got -8.0"),
-            Bad(STATE._replace(loss_scale="x"), "loss_scale='x'"),
-            Bad(STATE._replace(growth_count=jnp.int32(-5)), "and -5"),
-            Bad(STATE._replace(growth_count=1.5), "growth_count=1.5"),
-        ),
-    ),
-    *refused(
-        "testing.assert_scaled_once",
-        grad_fn=(Bad(lambda *_: None, "all zero"), Bad(lambda *_: "x", "all zero")),
-        state=NO_STATE,
-    ),
+    ],
+    "ValueError: `params` must be given to `update` because of `{name}`, got None. Call ...": [
+        (lambda: without_params(**DECAY), "weight_decay", ""),
+        (lambda: without_params(use_ema=True), "use_ema", ""),
+    ],
+}
+ROWS = [
+    (call, message.format(name=name, got=got))
+    for message, rows in TABLE.items()
+    for call, name, got in rows
 ]
 
-ANY_TREE = "any pytree: what holds no numbers passes through, or is left out"
-CALLED = "Python refuses to call what is not a function"
-CONTAINER = "a container, which JAX fills with leaves of every kind"
-EXCEPTION = "an exception, with any arguments"
-FORWARDED = "handed on to the caller's function, which knows what it takes"
-INNER = "handed on to the inner optimizer, which knows what it takes"
-JAX = "JAX refuses it"
-PROTOCOL = "a protocol: the classes of users have parameters of their own"
-TRUTH = "true or false, as Python takes any object; JAX refuses to take a traced array so"
 
-# The parameters that no row is about: (function, parameter), or a function with all of them.
-EXCEPT = {
-    "LossScale": PROTOCOL,
-    "LossScaleState": CONTAINER,
-    "WithLossScalingState": CONTAINER,
-    "diagnostics.FirstNonfinite": CONTAINER,
-    "diagnostics.GradientExponents": CONTAINER,
-    "diagnostics.NonfiniteCounts": CONTAINER,
-    "diagnostics.LossScaleStalledError": EXCEPTION,
-    "flax.DynamicScaleResult": CONTAINER,
-    "flax.DynamicScale": "as in Flax, which checks nothing; JAX builds it with specs and axes",
-    "flax.TrainState": "made with `create`, and rebuilt by JAX with leaves of every kind",
-    "keras.DecayedState": CONTAINER,
-    "keras.EmaParamsState": CONTAINER,
-    ("DynamicLossScale", "consecutive_hysteresis"): TRUTH,
-    ("FixedLossScale", "skip_nonfinite"): TRUTH,
-    ("all_finite", "tree"): ANY_TREE,
-    ("unscale_and_check", "grads"): ANY_TREE,
-    ("value_and_grad", "argnums"): JAX,
-    ("value_and_grad", "has_aux"): TRUTH,
-    ("value_and_grad", "kwargs"): "handed on to `transform`, which refuses what it does not know",
-    ("value_and_grad(fun)", "args"): FORWARDED,
-    ("value_and_grad(fun)", "kwds"): FORWARDED,
-    ("with_loss_scaling(inner).init", "params"): INNER,
-    ("with_loss_scaling(inner).update", "updates"): INNER,
-    ("with_loss_scaling(inner).update", "params"): INNER,
-    ("with_loss_scaling(inner).update", "extra_args"): INNER,
-    ("diagnostics.nonfinite_report", "grads"): ANY_TREE,
-    ("diagnostics.format_nonfinite_report", "report"): "Python refuses what is not a report",
-    ("diagnostics.gradient_exponents", "grads"): ANY_TREE,
-    ("diagnostics.gradient_exponents", "loss_scale"): JAX,
-    ("diagnostics.plot_gradient_exponents", "ax"): "Python refuses what has no method `bar`",
-    ("diagnostics.first_nonfinite", "fun"): CALLED,
-    ("diagnostics.first_nonfinite", "args"): FORWARDED,
-    ("diagnostics.first_nonfinite", "kwargs"): FORWARDED,
-    ("diagnostics.calibrate", "args"): FORWARDED,
-    ("flax.DynamicScale.value_and_grad", "fun"): CALLED,
-    ("flax.DynamicScale.value_and_grad", "argnums"): JAX,
-    ("flax.DynamicScale.value_and_grad", "has_aux"): TRUTH,
-    ("flax.TrainState.create", "apply_fn"): "kept for the caller; Flax takes None, too",
-    ("flax.TrainState.create", "params"): INNER,
-    ("flax.TrainState.create", "count_skipped"): TRUTH,
-    ("flax.TrainState.create", "kwargs"): "Python refuses fields that are not known",
-    ("flax.TrainState.apply_gradients", "value"): INNER,
-    ("keras.loss_scale_optimizer", "dynamic"): TRUTH,
-    ("keras.loss_scale_optimizer", "use_ema"): TRUTH,
-    ("testing.assert_scaled_once", "args"): FORWARDED,
-}
-
-CALLS = dict(public_callables()) | {"value_and_grad": differentiated}
-
-
-def parameters():
-    """Return every parameter of every public function."""
-    return {
-        (name, parameter)
-        for name, function in public_callables()
-        if name not in EXCEPT
-        for parameter in inspect.signature(function).parameters
-        if parameter != "self"
-    }
-
-
-def untested(table):
-    return parameters() - {(each.function, each.parameter) for each in table} - EXCEPT.keys()
-
-
-def test_every_parameter_of_every_public_function_has_a_row_or_a_reason():
-    assert not untested(TABLE)
-
-
-def test_every_row_and_every_exception_is_about_a_parameter_that_exists():
-    functions = {name for name, _ in public_callables()}
-    rows = {(each.function, each.parameter) for each in TABLE}
-    exceptions = {each for each in EXCEPT if isinstance(each, tuple)}
-    assert not (rows | exceptions) - parameters()
-    assert not {each for each in EXCEPT if isinstance(each, str)} - functions
-    assert not rows & exceptions
-
-
-def test_a_parameter_without_a_row_is_noticed():
-    for gone in {each[:2] for each in TABLE}:
-        assert untested([each for each in TABLE if each[:2] != gone]) == {gone}
-
-
-@pytest.mark.parametrize("function", GOOD)
-def test_without_the_bad_value_the_call_is_accepted(function):
-    CALLS[function](**GOOD[function])
-
-
-def cases():
-    for i, each in enumerate(TABLE):
-        for j, bad in enumerate(each.bad):
-            yield pytest.param(each, bad, id=f"{each.function}-{each.parameter}-{i}-{j}")
-
-
-def words_for(value):
-    """Return the words that stand for a value in a message."""
-    words = [repr(value), str(value), f"got {type(value).__name__}"]
-    if isinstance(value, (int, float)):
-        words.append(f"{value:g}" if abs(value) < HUGE else "got inf")
-    return words
-
-
-@pytest.mark.parametrize(("each", "bad"), list(cases()))
-def test_bad_input_is_refused_by_name_with_the_value_and_a_remedy(each, bad):
-    value, says = bad if isinstance(bad, Bad) else (bad, None)
+def error_of(call):
     with pytest.raises((TypeError, ValueError)) as caught:
-        each.call(value)
-    assert caught.type in {TypeError, ValueError}, "a kind of error that only JAX knows"
-    last = traceback.extract_tb(caught.value.__traceback__)[-1]
-    assert PACKAGE in pathlib.Path(last.filename).parents, f"raised in {last.filename}"
-    message = str(caught.value)
-    assert any(name in message for name in each.names), message
-    assert any(word in message for word in ([says] if says else words_for(value))), message
-    # What was wrong and what to do about it; a list of all there is to choose from is a remedy.
-    assert message.endswith("."), message
-    assert ". " in message or "or a dict from `get_config`; got" in message, message
+        call()
+    return caught.value
 
 
 @pytest.mark.parametrize(
-    ("function", "argument"),
-    [
-        *(
-            (lambda v, name=f.name: ols.DynamicLossScale(**{name: v}), f.name)
-            for f in dataclasses.fields(ols.DynamicLossScale)
-            if f.type is not bool
-        ),
-        (ols.FixedLossScale, "scale"),
-        (ols.as_loss_scale, "loss_scale"),
-        (ols.init, "loss_scale"),
-        (lambda v: ols.with_loss_scaling(SGD, v), "loss_scale"),
-        (
-            lambda v: ols.diagnostics.check_health(STATE, max_consecutive_skipped=v),
-            "max_consecutive_skipped",
-        ),
-        (lambda v: ols.diagnostics.suggest_scale(EXPONENTS, headroom=v), "headroom"),
-        (lambda v: keras.loss_scale_optimizer(SGD, clipnorm=v), "clipnorm"),
-        (lambda v: interop.from_torch_state_dict(TORCH | {"scale": v}), "d"),
-    ],
+    ("call", "message"), ROWS, ids=[f"{i}-{message:.50}" for i, (_, message) in enumerate(ROWS)]
 )
-def test_a_traced_number_is_refused_where_a_python_one_is_needed(function, argument):
-    with pytest.raises(TypeError, match=f"`{argument}` must .*(JitTracer|Traced)"):
-        jax.jit(lambda v: function(v) and v)(jnp.float32(1))
+def test_bad_input_is_refused_by_name_with_the_value_and_a_remedy(call, message):
+    error = error_of(call)
+    said = f"{type(error).__name__}: {error}"
+    assert re.fullmatch(".*".join(map(re.escape, message.split("..."))), said, re.DOTALL), said
+
+
+def errors_and_checks():
+    """Yield where the package raises an error for bad input, and where it calls a check."""
+    relevant = re.compile(r"raise (Type|Value)Error\(|checks\.(?!as_float32)\w+\(")
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Raise | ast.Call) and relevant.match(ast.unparse(node)):
+                yield str(path), range(node.lineno, node.end_lineno + 1)
+
+
+def test_every_error_and_every_check_of_the_package_is_reached_from_the_table():
+    reached = {
+        (frame.filename, frame.lineno)
+        for call, _ in ROWS
+        for frame in traceback.extract_tb(error_of(call).__traceback__)
+    }
+    missing = [
+        f"{path}:{lines[0]}"
+        for path, lines in errors_and_checks()
+        if reached.isdisjoint((path, line) for line in lines)
+    ]
+    assert not missing
+
+
+ACCEPTED = [
+    *given(FixedLossScale, "scale", 2.0**-126, 2.0**126),
+    *given(DynamicLossScale, "growth_interval", 1, INT32_MAX),
+    *given(DynamicLossScale, "min_scale max_scale", 2.0**15),
+    *given(DynamicLossScale, "backoff_factor", 2.0**-126),
+    *given(optimizer, "initial_scale", 2.0**-126, 2.0**126),
+    *given(optimizer, "clipnorm", 2.0**-126, FLOAT32_MAX),
+    *given(optimizer, "weight_decay", 0, FLOAT32_MAX, learning_rate=0),
+    *given(optimizer, "learning_rate", 0, FLOAT32_MAX, weight_decay=0),
+    *given(optimizer, "ema_momentum", 0, 1),
+    *given(optimizer, "ema_overwrite_frequency", 1, INT32_MAX, use_ema=True),
+    *given(optimizer, "gradient_accumulation_steps", 2, INT32_MAX),
+    *given(from_torch, "d", *(TORCH | {"scale": x} for x in (2.0**-126, 2.0**126))),
+    *given(health, "loss_scale", 2.0**-126, 2.0**126),
+    *given(health, " ".join(COUNTS), 0),
+    *given(check_health, "max_consecutive_skipped", 0),
+    *given(suggest_scale, "headroom", np.int64(0)),
+    *given(exponents, "dtype", "float32"),
+]
 
 
 @pytest.mark.parametrize(
-    ("function", "parameter"), [each for each, why in EXCEPT.items() if why is TRUTH]
+    "call", [call for call, *_ in ACCEPTED], ids=[f"{name}={got}" for _, name, got in ACCEPTED]
 )
-def test_a_traced_array_is_not_true_or_false(function, parameter):
-    with pytest.raises(jax.errors.TracerBoolConversionError):
-        jax.jit(lambda v: call_with(function, parameter, v) and None)(jnp.array(True))
+def test_the_bounds_themselves_are_accepted(call):
+    call()
 
 
-@pytest.mark.parametrize(
-    ("function", "argument"),
-    [
-        (ols.diagnostics.check_health, "opt_state"),
-        (
-            lambda s: ols.diagnostics.suggest_scale(EXPONENTS._replace(zero=s.growth_count)),
-            "exponents",
-        ),
-        (
-            lambda s: ols.diagnostics.plot_gradient_exponents(
-                EXPONENTS._replace(zero=s.growth_count)
-            ),
-            "exponents",
-        ),
-        (lambda s: ols.diagnostics.format_nonfinite_report({"a": s[1:4]}), "report"),
-        (lambda s: testing.assert_scaled_once(lambda _: s.loss_scale, STATE), "grad_fn"),
-        (lambda s: interop.to_torch_state_dict(ols.DynamicLossScale(), s), "state"),
-    ],
-    ids=["check_health", "suggest_scale", "plot", "format", "assert_scaled_once", "to_torch"],
-)
-def test_what_answers_on_the_host_refuses_traced_arrays_by_name(function, argument):
-    with pytest.raises(TypeError, match=f"`{argument}.* must .*(traced|Traced|JitTracer)"):
-        jax.jit(function)(STATE)
-
-
-@pytest.mark.parametrize(
-    ("name", "number"),
-    [
-        ("initial_scale", np.float16(8)),
-        ("initial_scale", np.float64(8)),
-        ("initial_scale", np.int64(8)),
-        ("initial_scale", fractions.Fraction(17, 2)),
-        ("growth_interval", np.int32(7)),
-        ("hysteresis", np.uint8(7)),
-        ("loss_patience", np.int16(7)),
-        ("growth_factor", np.float32(4)),
-        ("backoff_factor", np.float32(0.25)),
-        ("consecutive_hysteresis", np.True_),
-    ],
-)
-def test_numbers_of_numpy_are_taken_where_numbers_of_python_are(name, number):
-    kept = getattr(ols.DynamicLossScale(**{name: number}), name)
-    assert kept == number
-    assert type(kept) in {float, int, bool}
-
-
-def test_the_rest_takes_numbers_of_numpy_too():
-    assert float(ols.init(np.float32(8)).loss_scale) == 8
-    assert float(ols.scale_loss(np.float32(0.5), STATE)) == 4
-    assert ols.diagnostics.suggest_scale(EXPONENTS, headroom=np.int64(4)) == 2.0**11
-    ols.diagnostics.check_health(STATE, max_consecutive_skipped=np.int32(3))
-    counts = ols.diagnostics.gradient_exponents(PARAMS, loss_scale=np.float32(2**17))
-    assert int(counts.overflow) == 3
-    assert int(ols.update(STATE, np.False_, 8).total_skipped) == 1
-    assert float(ols.scale_loss(1.0, STATE._replace(loss_scale=np.int64(4)))) == 4
-    tx = keras.loss_scale_optimizer(SGD, np.float32(8), np.int64(3), clipnorm=np.float64(1))
-    assert float(tx.init(PARAMS).loss_scale_state.loss_scale) == 8
-    _, state = interop.from_torch_state_dict(TORCH | {"scale": np.float32(4)})
-    assert float(state.loss_scale) == 4
-
-
-def test_an_argument_that_is_missing_or_unknown_is_named_by_python():
-    for function in (ols.scale_loss, ols.update, ols.with_loss_scaling, ols.FixedLossScale):
-        with pytest.raises(TypeError, match=r"missing .* required positional argument"):
-            function()
-    for function in ("DynamicLossScale", "flax.TrainState.create", "value_and_grad"):
-        with pytest.raises(TypeError, match="unexpected keyword argument 'typo'"):
-            call_with(function, "typo", 1)
+def test_numbers_of_numpy_become_numbers_of_python():
+    half, eight = fractions.Fraction(1, 2), np.float16(8)
+    kept = dataclasses.astuple(
+        DynamicLossScale(eight, np.int32(7), np.float32(4), np.float64(0.25), half, np.int64(9))
+    )
+    assert kept == (8, 7, 4, 0.25, 0.5, 9, 1, False, 2)
+    assert list(map(type, kept)) == [float, int, float, float, float, float, int, bool, int]
+    assert type(DynamicLossScale(consecutive_hysteresis=np.True_).consecutive_hysteresis) is bool
+    assert type(FixedLossScale(8, np.False_).skip_nonfinite) is bool

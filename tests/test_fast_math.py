@@ -4,33 +4,32 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
-import itertools
 import jax, jax.numpy as jnp, numpy as np
 import optax_lossscale as ols
 
+check = jax.jit(lambda *args: ols.unscale_and_check(*args)[1])
+state = ols.init(8.0)
 rng = np.random.default_rng(0)
 checked = 0
-for dtype, shape in itertools.product(
-    (jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64, jnp.float8_e5m2),
-    ((), (1,), (4097,), (257, 300), (3, 70000), (96, 31, 33)),
-):
-    good = jnp.asarray(rng.normal(size=shape), dtype)
-    for state in (ols.init(8.0), ols.init(2.0**-4)):
-        check = jax.jit(lambda g: ols.unscale_and_check([jnp.ones(3), g], state)[1])
-        assert bool(check(good)), (dtype, shape)
+for dtype in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64, jnp.float8_e5m2):
+    for shape in ((), (4097,), (257, 300), (96, 31, 33)):
+        good = jnp.asarray(rng.normal(size=shape), dtype)
+        where = tuple(int(rng.integers(n)) for n in shape)
         for bad in (jnp.nan, jnp.inf, -jnp.inf):
-            where = tuple(int(rng.integers(n)) for n in shape)
-            assert not bool(check(good.at[where].set(bad))), (dtype, shape, bad, where)
+            assert not check([jnp.ones(3), good.at[where].set(bad)], state), (dtype, where, bad)
             checked += 1
+        assert check([jnp.ones(3), good], state), (dtype, shape)
 # Finite as they came, infinite unscaled.
 big = jnp.full((128, 1024), 3e38, jnp.float32)
-assert bool(jax.jit(lambda g: ols.unscale_and_check(g, ols.init(1))[1])(big))
-assert not bool(jax.jit(lambda g: ols.unscale_and_check(g, ols.init(0.25))[1])(big))
+assert check(big, ols.init(1.0)) and not check(big, ols.init(0.25))
 print(checked)
 """
 
 
+@pytest.mark.slow
 def test_the_check_is_exact_under_fast_math():
     flags = "--xla_cpu_enable_fast_math=true"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
@@ -43,4 +42,4 @@ def test_the_check_is_exact_under_fast_math():
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    assert int(result.stdout) == 5 * 6 * 2 * 3
+    assert int(result.stdout) == 5 * 4 * 3

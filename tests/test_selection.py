@@ -1,5 +1,6 @@
-"""The skip, chosen where each leaf of the new state is made: the shapes a jaxpr can have."""
+"""Skipping where each leaf of the new state is made: the shapes that a jaxpr can have."""
 
+import collections
 import functools
 
 import jax
@@ -7,125 +8,103 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
+from jax.experimental import checkify, io_callback
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from optimizers import OPTIMIZERS
 from plain_where import assert_same_bits
 
 import optax_lossscale as ols
 from optax_lossscale._step import select
-from optax_lossscale._step.select import tree_where, update_where
+from optax_lossscale._step.select import update_where
 
 X = jnp.arange(1.0, 5.0)
+OLD = jnp.array([1.0, -0.0, 3.0, 0.5]), jnp.array([2.0, 2.5, -0.0, 1.0])
 
 
-def stores_an_input(state):
-    """As adan does: the new state is what came in from outside."""
-    return state["a"] * 2, {"a": X, "b": state["a"]}
+def in_sequence(a, b):
+    a = 0.9 * a + 0.1 * X
+    b = 0.5 * b + a**2
+    return -a / jnp.sqrt(b), a, b
 
 
-def swaps(state):
-    return X, {"a": state["b"], "b": state["a"]}
+def makes_one_variable_of_both(a, b):
+    del b
+    new = a + X
+    return new * 2, new, new
 
 
-def returns_one_variable_twice(state):
-    new = state["a"] + X
-    return new * 2, {"a": new, "b": new}
+def uses_only_half(a, b):
+    jnp.sin(X)
+    quotient, _ = jnp.divmod(a, 2.0)
+    return quotient, quotient, b
 
 
-def returns_a_literal(state):
-    return state["a"] - state["b"], {"a": jnp.zeros(4), "b": state["b"] + 1}
+def nested(a):
+    return jax.lax.sort(a)
 
 
-def returns_what_stays(state):
-    return state["a"] + 1, state
+# What may not end, may raise or is expensive.
+ONCE = {
+    "while": lambda a: jax.lax.while_loop(lambda v: v[0] < 100, lambda v: 2 * v, a),
+    "scan": lambda a: jax.lax.scan(lambda c, _: (c + 1, None), a, length=2)[0],
+    "cond": lambda a: jax.lax.cond(a[0] > 0, jnp.negative, jnp.cos, a),
+    "pure_callback": lambda a: jax.pure_callback(np.copy, a, a),
+    "io_callback": lambda a: io_callback(np.copy, a, a),
+    "dot_general": lambda a: jax.lax.dot(jnp.eye(4), a),
+    "conv_general_dilated": lambda a: jax.lax.conv(
+        a.reshape(1, 1, 4), jnp.ones((1, 1, 1)), (1,), "SAME"
+    ).reshape(4),
+    "sort": jax.lax.sort,
+    "nested": jax.jit(nested),
+}
 
 
-def defines_state_in_sequence(state):
-    a = 0.9 * state["a"] + 0.1 * X
-    b = 0.5 * state["b"] + a**2
-    return -a / jnp.sqrt(b), {"a": a, "b": b}
+def once(name, a, b):
+    """Make a leaf in this way, which later equations read."""
+    new = ONCE[name](a)
+    return jnp.sin(new), new, b + new
 
 
-@jax.jit
-def is_jitted(state):
-    return defines_state_in_sequence(state)
-
-
-def scans(state):
-    a, out = jax.lax.scan(lambda c, x: (c + x, c * x), state["a"], jnp.ones((3, 4)))
-    return out, {"a": a, "b": state["b"] * a}
-
-
-def loops(state):
-    a = jax.lax.while_loop(lambda v: jnp.sum(v) < 100, lambda v: v * 2, state["a"] + X)
-    return a + 1, {"a": a, "b": state["b"] + a}
-
-
-def branches(state):
-    a = jax.lax.cond(jnp.sum(state["a"]) > 0, lambda v: v + X, lambda v: v - X, state["a"])
-    return a * 3, {"a": a, "b": jax.lax.switch(1, [jnp.sin, jnp.cos], a)}
-
-
-@jax.custom_jvp
-def _square(x):
-    return x * x
-
-
-_square.defjvp(lambda x, t: (x[0] * x[0], 2 * x[0] * t[0]))
-
-
-@jax.custom_vjp
-def _cube(x):
-    return x**3
-
-
-_cube.defvjp(lambda x: (x**3, x), lambda x, ct: (3 * x**2 * ct,))
-
-
-def has_custom_derivatives(state):
-    a = _square(state["a"]) + X
-    return jax.grad(lambda v: jnp.sum(_cube(v)))(a), {"a": a, "b": _cube(a)}
-
-
-def sorts_with_two_results(state):
-    a, b = jax.lax.sort((state["b"], state["a"]), num_keys=1)
-    return a - b, {"a": a, "b": b}
-
-
-def uses_only_half(state):
-    unused = jnp.sin(X)
-    quotient, _ = jnp.divmod(state["a"], 2.0)
-    del unused
-    return quotient, {"a": quotient, "b": state["b"]}
-
-
-UPDATES = [
-    stores_an_input,
-    swaps,
-    returns_one_variable_twice,
-    returns_a_literal,
-    returns_what_stays,
-    defines_state_in_sequence,
-    is_jitted,
-    scans,
-    loops,
-    branches,
-    has_custom_derivatives,
-    sorts_with_two_results,
-    uses_only_half,
-]
-
-
-def old_state():
-    return {"a": jnp.array([1.0, -0.0, 3.0, 0.5]), "b": jnp.array([2.0, 2.5, -0.0, 1.0])}
+# Each makes an output and two new leaves of two old leaves.
+UPDATES = {
+    "what comes from outside": lambda a, b: (a * 2, X, a + b),  # as adan does
+    "leaves that change places": lambda a, b: (X, b, a),
+    "a constant": lambda a, b: (a - b, jnp.zeros(4), b + 1),
+    "what stays": lambda a, b: (a + 1, a, b),
+    "many paths": lambda a, b: (a, functools.reduce(lambda x, _: x + x, range(40), a), b),
+    "one variable in both": makes_one_variable_of_both,
+    "a sequence": in_sequence,
+    "a nested jit": jax.jit(in_sequence),
+    "custom derivatives": lambda a, b: (2 * jax.nn.relu(a), jax.nn.relu(a), b),
+    "two results of one equation": lambda a, b: (a, *jax.lax.sort((b, a), num_keys=1)),
+    "half of the results": uses_only_half,
+    **{name: functools.partial(once, name) for name in ONCE},
+}
 
 
 def where(pred, update, state):
     """Select a state that moves by itself, without gradients."""
-    return update_where(pred, lambda _, old: update(old), (), state)
+
+    def without_gradients(_, old):
+        out, *new = update(*old)
+        return out, tuple(new)
+
+    return update_where(pred, without_gradients, (), state)
 
 
-def plain_where(pred, update, state):
-    out, new_state = update(state)
-    return out, tree_where(pred, new_state, state)
+@pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
+def test_every_shape_of_an_update_is_selected(update):
+    run = jax.jit(lambda pred, state: where(pred, update, state))
+    assert_same_bits(run(False, OLD)[1], OLD)
+    out, moved = run(True, OLD)
+    # XLA may fuse a product and a sum into one rounding here and not there.
+    jax.tree.map(
+        functools.partial(np.testing.assert_array_max_ulp, maxulp=2),
+        (out, *moved),
+        jax.jit(update)(*OLD),
+    )
 
 
 @pytest.fixture(params=["jit", "vmap", "scan", "eager"])
@@ -140,12 +119,11 @@ def transform(request):
         return run
 
     def scanned(f):
-        def step(state, pred):
-            out, state = f(pred, state)
-            return state, out
-
         def run(pred, state):
-            state, outs = jax.jit(functools.partial(jax.lax.scan, step))(state, pred[None])
+            step = jax.jit(
+                lambda state, pred: jax.lax.scan(lambda s, p: f(p, s)[::-1], state, pred)
+            )
+            state, outs = step(state, pred[None])
             return jax.tree.map(lambda x: x[0], outs), state
 
         return run
@@ -153,88 +131,107 @@ def transform(request):
     return {"jit": jax.jit, "vmap": mapped, "scan": scanned, "eager": lambda f: f}[request.param]
 
 
-@pytest.mark.parametrize("update", UPDATES, ids=lambda f: getattr(f, "__name__", "jitted"))
-def test_it_is_plain_where_on_the_outputs(update, transform):
-    run = transform(lambda pred, state: where(pred, update, state))
-    reference = transform(lambda pred, state: plain_where(pred, update, state))
-    state = old_state()
-    _, kept = run(jnp.asarray(False), state)
-    assert_same_bits(kept, state)
-    out, moved = run(jnp.asarray(True), state)
-    expected_out, expected = reference(jnp.asarray(True), state)
-    # XLA may fuse a product and a sum into one rounding here and not there.
-    jax.tree.map(
-        functools.partial(np.testing.assert_array_max_ulp, maxulp=2),
-        (out, moved),
-        (expected_out, expected),
-    )
-
-
-def test_the_old_leaf_has_one_reader():
-    # This is what saves the copies. The new leaf is a sum, of which the old one is a part.
-    def chained(state):
-        a = state["a"] * 2
-        return a + 1, {"a": a, "b": state["b"]}
-
-    jaxpr = jax.make_jaxpr(lambda pred, state: where(pred, chained, state))(True, old_state()).jaxpr
-    readers = [eqn for eqn in jaxpr.eqns if jaxpr.invars[1] in eqn.invars]
-    assert len(readers) == 3  # the update, the choice, and what takes its derivative away
-
-
 @pytest.mark.parametrize("pred", [True, False])
-def test_what_follows_in_the_update_never_meets_old_and_new_leaves_together(transform, pred):
+def test_equations_never_meet_old_and_new_leaves_together(transform, pred):
     # Each leaf moves by the same amount, so that their differences are those of the old state.
-    def update(state):
-        a = state["a"] + 1
-        b = state["b"] + (a - state["a"])
-        return {"difference": b - a, "a": a, "ratio": a / b}, {"a": a, "b": b}
+    def update(a, b):
+        new_a = a + 1
+        new_b = b + (new_a - a)
+        return {"difference": new_b - new_a, "a": new_a, "ratio": new_a / new_b}, new_a, new_b
 
-    out, _ = transform(lambda pred, state: where(pred, update, state))(
-        jnp.asarray(pred), old_state()
-    )
-    expected, _ = update(old_state())
+    run = transform(lambda pred, state: where(pred, update, state))
+    out, state = run(jnp.asarray(pred), OLD)
+    expected, *moved = update(*OLD)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), out, expected)
+    assert_same_bits(state, tuple(moved) if pred else OLD)
 
 
 def test_the_gradients_of_a_bad_step_are_zeros_wherever_they_are_read(transform):
     def update(grads, state):
         norm = jnp.linalg.norm(grads)
-        a = 0.5 * state["a"] + grads / (1 + norm)
-        return {"a": a, "next": a / (1 + norm)}, {"a": a, "b": state["b"]}
+        a = 0.5 * state[0] + grads / (1 + norm)
+        return {"a": a, "next": a / (1 + norm)}, (a, state[1])
 
     step = transform(
         lambda pred, state: update_where(pred, update, jnp.where(pred, X, jnp.nan), state)
     )
-    out, kept = step(jnp.asarray(False), old_state())
-    assert_same_bits(kept, old_state())
-    half = 0.5 * old_state()["a"]
+    out, kept = step(jnp.asarray(False), OLD)
+    assert_same_bits(kept, OLD)
+    half = 0.5 * OLD[0]
     np.testing.assert_array_equal(out["a"], half)
     np.testing.assert_array_equal(out["next"], half)
-    out, moved = step(jnp.asarray(True), old_state())
-    np.testing.assert_allclose(moved["a"], half + X / (1 + jnp.linalg.norm(X)), rtol=1e-6)
+    _, moved = step(jnp.asarray(True), OLD)
+    np.testing.assert_allclose(moved[0], half + X / (1 + jnp.linalg.norm(X)), rtol=1e-6)
 
 
-def test_what_may_run_for_ever_or_raise_is_evaluated_once():
-    # The new leaf is made by a loop and seen by a callback, and later equations read it.
+def test_only_the_path_from_an_old_leaf_to_the_new_one_is_evaluated_twice():
+    # Then the old leaf has one reader, which saves the copies: later equations read what is chosen.
+    def update(grads, state):
+        g, norm = grads
+        _, b, c, unread, count = state
+        new_a = jnp.tan(g)  # not of the old leaf
+        new_b = 2 * b + norm * g + jnp.exp(c) + jnp.tanh(X)
+        new_c = 3 * c - new_b + jnp.arctan(b)
+        count = 2 * count
+        out = jnp.sin(new_a) + jnp.sin(new_b) / jnp.cos(new_c) + count.astype(jnp.float32)
+        return out, (new_a, new_b, new_c, 2 * unread, count)
+
+    arguments = True, (X, X[0]), (X, *OLD, X, jnp.int32(1))
+    jaxpr = jax.make_jaxpr(lambda pred, *args: update_where(pred, update, *args))(*arguments)
+    found = collections.Counter(eqn.primitive.name for eqn in jaxpr.eqns)
+    twice = {"mul": 8, "sub": 2}
+    once = dict.fromkeys(("tan", "exp", "tanh", "atan"), 1) | {"sin": 2, "cos": 1}
+    expected = twice | once | {"select_n": 6}  # what takes the derivative from a float away
+    assert {name: found[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_what_may_not_end_or_raise_or_is_expensive_is_evaluated_once(name):
+    jaxpr = jax.make_jaxpr(lambda *args: where(args[0], functools.partial(once, name), args[1]))
+    eqns = jaxpr(True, OLD).eqns
+    assert [eqn.params.get("name", eqn.primitive.name) for eqn in eqns].count(name) == 1
+
+
+def test_callbacks_run_once_and_in_order_and_see_leaves_of_one_step():
     seen = []
 
-    def update(state):
-        a = jax.lax.while_loop(lambda v: v[0] < 100, lambda v: 2 * v, state["a"])
-        b = jax.pure_callback(lambda v: seen.append(v) or v, state["b"], state["b"])
-        return jnp.sin(a) + jnp.cos(b), {"a": a, "b": b}
+    def update(a, b):
+        jax.debug.callback(lambda a: seen.append(a.item()), a[0], ordered=True)
+        a, b = a + 1, b + 1
+        result = jax.pure_callback(
+            lambda a, b: seen.append((a[0].item(), b[0].item())) or a, a, a, b
+        )
+        jax.debug.callback(lambda a: seen.append(a.item()), result[0], ordered=True)
+        return result, a, b
 
-    jaxpr = jax.make_jaxpr(lambda pred, state: where(pred, update, state))(True, old_state())
-    names = [eqn.primitive.name for eqn in jaxpr.jaxpr.eqns]
-    assert (names.count("while"), names.count("pure_callback")) == (1, 1)
-    jax.block_until_ready(jax.jit(lambda p, s: where(p, update, s))(False, old_state()))
-    assert len(seen) == 1
+    _, kept = jax.jit(lambda pred, state: where(pred, update, state))(False, OLD)
+    jax.block_until_ready(kept)
+    jax.effects_barrier()
+    assert sorted(seen[:2], key=str) == [(2.0, 3.0), 1.0]
+    assert seen[2:] == [2.0]
+
+
+def test_a_loop_meets_the_leaves_of_one_step():
+    # Between an old position and a new target the loop would never end.
+    def update(position, target):
+        target = target + 1
+        position, turns = jax.lax.while_loop(
+            lambda carry: jnp.any(carry[0] != target) & (carry[1] < 1000),
+            lambda carry: (carry[0] + 1, carry[1] + 1),
+            (position + 1, 0),
+        )
+        return turns, position, target
+
+    step = jax.jit(lambda pred, *state: where(pred, update, state))
+    turns, kept = step(False, X, X)
+    assert turns == 0
+    assert_same_bits(kept, (X, X))
 
 
 def test_the_derivative_of_what_is_kept_is_that_of_the_old_state_alone():
     # The update has an infinite derivative at the old state, and NaN at NaN.
     def kept(pred, a, x):
-        update = lambda grads, old: (None, jnp.sqrt(old - a) * grads)  # noqa: E731
-        _, new = update_where(pred, update, x, a)
+        _, new = update_where(pred, lambda grads, old: (None, jnp.sqrt(old - a) * grads), x, a)
         return jnp.sum(2 * new)
 
     for derivative in (jax.grad, jax.jacfwd):
@@ -245,157 +242,162 @@ def test_the_derivative_of_what_is_kept_is_that_of_the_old_state_alone():
 
 def test_an_update_that_traces_in_its_callers_trace_alone_is_called_there():
     # `flax.nnx` refuses to write a Variable in another trace than the one that it was made in.
-    nnx = pytest.importorskip("flax.nnx")
-
     @jax.jit
-    def step(pred, state):
+    def step(pred, *state):
         calls = nnx.Variable(jnp.zeros(()))
 
-        def update(old):
+        def update(a, b):
             calls[...] = calls[...] + 1
-            return old["a"] + 1, {"a": old["a"] + 1, "b": old["b"]}
+            return a + 1, a + 1, b
 
-        return where(pred, update, state), calls[...]
+        return where(pred, update, state)[1], calls[...]
 
-    (_, kept), calls = step(False, old_state())
+    kept, calls = step(False, *OLD)
     assert calls == 1
-    assert_same_bits(kept, old_state())
+    assert_same_bits(kept, OLD)
 
 
 def test_a_small_state_is_updated_in_its_callers_trace(monkeypatch):
-    monkeypatch.setattr(select, "SMALL", 2**12)
     seen = []
 
-    @jax.jit
-    def step(pred, state):
-        def update(old):
-            seen.append(jnp.sum(old["a"]))
-            return old["a"] + 1, {"a": old["a"] + 1, "b": old["b"]}
+    def update(a, b):
+        seen.append(jnp.sum(a))
+        return a + 1, a + 1, b
 
-        return where(pred, update, state), seen.pop()
+    def step(pred, *state):
+        return where(pred, update, state)[1], seen.pop()
 
-    (_, kept), total = step(False, old_state())
+    monkeypatch.setattr(select, "SMALL", 9)
+    kept, total = jax.jit(step)(False, *OLD)
     assert total == 4.5
-    assert_same_bits(kept, old_state())
-    assert not seen
+    assert_same_bits(kept, OLD)
+    monkeypatch.setattr(select, "SMALL", 8)
+    with pytest.raises(jax.errors.UnexpectedTracerError):
+        jax.jit(functools.partial(step))(False, *OLD)
 
 
-def test_leaves_that_are_no_arrays_stay():
+def test_leaves_that_are_not_arrays_stay_and_tracers_do_not_leak():
     state = {"a": X, "name": "adam", "nothing": None, "float0": np.zeros(3, jax.dtypes.float0)}
 
-    def step(pred, a):
-        def update(s):
-            assert s["name"] == "adam"
-            return {"u": s["a"], "label": "updates"}, {**s, "a": s["a"] + 1}
+    def update(_, old):
+        assert old["name"] == "adam"
+        return {"u": old["a"], "label": "updates"}, {**old, "a": old["a"] + 1}
 
-        out, new = where(pred, update, {**state, "a": a})
+    def step(pred, a):
+        out, new = update_where(pred, update, (), {**state, "a": a})
         assert out["label"] == "updates"
         assert new["name"] == "adam"
         assert new["float0"] is state["float0"]
         return new["a"]
 
-    np.testing.assert_array_equal(jax.jit(step)(True, X), X + 1)
-    np.testing.assert_array_equal(jax.jit(step)(False, X), X)
+    with jax.check_tracer_leaks():
+        np.testing.assert_array_equal(jax.jit(step)(True, X), X + 1)
+        np.testing.assert_array_equal(jax.jit(step)(False, X), X)
 
 
 @pytest.mark.parametrize("pred", [True, False])
 def test_a_counter_that_is_reset_is_chosen_too(pred):
     # A number that the update knows when it is traced is a literal in the jaxpr's results.
-    update = jax.jit(lambda pred, n: where(pred, lambda old: (old + 1, np.float32(0)), n))
-    out, new = update(pred, jnp.float32(7))
+    step = jax.jit(lambda pred, n: where(pred, lambda n: (n + 1, np.float32(0)), (n,)))
+    out, (new,) = step(pred, jnp.float32(7))
     assert (float(out), float(new)) == (8, 0 if pred else 7)
 
 
 def test_prng_keys_are_chosen():
     def update(key):
         key, sample = jax.random.split(key)
-        return jax.random.normal(sample), key
+        return jax.random.bits(sample), key
 
     key = jax.random.key(3)
-    step = jax.jit(lambda pred, key: where(pred, update, key))
-    assert_same_bits(step(False, key)[1], key)
-    assert_same_bits(step(True, key), jax.jit(update)(key))
+    step = jax.jit(lambda pred, key: where(pred, update, (key,)))
+    assert_same_bits(step(False, key)[1], (key,))
+    out, (new,) = step(True, key)
+    assert_same_bits((out, new), jax.jit(update)(key))
 
 
 @pytest.mark.parametrize(
     "update",
-    [
-        lambda s: (X, {"a": s["a"]}),
-        lambda s: (X, {**s, "b": "text"}),
-        lambda s: (X, {**s, "c": X}),
-    ],
+    [lambda a, _: (X, a), lambda a, _: (X, a, "text"), lambda a, b: (X, a, b, X)],
     ids=["leaf lost", "array to text", "leaf more"],
 )
-def test_a_state_of_another_structure_is_refused(update):
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_state_of_another_structure_is_refused(update, transform):
     with pytest.raises(ValueError, match=r"structure|must be an array in both"):
-        jax.jit(lambda pred, state: where(pred, update, state))(True, old_state())
-    with pytest.raises(ValueError, match=r"structure|must be an array in both"):
-        where(jnp.asarray(True), update, old_state())
+        transform(lambda pred, *state: where(pred, update, state))(jnp.asarray(True), *OLD)
 
 
-def test_callbacks_run_once_and_in_order():
-    seen = []
-
-    def update(state):
-        jax.debug.callback(lambda v: seen.append(float(v)), jnp.sum(state["a"]), ordered=True)
-        a = state["a"] + 1
-        jax.debug.callback(lambda v: seen.append(float(v)), jnp.sum(a), ordered=True)
-        return a, {"a": a, "b": state["b"]}
-
-    jax.block_until_ready(
-        jax.jit(lambda pred, state: where(pred, update, state))(True, old_state())
-    )
-    jax.effects_barrier()
-    assert seen == [4.5, 8.5]
-
-
-def test_an_equations_context_and_name_are_kept():
-    def update(state):
+def test_the_context_and_the_name_of_an_equation_are_kept():
+    def update(a, b):
         with jax.named_scope("inner_moment"), jax.default_matmul_precision("highest"):
-            a = jnp.outer(state["a"], X) @ X
-        return a, {"a": a, "b": state["b"]}
+            a = jnp.outer(a, X) @ X
+        return a, a, b
 
-    lowered = jax.jit(lambda p, s: where(p, update, s)).lower(True, old_state())
+    lowered = jax.jit(lambda pred, *state: where(pred, update, state)).lower(True, *OLD)
     text = lowered.as_text(debug_info=True)
     assert "inner_moment" in text
     assert "HIGHEST" in text
 
 
+# With types that say over which devices a value varies.
+
+
 @pytest.mark.skipif(not hasattr(jax, "reshard"), reason="jax.reshard is newer than this JAX")
 def test_shard_map_inside_of_the_update_is_replayed():
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
-    spec = jax.sharding.PartitionSpec("x")
+    sharded, everywhere = NamedSharding(mesh, P("x")), NamedSharding(mesh, P())
     total = jax.shard_map(
-        lambda v: v + jax.lax.psum(jnp.sum(v), "x"), mesh=mesh, in_specs=spec, out_specs=spec
+        lambda v: v + jax.lax.psum(jnp.sum(v), "x"), mesh=mesh, in_specs=P("x"), out_specs=P("x")
     )
 
-    def update(state):
-        sharded = jax.reshard(state["a"], jax.sharding.NamedSharding(mesh, spec))
-        a = jax.reshard(total(sharded), jax.sharding.NamedSharding(mesh, jax.P()))
-        return a, {"a": a, "b": state["b"]}
+    def update(a, b):
+        a = jax.reshard(total(jax.reshard(a, sharded)), everywhere)
+        return a, a, b
 
-    state = jax.device_put(old_state(), jax.sharding.NamedSharding(mesh, jax.P()))
-    step = jax.jit(lambda pred, state: where(pred, update, state))
-    np.testing.assert_array_equal(step(True, state)[1]["a"], state["a"] + 4.5)
-    np.testing.assert_array_equal(step(False, state)[1]["a"], state["a"])
-
-
-def test_no_tracer_leaks():
-    with jax.check_tracer_leaks():
-        jax.jit(lambda pred, s: where(pred, defines_state_in_sequence, s))(True, old_state())
+    state = jax.device_put(OLD, everywhere)
+    step = jax.jit(lambda pred, *state: where(pred, update, state)[1][0])
+    np.testing.assert_array_equal(step(True, *state), OLD[0] + 4.5)
+    np.testing.assert_array_equal(step(False, *state), OLD[0])
 
 
+def test_a_new_leaf_that_varies_where_the_old_one_does_not_is_chosen_under_check_vma():
+    mesh = jax.sharding.Mesh(jax.devices()[:2], ("x",))
+
+    def update(grads, state):
+        new = state + grads
+        return jnp.sin(new), new
+
+    def step(pred, grads, leaf):
+        return update_where(pred, update, grads, leaf)
+
+    specs = {"in_specs": (P(), P("x"), P()), "out_specs": P("x")}
+    run = jax.jit(jax.shard_map(step, mesh=mesh, **specs))
+    np.testing.assert_array_equal(run(True, X, X[:2])[1], [2, 4, 4, 6])
+    np.testing.assert_array_equal(run(False, X, X[:2])[1], [1, 2, 1, 2])
+
+
+# What checks the numbers that an optimizer computes finds nothing in a skipped step.
+
+
+@pytest.mark.slow
 @pytest.mark.integration
+@pytest.mark.parametrize("name", ["adam", "adafactor"])
+def test_float_checks_see_no_error_in_a_skipped_first_step(name):
+    tx, params = ols.with_loss_scaling(OPTIMIZERS[name].make(), 8.0), {"w": X, "s": X[0]}
+    update = jax.jit(checkify.checkify(tx.update, errors=checkify.float_checks))
+    # Infinite: the product of a NaN is one, and an error already.
+    bad = jax.tree.map(lambda p: jnp.full_like(p, jnp.inf), params)
+    error, (updates, state) = update(bad, tx.init(params), params)
+    assert error.get() is None
+    assert_same_bits(state.inner_state, tx.init(params).inner_state)
+    assert_same_bits(updates, jax.tree.map(lambda p: jnp.full_like(p, -0.0), params))
+
+
 def test_an_optimizer_that_cannot_be_traced_works_eagerly():
-    # The fall-back: nothing is fused in eager execution, so nothing needs to be traced.
     def update(updates, state, params=None):
         del params
-        if float(jnp.sum(state)) >= 0:
-            updates = jax.tree.map(jnp.negative, updates)
-        return updates, state + 1
+        return (-updates if float(jnp.sum(state)) >= 0 else updates), state + 1
 
-    inner = optax.GradientTransformation(lambda _: jnp.zeros(()), update)
-    tx = ols.with_loss_scaling(inner, 4)
+    tx = ols.with_loss_scaling(optax.GradientTransformation(lambda _: jnp.zeros(()), update), 4)
     updates, state = tx.update(X, tx.init(X), X)
     np.testing.assert_array_equal(updates, -X / 4)
     assert state.inner_state == 1

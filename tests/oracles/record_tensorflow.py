@@ -5,7 +5,7 @@ Run it where TensorFlow is installed, away from the project's own environment:
     pip install tensorflow-cpu tf_keras     # or an older TensorFlow alone, with its own tf.keras
     python tests/oracles/record_tensorflow.py
 
-It writes `recorded/tensorflow-<version>.json`, which `tests/test_recorded.py` reads.
+It writes `recorded/tensorflow-<version>.json`, which `tests/test_peers.py` reads.
 """
 
 import os
@@ -19,62 +19,55 @@ import recording
 import tensorflow as tf
 
 v1 = tf.compat.v1
-FACTORS = [2.0, 2.0, 2.0, 4.0, 8.0, 3.0]
-
-
-def keras_of_tensorflow():
-    """Return tf.keras where it is Keras 2, and the package that holds it since TensorFlow 2.16."""
-    if hasattr(tf.keras, "__version__") and tf.keras.__version__.startswith("3"):
-        import tf_keras  # noqa: PLC0415
-
-        return tf_keras
-    return tf.keras
-
-
-keras = keras_of_tensorflow()
+keras = tf.keras
+if getattr(keras, "__version__", "").startswith("3"):
+    # Keras 2 is a package of its own since TensorFlow 2.16.
+    import tf_keras as keras
 LossScaleOptimizer = keras.mixed_precision.LossScaleOptimizer
 
 
-def numbers(tensor):
-    return [recording.shortest(x) for x in np.ravel(tensor)]
+def numbers(*tensors):
+    return [recording.shortest(x) for tensor in tensors for x in np.ravel(tensor)]
 
 
-def record_class(start, interval, factor, steps):
-    """Record `DynamicLossScale`, or `FixedLossScale` if there is no interval."""
-    if interval is None:
-        policy, name, arguments = v1.mixed_precision.FixedLossScale(start), "FixedLossScale", {}
-    else:
-        policy = v1.mixed_precision.DynamicLossScale(start, interval, factor)
-        name = "DynamicLossScale"
-        arguments = {"increment_period": interval, "multiplier": factor}
+def loss_scale_of(policy):
+    if "scale" in policy:
+        return v1.mixed_precision.FixedLossScale(policy["scale"])
+    names = "initial_scale", "growth_interval", "growth_factor"
+    return v1.mixed_precision.DynamicLossScale(*(policy[name] for name in names))
+
+
+def record_class(policy, steps):
+    """Record `DynamicLossScale` or `FixedLossScale`."""
+    theirs = loss_scale_of(policy)
 
     @tf.function
     def update(value):
-        grads = [tf.stack([1.0, value]), None, tf.constant(2.0)]
-        _, should_apply = policy.update(grads)
-        return should_apply
+        return theirs.update([tf.stack([1.0, value]), None, tf.constant(2.0)])[1]
 
-    scales, applied = [], []
-    for step in steps:
-        should_apply = update(tf.constant(recording.multiplier_of(step), tf.float32))
-        applied.append(int(should_apply))
-        scales += numbers(policy())
-    return {
-        "kind": name,
-        "initial_scale": start,
-        **arguments,
-        "steps": steps,
-        "loss_scale": scales,
-        "applied": applied,
-    }
+    def step(multiplier):
+        applied = int(update(tf.constant(multiplier, tf.float32)))
+        return {"loss_scale": numbers(theirs())[0], "applied": applied}
+
+    return recording.record(type(theirs).__name__, policy, steps, step)
 
 
-def record_optimizer(start, interval, steps, inner):
-    """Record `LossScaleOptimizer` of tf.keras, whose factor is fixed if there is no interval."""
-    if interval is None:
-        optimizer = LossScaleOptimizer(inner, dynamic=False, initial_scale=start)
-    else:
-        optimizer = LossScaleOptimizer(inner, initial_scale=start, dynamic_growth_steps=interval)
+def wrap(inner, policy):
+    if "scale" in policy:
+        return LossScaleOptimizer(inner, dynamic=False, initial_scale=policy["scale"])
+    start, interval = policy["initial_scale"], policy["growth_interval"]
+    return LossScaleOptimizer(inner, initial_scale=start, dynamic_growth_steps=interval)
+
+
+def standing(optimizer):
+    """Return the loss scale and the count, which a fixed loss scale lacks."""
+    count = int(optimizer.dynamic_counter) if optimizer.dynamic else 0
+    return {"loss_scale": numbers(optimizer.loss_scale)[0], "growth_count": count}
+
+
+def record_optimizer(policy, steps, inner):
+    """Record `LossScaleOptimizer` of tf.keras."""
+    optimizer = wrap(inner, policy)
     variable = tf.Variable([1.0, 2.0])
 
     @tf.function
@@ -82,131 +75,91 @@ def record_optimizer(start, interval, steps, inner):
         grads = optimizer.get_unscaled_gradients([tf.stack([1.0, value]) * optimizer.loss_scale])
         optimizer.apply_gradients([(grads[0], variable)])
 
-    scales, counts, applied = [], [], []
-    for step in steps:
+    def step(multiplier):
         before = variable.numpy()
-        update(tf.constant(recording.multiplier_of(step), tf.float32))
-        scales += numbers(optimizer.loss_scale)
-        counts.append(int(optimizer.dynamic_counter) if interval else 0)
-        applied.append(int((variable.numpy() != before).any()))  # NaN is not NaN
-    return {
-        "kind": type(optimizer).__name__,
-        "initial_scale": start,
-        "dynamic_growth_steps": interval,
-        "steps": steps,
-        "loss_scale": scales,
-        "counter": counts,
-        "applied": applied,
-    }
+        update(tf.constant(multiplier, tf.float32))
+        applied = int((variable.numpy() != before).any())  # NaN is not NaN
+        return {**standing(optimizer), "applied": applied}
+
+    return recording.record(type(optimizer).__name__, policy, steps, step)
 
 
-INNER = {
-    "sgd": ({"learning_rate": 0.05, "momentum": 0.9}, "SGD"),
-    "adam": ({"learning_rate": 0.05, "epsilon": 1e-20}, "Adam"),
-}
-
-
-def loss_of(problem, w, b, multiplier):
-    x, y = (tf.constant(problem[name], tf.float32) for name in "xy")
+def loss_of(arrays, w, b, multiplier):
+    x, y = (tf.constant(arrays[name], tf.float32) for name in "xy")
     return tf.reduce_mean((x @ w + b - y) ** 2) * multiplier
 
 
-def train_keras(name, module, problem):
+def train_keras(make, inner, arrays, policy, steps):
     """Record the weights after each step, scaled and unscaled by the wrapper's own functions."""
-    arguments, cls = INNER[name]
-    optimizer = LossScaleOptimizer(
-        getattr(module, cls)(**arguments),
-        initial_scale=problem["initial_scale"],
-        dynamic_growth_steps=problem["interval"],
-    )
-    w, b = (tf.Variable(problem[n], dtype=tf.float32) for n in "wb")
+    optimizer = wrap(make(**inner), policy)
+    w, b = (tf.Variable(arrays[n], dtype=tf.float32) for n in "wb")
 
     @tf.function
-    def step(multiplier):
+    def update(multiplier):
         with tf.GradientTape() as tape:
-            loss = optimizer.get_scaled_loss(loss_of(problem, w, b, multiplier))
+            loss = optimizer.get_scaled_loss(loss_of(arrays, w, b, multiplier))
         grads = optimizer.get_unscaled_gradients(tape.gradient(loss, [w, b]))
         optimizer.apply_gradients([(grads[0], w), (grads[1], b)])
 
-    weights, scales, counts = [], [], []
-    for letter in problem["steps"]:
-        step(tf.constant(recording.multiplier_of(letter), tf.float32))
-        weights.append(numbers(w) + numbers(b))
-        scales += numbers(optimizer.loss_scale)
-        counts.append(int(optimizer.dynamic_counter))
-    return {
-        "kind": type(optimizer).__name__,
-        "inner": name,
-        **arguments,
-        "factor": 2.0,
-        **problem,
-        "weights": weights,
-        "loss_scale": scales,
-        "counter": counts,
-    }
+    def step(multiplier):
+        update(tf.constant(multiplier, tf.float32))
+        return {"weights": numbers(w, b), **standing(optimizer)}
+
+    kind = type(optimizer).__name__
+    return recording.record(kind, policy, steps, step, inner=inner, **arrays)
 
 
-def train_v1(problem, factor):
+def train_v1(arrays, policy, steps):
     """Record TensorFlow 1's wrapper around plain gradient descent, in a graph."""
     with tf.Graph().as_default(), v1.Session() as session:
-        policy = v1.mixed_precision.DynamicLossScale(
-            problem["initial_scale"], problem["interval"], factor
-        )
+        theirs = loss_scale_of(policy)
         optimizer = v1.mixed_precision.MixedPrecisionLossScaleOptimizer(
-            v1.train.GradientDescentOptimizer(0.05), policy
+            v1.train.GradientDescentOptimizer(0.05), theirs
         )
-        w, b = (tf.Variable(np.float32(problem[n])) for n in "wb")
-        multiplier = v1.placeholder(tf.float32, [])
-        update = optimizer.minimize(lambda: loss_of(problem, w, b, multiplier), var_list=[w, b])
+        w, b = (tf.Variable(np.float32(arrays[n])) for n in "wb")
+        given = v1.placeholder(tf.float32, [])
+        update = optimizer.minimize(lambda: loss_of(arrays, w, b, given), var_list=[w, b])
         session.run(v1.global_variables_initializer())
-        weights, scales = [], []
-        for letter in problem["steps"]:
-            session.run(update, {multiplier: recording.multiplier_of(letter)})
-            weights.append(numbers(session.run(w)) + numbers(session.run(b)))
-            scales += numbers(session.run(policy()))
-    return {
-        "kind": "MixedPrecisionLossScaleOptimizer",
-        "inner": "sgd",
-        "learning_rate": 0.05,
-        "momentum": 0.0,
-        "factor": factor,
-        **problem,
-        "weights": weights,
-        "loss_scale": scales,
-    }
+
+        def step(multiplier):
+            session.run(update, {given: multiplier})
+            weights = numbers(session.run(w), session.run(b))
+            return {"weights": weights, "loss_scale": numbers(session.run(theirs()))[0]}
+
+        arrays = {"inner": {"learning_rate": 0.05, "momentum": 0.0}, **arrays}
+        return recording.record(type(optimizer).__name__, policy, steps, step, **arrays)
 
 
 def main():
     """Record everything."""
-    modules = [keras.optimizers] + (
-        [keras.optimizers.legacy] if hasattr(keras.optimizers, "legacy") else []
-    )
+    modules = [keras.optimizers]
+    if hasattr(keras.optimizers, "legacy"):
+        modules.append(keras.optimizers.legacy)
+    draw, fixed = recording.draw_runs, recording.fixed
     # Exponents up to 125: without a ceiling of its own TensorFlow stops below float32's infinity.
     trajectories = [
-        *(record_class(*run) for run in recording.draw_rules(1, 90, FACTORS)),
-        *(record_class(*run) for run in recording.draw_rules(2, 20, [2.0, 4.0], (110, 125))),
-        *(record_class(r[0], None, None, r[3]) for r in recording.draw_rules(3, 6, FACTORS)),
+        *(record_class(*run) for run in draw(1, 90)),
+        *(record_class(*run) for run in draw(2, 20, (2.0, 4.0), (110, 125))),
+        *(record_class(fixed(p["initial_scale"], False), s) for p, s in draw(3, 6)),
     ]
     for seed, module in enumerate(modules):
-        for start, interval, _, steps in recording.draw_rules(10 + seed, 55, FACTORS):
-            inner = module.SGD(0.01)
-            trajectories.append(record_optimizer(start, interval, steps, inner))
-        for start, _, _, steps in recording.draw_rules(20 + seed, 4, FACTORS):
-            trajectories.append(record_optimizer(start, None, steps, module.SGD(0.01)))
+        for policy, steps in draw(10 + seed, 55):
+            policy.update(growth_factor=2.0, backoff_factor=0.5)
+            trajectories.append(record_optimizer(policy, steps, module.SGD(0.01)))
+        for policy, steps in draw(20 + seed, 4):
+            stays = fixed(policy["initial_scale"], False)
+            trajectories.append(record_optimizer(stays, steps, module.SGD(0.01)))
     trainings = [
-        train_keras(name, module, recording.draw_problem(seed))
+        train_keras(make, recording.INNER[name], *recording.draw_problem(seed, 2.0))
         for seed in range(3)
-        for name in INNER
-        for module in modules
+        for name in recording.INNER
+        for make in ({"sgd": m.SGD, "adam": m.Adam}[name] for m in modules)
     ]
-    trainings += [
-        train_v1(recording.draw_problem(10 + seed), factor)
-        for seed, factor in enumerate([2.0, 4.0, 8.0])
-    ]
-    version = ".".join(tf.__version__.split(".")[:2])
-    name = keras.__name__.split(".")[0]
+    for seed, factor in enumerate([2.0, 4.0, 8.0]):
+        trainings.append(train_v1(*recording.draw_problem(10 + seed, factor)))
     versions = {"tensorflow": tf.__version__, "numpy": np.__version__}
-    versions["tf_keras" if name == "tf_keras" else "tf.keras"] = keras.__version__
+    versions["tf_keras" if keras is not tf.keras else "tf.keras"] = keras.__version__
+    version = ".".join(tf.__version__.split(".")[:2])
     recording.write(f"tensorflow-{version}", versions, trajectories, trainings)
 
 

@@ -24,51 +24,64 @@ import platform
 import random
 import struct
 
-# How a step is written: T is good, the others say what every gradient is made of.
-SPOILT = {"n": math.nan, "+": math.inf, "-": -math.inf}
-STEPS = 40
+# A step is a letter: what every gradient is multiplied by.
+STEP = {"T": 1.0, "n": math.nan, "+": math.inf, "-": -math.inf}
 RECORDED = pathlib.Path(__file__).parent / "recorded"
+INNER = {
+    "sgd": {"learning_rate": 0.05, "momentum": 0.9},
+    "adam": {"learning_rate": 0.05, "epsilon": 1e-20},
+}
 
 
-def multiplier_of(step):
-    """Return what the loss of a step is multiplied by."""
-    return SPOILT.get(step, 1.0)
+def policy_of(start, interval, factor):
+    """Return the arguments of our `DynamicLossScale`."""
+    return {
+        "initial_scale": start,
+        "growth_interval": interval,
+        "growth_factor": factor,
+        "backoff_factor": 1 / factor,
+    }
 
 
-def draw_steps(rng, interval, length=STEPS):
+def fixed(start, skip_nonfinite):
+    """Return the arguments of our `FixedLossScale`."""
+    return {"scale": start, "skip_nonfinite": skip_nonfinite}
+
+
+def draw_steps(rng, interval):
     """Draw steps with overflows: balanced with the growth, rare, frequent, none, or only."""
     bad = rng.choice([1 - 0.5 ** (1 / interval)] * 3 + [0.03, 0.2, 0.6, 0.0, 1.0])
-    return "".join(rng.choice("n+-") if rng.random() < bad else "T" for _ in range(length))
+    return "".join(rng.choice("n+-") if rng.random() < bad else "T" for _ in range(40))
 
 
-def draw_rules(seed, count, factors, exponents=(0, 24)):
-    """Draw (initial factor, interval, growth factor, steps) of `count` runs."""
+def draw_runs(seed, count, factors=(2.0, 2.0, 2.0, 4.0, 8.0, 3.0), exponents=(0, 24)):
+    """Draw the policies and the steps of `count` runs."""
     rng = random.Random(seed)  # noqa: S311, reproducible and no secret
-    runs = []
     for _ in range(count):
         interval = rng.choice([1, 1, 2, 2, 3, 5, 10])
         start = float(2 ** rng.randint(*exponents)) * rng.choice([1.0, 1.0, 1.0, 1.3])
-        runs.append((start, interval, rng.choice(factors), draw_steps(rng, interval)))
-    return runs
+        policy = policy_of(start, interval, rng.choice(factors))
+        yield policy, draw_steps(rng, interval)
 
 
-def draw_problem(seed):
-    """Draw a linear regression, its start, and the steps in which its loss is spoilt."""
+def draw_problem(seed, factor):
+    """Draw a linear regression and its start, a policy, and the steps."""
     rng = random.Random(seed)  # noqa: S311, reproducible and no secret
 
     def matrix(rows, columns):
         return [[round(rng.uniform(-2, 2), 3) for _ in range(columns)] for _ in range(rows)]
 
-    return {
-        "x": matrix(6, 3),
-        "y": matrix(6, 2),
-        "w": matrix(3, 2),
-        "b": matrix(1, 2)[0],
-        "initial_scale": float(2 ** rng.randint(0, 12)),
-        "interval": rng.choice([1, 2, 3, 5]),
-        "steps": "TT"
-        + "".join("T" if rng.random() < 0.8 else rng.choice("n+-") for _ in range(28)),
-    }
+    arrays = {"x": matrix(6, 3), "y": matrix(6, 2), "w": matrix(3, 2), "b": matrix(1, 2)[0]}
+    policy = policy_of(float(2 ** rng.randint(0, 12)), rng.choice([1, 2, 3, 5]), factor)
+    steps = ["T" if rng.random() < 0.8 else rng.choice("n+-") for _ in range(28)]
+    return arrays, policy, "TT" + "".join(steps)
+
+
+def record(kind, policy, steps, step, **rest):
+    """Record a run: `step(multiplier)` takes a step and returns what to record, by name."""
+    after = [step(STEP[letter]) for letter in steps]
+    columns = {name: [each[name] for each in after] for name in after[0]}
+    return {"kind": kind, **rest, "policy": policy, "steps": steps, **columns}
 
 
 def shortest(number):
@@ -96,7 +109,6 @@ def write(name, versions, trajectories, trainings):
     for key, runs in (("trajectories", trajectories), ("trainings", trainings)):
         rows = [json.dumps(run, separators=(",", ":"), allow_nan=False) for run in runs]
         lines += [f'"{key}": [', ",\n".join(rows), "]" + ("," if key == "trajectories" else "")]
-    RECORDED.mkdir(exist_ok=True)
     path = RECORDED / f"{name}.json"
     path.write_text("\n".join([*lines, "}"]) + "\n", encoding="ascii")
     print(f"{path.name}: {path.stat().st_size} bytes")  # noqa: T201, a script's result

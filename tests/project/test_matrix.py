@@ -8,7 +8,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 PYTHONS = re.findall(r"Python :: (3\.\d+)", str(PROJECT["project"]["classifiers"]))
 
@@ -28,23 +28,26 @@ def pins(path, python):
 
 def asked(*groups):
     entries = [entry for group in groups for entry in PROJECT["dependency-groups"][group]]
-    names = {canonicalize_name(Requirement(e).name) for e in entries if isinstance(e, str)}
-    return names | {Requirement(line).name for line in PROJECT["project"]["dependencies"]}
+    entries = [entry for entry in entries if isinstance(entry, str)]  # not another group
+    lines = [*entries, *PROJECT["project"]["dependencies"]]
+    return {canonicalize_name(Requirement(line).name) for line in lines}
+
+
+def test_the_classifiers_name_the_pythons_that_are_tested():
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text("utf-8")
+    assert re.findall(r"3\.\d+", re.search(r"python: \[(.*)\]", workflow)[1]) == PYTHONS
+    assert PROJECT["project"]["requires-python"] == f">={PYTHONS[0]}"
 
 
 @pytest.mark.parametrize("python", PYTHONS)
-def test_constraints_pin_all_that_the_groups_ask_for_on_each_python(python):
+def test_all_that_is_asked_for_is_pinned(python):
     assert asked(*PROJECT["dependency-groups"]) <= pins("constraints.txt", python).keys()
-
-
-def test_the_oldest_versions_pin_all_that_the_tests_ask_for():
     assert asked("test", "examples") <= pins("tools/oldest.txt", PYTHONS[0]).keys()
 
 
 def test_the_oldest_versions_are_those_that_the_project_promises():
-    project = PROJECT["project"]
-    extras = project["optional-dependencies"].values()
-    lines = [*project["dependencies"], *(line for extra in extras for line in extra)]
+    extras = PROJECT["project"]["optional-dependencies"].values()
+    lines = [*PROJECT["project"]["dependencies"], *(line for extra in extras for line in extra)]
     promised = dict(line.split(">=") for line in lines)
     pinned = pins("tools/oldest.txt", PYTHONS[0])
     assert {"jax", "jaxlib", "optax", "flax", "matplotlib"} <= promised.keys()

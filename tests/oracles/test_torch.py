@@ -1,0 +1,230 @@
+"""Compares with torch's own GradScaler, on the CPU: `make oracles` installs torch and runs this."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+
+import optax_lossscale as ols
+from optax_lossscale import interop
+
+pytestmark = pytest.mark.integration
+
+
+def scaler_with(**arguments):
+    return torch.amp.GradScaler(device="cpu", **arguments)
+
+
+def run_torch(scaler, flags):
+    """Return the loss scale and the count after each step whose gradient is finite, or is not."""
+    after = []
+    for finite in flags:
+        weight = torch.nn.Parameter(torch.ones(()))
+        optimizer = torch.optim.SGD([weight], lr=0.0)
+        scaler.scale(weight * (1.0 if finite else float("inf"))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        after.append((scaler.state_dict()["scale"], scaler.state_dict()["_growth_tracker"]))
+    return np.array(after)
+
+
+def run_ours(policy, state, flags):
+    """Return the same of ours, and the state."""
+
+    def step(state, finite):
+        state = policy.update(state, finite)
+        return state, (state.loss_scale, state.growth_count)
+
+    state, after = jax.jit(lambda s: jax.lax.scan(step, s, jnp.asarray(flags)))(state)
+    return state, np.stack([np.asarray(array, np.float64) for array in after], axis=1)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_torch_and_what_it_became_move_at_the_same_step_there_and_back(seed):
+    rng = np.random.default_rng(seed)
+    interval, factor = int(rng.integers(1, 9)), float(rng.choice([2.0, 4.0, 3.0]))
+    scaler = scaler_with(
+        init_scale=float(rng.choice([1.0, 3.0]) * 2.0 ** rng.integers(-4, 16)),
+        growth_factor=factor,
+        backoff_factor=1 / factor,
+        growth_interval=interval,
+    )
+    # As many moves up as down, so that the loss scale stays within the bounds.
+    flags = rng.random(400) < 0.5 ** (1 / interval)
+    run_torch(scaler, flags[: rng.integers(1, 40)])
+    d = scaler.state_dict()
+    policy, state = interop.from_torch_state_dict(d)
+    assert interop.to_torch_state_dict(policy, state) == d
+    state, _ = run_ours(policy, state, flags[:37])
+    run_torch(scaler, flags[:37])
+    loaded = scaler_with()
+    loaded.load_state_dict(interop.to_torch_state_dict(policy, state))
+    _, ours = run_ours(policy, state, flags)
+    for each in (scaler, loaded):
+        theirs = run_torch(each, flags)
+        np.testing.assert_array_equal(ours[:, 1], theirs[:, 1])
+        moves = np.sum(np.diff(theirs[:, 0]) != 0)
+        assert moves >= 10  # or the comparison says nothing
+        # One unit in the last place for each move, where the factors are no powers of two.
+        rtol = 2**-23 * (moves + 37) if factor == 3 else 0
+        np.testing.assert_allclose(ours[:, 0], theirs[:, 0], rtol)
+
+
+def test_a_scaler_that_is_disabled_is_refused():
+    with pytest.raises(TypeError, match="enabled=False"):
+        interop.from_torch_state_dict(scaler_with(enabled=False).state_dict())
+
+
+def run_both(scaler, flags):
+    ours = run_ours(*interop.from_torch_state_dict(scaler.state_dict()), flags)[1]
+    return run_torch(scaler, flags)[:, 0].tolist(), ours[:, 0].tolist()
+
+
+def test_torch_stays_at_a_count_beyond_its_interval_and_we_grow():
+    d = {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5}
+    scaler = scaler_with()
+    scaler.load_state_dict(d | {"growth_interval": 3, "_growth_tracker": 3})
+    assert run_both(scaler, [True]) == ([8.0], [16.0])
+
+
+def test_at_the_top_torch_goes_one_doubling_further():
+    theirs, ours = run_both(scaler_with(init_scale=2.0**125, growth_interval=1), [True] * 3)
+    assert (theirs, ours) == ([2.0**126, 2.0**127, 2.0**127], [2.0**126] * 3)
+
+
+def test_at_the_bottom_torch_goes_on_to_zero():
+    theirs, ours = run_both(scaler_with(init_scale=2.0**-125), [False] * 26)
+    assert (theirs[0], theirs[-1]) == (2.0**-126, 0)
+    assert ours == [2.0**-126] * 26
+
+
+# The same network in both, from one start on one data set. In float32 nothing overflows by itself,
+# so random steps are spoilt. In float16 every activation and every gradient on its way back is
+# rounded to float16, and most overflows come from the loss scale itself: what one step does to it
+# decides which later steps overflow. There the rest is float64, so that the two libraries round to
+# the same float16 although they add up in another order.
+
+STEPS, BATCH = 150, 16
+SHAPES = {"b0": (12,), "b1": (3,), "w0": (5, 12), "w1": (12, 3)}
+OPTIMIZERS = {
+    "sgd": (
+        lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+        lambda: optax.sgd(0.05, momentum=0.9),
+    ),
+    "adam": (lambda params: torch.optim.Adam(params, lr=0.02), lambda: optax.adam(0.02)),
+}
+# How far the parameters may lie apart at any step, relative to the largest of them: a few times ten
+# roundings, of 2**-24 in float32 and 2**-53 in float64. Optax computes Adam's 1 - 0.999**t in
+# float32, whose first value is known to 6e-5; the step takes its square root, which halves that.
+TOLERANCES = {
+    ("float32", "sgd"): 2**-24 * 40,
+    ("float32", "adam"): 3e-5,
+    ("float16", "sgd"): 2**-53 * 40,
+    ("float16", "adam"): 2**-53 * 40,
+}
+
+
+class Problem:
+    """The network's start, its data, what is added to its gradients, and the scaler's numbers."""
+
+    def __init__(self, kind, seed):
+        rng = np.random.default_rng(seed)
+        self.half = kind == "float16"
+        dtype = np.float64 if self.half else np.float32
+        self.start = {n: (rng.normal(size=s) / 2).astype(dtype) for n, s in SHAPES.items()}
+        self.x = rng.normal(size=(STEPS, BATCH, 5)).astype(dtype)
+        self.y = np.sin(self.x @ rng.normal(size=(5, 3))).astype(dtype)
+        self.spoil = {n: np.zeros((STEPS, *s), dtype) for n, s in SHAPES.items()}
+        self.spoilt = np.flatnonzero(rng.random(STEPS) < (0.05 if self.half else 0.15))
+        for step in self.spoilt:
+            array = self.spoil[rng.choice(list(SHAPES))][step]
+            array.flat[rng.integers(array.size)] = rng.choice([np.inf, -np.inf, np.nan])
+        self.scaler = scaler_with(
+            # In float16 far too high, and soon too high again.
+            init_scale=2.0 ** rng.integers(20, 24) if self.half else 2.0 ** rng.integers(4, 12),
+            growth_factor=2.0 ** rng.integers(1, 3),
+            backoff_factor=0.5 ** rng.integers(1, 3),
+            growth_interval=int(rng.integers(2, 7)),
+        )
+
+
+def predict(params, x, rounded, tanh):
+    """Apply the network, in torch or in JAX."""
+    p = {n: rounded(v) for n, v in params.items()}
+    hidden = tanh(rounded(rounded(x) @ p["w0"] + p["b0"][None]))
+    return rounded(rounded(hidden) @ p["w1"] + p["b1"][None])
+
+
+def train_torch(problem, make_optimizer):
+    """Return after each step the parameters, the loss scale, the count and the steps skipped."""
+    params = {n: torch.nn.Parameter(torch.tensor(v)) for n, v in problem.start.items()}
+    optimizer = make_optimizer(params.values())
+    applied = []
+    optimizer.register_step_post_hook(lambda *_: applied.append(1))
+
+    def rounded(x):
+        return x.half().to(x.dtype) if problem.half else x
+
+    history, moves = [], []
+    for i, (x, y) in enumerate(zip(*map(torch.tensor, (problem.x, problem.y)), strict=True)):
+        optimizer.zero_grad()
+        loss = torch.mean((predict(params, x, rounded, torch.tanh) - y) ** 2)
+        problem.scaler.scale(loss).backward()
+        for name, param in params.items():
+            param.grad += torch.tensor(problem.spoil[name][i])
+        problem.scaler.step(optimizer)
+        problem.scaler.update()
+        history.append([params[n].detach().numpy().copy().ravel() for n in SHAPES])
+        d = problem.scaler.state_dict()
+        moves.append((d["scale"], d["_growth_tracker"], i + 1 - len(applied)))
+    return np.stack([np.concatenate(each) for each in history]), np.array(moves)
+
+
+def train_ours(problem, make_optimizer):
+    """Return the same of the wrapper, told nothing but what torch is told."""
+    policy, start = interop.from_torch_state_dict(problem.scaler.state_dict())
+    tx = ols.with_loss_scaling(make_optimizer(), policy)
+
+    def rounded(x):
+        return x.astype(jnp.float16).astype(x.dtype) if problem.half else x
+
+    def loss_fn(params, x, y):
+        return jnp.mean((predict(params, x, rounded, jnp.tanh) - y) ** 2)
+
+    def step(carry, given):
+        params, state = carry
+        x, y, spoil = given
+        _, grads = ols.value_and_grad(loss_fn)(state, params, x, y)
+        grads = jax.tree.map(jnp.add, grads, spoil)
+        updates, state = tx.update(grads, state, params)  # torch never sees the loss
+        params = optax.apply_updates(params, updates)
+        s = state.loss_scale_state
+        flat = jnp.concatenate([params[n].ravel() for n in SHAPES])
+        return (params, state), (flat, (s.loss_scale, s.growth_count, s.total_skipped))
+
+    params = jax.tree.map(jnp.asarray, problem.start)
+    carry = params, tx.init(params)._replace(loss_scale_state=start)
+    data = problem.x, problem.y, problem.spoil
+    history, moves = jax.jit(lambda carry: jax.lax.scan(step, carry, data)[1])(carry)
+    return np.asarray(history), np.stack([np.asarray(m, np.float64) for m in moves], axis=1)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("kind", ["float32", "float16"])
+def test_a_network_trains_as_in_torch(kind, name, seed, request):
+    if kind == "float16":
+        request.getfixturevalue("x64")
+    in_torch, in_optax = OPTIMIZERS[name]
+    problem = Problem(kind, seed)
+    ours, our_moves = train_ours(problem, in_optax)  # first: the scaler moves while torch trains
+    theirs, their_moves = train_torch(problem, in_torch)
+    np.testing.assert_array_equal(our_moves, their_moves)
+    assert (np.abs(ours - theirs).max(1) / np.abs(theirs).max(1)).max() < TOLERANCES[kind, name]
+    # It was a training, with steps of both kinds, and more overflows than were made in float16.
+    skipped = their_moves[-1, 2]
+    assert len(set(their_moves[:, 0])) > 3
+    assert (skipped > len(problem.spoilt) + 5) if problem.half else skipped == len(problem.spoilt)
+    assert np.abs(theirs[-1] - theirs[0]).max() > 0.1

@@ -1,0 +1,62 @@
+"""What the tests of the examples, the benchmarks, the documents and the packaging share."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))  # benchmarks/ and examples/ are not installed
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _promotion():
+    """Promote as users do, in place of the strictness of the tests of the package."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _replayed():
+    """Treat small states as users have them, too."""
+
+
+@pytest.fixture(scope="module")
+def quickly_compiled():
+    """Compile with few optimizations: for programs this small, compiling takes longest."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="session")
+def python():
+    """Return a function that runs Python in a folder and returns what it prints, and its errors."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    env |= {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+
+    def run(*arguments, cwd, status=0):
+        command = [sys.executable, *map(str, arguments)]
+        done = subprocess.run(  # noqa: S603, our own scripts
+            command, cwd=cwd, env=env, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == status, done.stdout + done.stderr
+        return done.stdout, done.stderr
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def files():
+    """List what git tracks, and what it would with `git add --all`."""
+    git = shutil.which("git")
+    if git is None or not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    command = [git, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)  # noqa: S603
+    names = listed.stdout.decode().split("\0")
+    return sorted(name for name in names if name and (ROOT / name).is_file())

@@ -1,0 +1,81 @@
+"""The documentation as a site: it builds without a warning, is complete, and asks no other host.
+
+Needs the group `docs`, which `make test` does not install.
+"""
+
+import inspect
+import re
+import shutil
+import zlib
+from pathlib import Path
+
+import pytest
+
+import optax_lossscale as ols
+import optax_lossscale.flax
+import optax_lossscale.interop
+import optax_lossscale.keras
+import optax_lossscale.testing
+
+for needed in ("sphinx", "myst_parser", "furo"):
+    pytest.importorskip(needed, reason=f"{needed} is of the group `docs`: `make docs` installs it")
+
+pytestmark = pytest.mark.slow
+
+DOCS = Path(__file__).parents[2] / "docs"
+# As `make docs` does: a link to nowhere and a picture that is missing are warnings, and so errors.
+SPHINX = "-m", "sphinx", "-W", "--keep-going", "-n", "-E", "-b", "html"
+
+
+@pytest.fixture(scope="module")
+def site(python, tmp_path_factory):
+    target = tmp_path_factory.mktemp("site")
+    python(*SPHINX, DOCS, target, cwd=DOCS.parent)
+    return target
+
+
+def test_every_page_and_every_public_name_is_there(site):
+    pages = [path.relative_to(DOCS).with_suffix(".html") for path in DOCS.rglob("*.md")]
+    assert Path("api/flax.html") in pages
+    assert [page for page in pages if not (site / page).exists()] == []
+    # The inventory, which other projects link by: four lines of text, then compressed ones.
+    inventory = zlib.decompress((site / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode()
+    entries = {line.split(" ")[0] for line in inventory.splitlines() if " py:" in line}
+    for module in (ols, ols.diagnostics, ols.flax, ols.keras):
+        assert {f"{module.__name__}.{name}" for name in module.__all__} <= entries
+    for module in (ols.interop, ols.testing):
+        functions = dict(inspect.getmembers(module, inspect.isfunction)).values()
+        names = {f.__name__ for f in functions if f.__module__ == module.__name__}
+        public = {f"{module.__name__}.{name}" for name in names if not name.startswith("_")}
+        assert public
+        assert public <= entries
+
+
+def test_names_in_backticks_are_linked_to_ours_and_those_of_flax_are_not(site):
+    order = (site / "order.html").read_text("utf-8")
+    assert "api/optax.html#optax_lossscale.with_loss_scaling" in order
+    comparison = (site / "comparison.html").read_text("utf-8")
+    assert ">DynamicScale<" in comparison
+    assert "#optax_lossscale.flax.DynamicScale" not in comparison
+
+
+def test_pictures_have_words_and_nothing_is_loaded_from_another_host(site):
+    text = "".join(path.read_text("utf-8") for path in sorted(site.rglob("*.html")))
+    pictures = re.findall(r"<img [^>]*>", text)
+    assert pictures
+    assert [picture for picture in pictures if not re.search(r'\balt="[^"]', picture)] == []
+    text += "".join(path.read_text("utf-8") for path in site.rglob("*.css"))
+    loads = r"""<(?:img|link|script|iframe)\b[^>]*\b(?:src|href)=["']|url\(["']?|@import\s*["']"""
+    assert re.findall(rf"(?:{loads})(?:data:|[\w./])", text)
+    assert re.findall(rf"(?:{loads})(?:https?:)?//[^>\s]*", text) == []
+
+
+def test_a_page_with_a_link_to_nowhere_is_not_built(python, tmp_path):
+    source = tmp_path / "docs"
+    for name in ("_static", "images"):
+        shutil.copytree(DOCS / name, source / name)
+    shutil.copy(DOCS / "conf.py", source)
+    (source / "index.md").write_text("# A page\n\n[One](#a-page), and [another](#nowhere).\n")
+    _, said = python(*SPHINX, source, tmp_path / "site", cwd=DOCS.parent, status=1)
+    assert "'nowhere'" in said
+    assert said.count("WARNING") == 1

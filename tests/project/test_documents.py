@@ -1,0 +1,74 @@
+"""The documents, set-up files and examples agree, and name no machine."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+COMMANDS = ["README.md", "BUILD.md", "CONTRIBUTING.md", ".ci/run", ".github/workflows/ci.yml"]
+
+# A letter stands in brackets so that no pattern matches itself.
+NAMES_A_MACHINE = re.compile(
+    r"pyp[i]\.org|pythonhoste[d]\.org|registry\.npmj[s]|anacond[a]\.(?:org|com)"
+    r"|(?<![\w.~])/(?:wor[k]|roo[t]|hom[e]|User[s]|tmp/ven[v]|op[t]/py\w*)(?![\w-])"
+)
+
+
+def read(name):
+    return (ROOT / name).read_text("utf-8")
+
+
+def test_no_file_names_a_package_registry_or_a_path_of_a_machine(files):
+    assert "Makefile" in files
+    found = [
+        f"{name}: {match[0]}"
+        for name in files
+        for match in NAMES_A_MACHINE.finditer((ROOT / name).read_text("latin-1"))
+    ]
+    assert found == []
+
+
+def test_the_search_for_names_of_machines_finds_them_and_leaves_the_rest():
+    named = "https://py" + "pi.org/simple", "/wor" + "k/main", "cd /roo" + "t", "'/tmp/" + "venv/x'"
+    assert all(map(NAMES_A_MACHINE.search, named))
+    others = "a framework/model", "tests/roots", "the /workflows", "../home/x"
+    assert not any(map(NAMES_A_MACHINE.search, others))
+
+
+def test_the_readme_is_short_and_shows_the_minimal_example():
+    readme = read("README.md")
+    assert readme.count("\n") < 150
+    _docstring, _, code = read("examples/minimal.py").partition('"""\n\n')
+    assert f"```python\n{code}```\n" in readme  # where it runs, and its output is compared
+
+
+def test_links_within_the_project_lead_somewhere():
+    link = re.compile(r"\]\((?!https?:|#)([^)#]+)")
+    found = [path.parent / to for path in DOCUMENTS for to in link.findall(path.read_text("utf-8"))]
+    assert len(found) > 50
+    assert [target for target in found if not target.exists()] == []
+
+
+def test_every_test_that_a_document_names_exists():
+    name = re.compile(r"\b(tests/[\w/]+\.py)(?:::(\w+))?")
+    named = {found for path in DOCUMENTS for found in name.findall(path.read_text("utf-8"))}
+    assert len(named) > 30
+    files = {file for file, _ in named}
+    sources = {file: read(file) for file in files if (ROOT / file).exists()}
+    assert files - sources.keys() == set()
+    wrong = [(f, test) for f, test in named if test and f"def {test}(" not in sources[f]]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_make_target_that_is_named_exists(name):
+    named = set(re.findall(r"\bmake ([a-z]+(?:-[a-z]+)*)", read(name)))
+    assert named
+    assert named <= set(re.findall(r"^([a-z-]+):", read("Makefile"), re.MULTILINE))
+
+
+def test_continuous_integration_can_be_executed():
+    assert os.access(ROOT / ".ci/run", os.X_OK)

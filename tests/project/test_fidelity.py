@@ -1,0 +1,204 @@
+"""What docs/training.md shows is what was measured, and can be measured again."""
+
+import functools
+import json
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.fidelity import __main__ as command
+from benchmarks.fidelity import report, tasks, training
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quickly_compiled")]
+
+PAGE = Path(__file__).parents[2] / "docs/training.md"
+STORED = json.loads(PAGE.with_suffix(".json").read_text())
+FLOAT32, FLOAT16, SCALED = training.FLOAT32, training.FLOAT16, training.SCALED
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _corpus():
+    """Read scikit-learn's docstrings once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tasks, "corpus", functools.cache(tasks.corpus))
+        yield
+
+
+@pytest.fixture(scope="module")
+def all_tasks():
+    return tasks.all_tasks()
+
+
+def run_digits(output, *options):
+    """Run the command for a few steps of the first task only."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "all_tasks", lambda quick: tasks.all_tasks(quick=quick)[:1])
+        command.main(["--quick", "--seeds=2", f"--output={output}", *options])
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    """The folder into which a few steps of the digits wrote."""
+    output = tmp_path_factory.mktemp("short")
+    run_digits(output)
+    return output
+
+
+def assert_trained(task):
+    small = not task["name"].endswith(" 1")
+    assert list(task["runs"]) == [w for w in training.WAYS if not small or w != training.BFLOAT16]
+    for way, runs in task["runs"].items():
+        first, second = runs
+        assert first["curve"] != second["curve"]  # another seed
+        for one in runs:
+            assert len(one["curve"]) == 2
+            assert np.isfinite(one["curve"]).all()
+            # Too short to grow: each skipped step, and nothing else, has moved the scale.
+            assert one["loss_scale"] == (2**15 if way == SCALED else 1) * 0.5 ** one["skipped"]
+
+
+def test_a_short_run_trains_in_every_way_and_writes_table_and_picture(short):
+    results = json.loads((short / "training.json").read_text())
+    (task,) = results["tasks"]
+    assert_trained(task)
+    zeros = {
+        way: np.mean([one["zero_share"] for one in runs]) for way, runs in task["runs"].items()
+    }
+    assert zeros[FLOAT16] > 0.9  # at the small weight, float16 alone loses its gradients
+    assert zeros[SCALED] == pytest.approx(zeros[FLOAT32], abs=0.02)
+    assert (short / "training.md").read_text() == report.block(results) + "\n"
+    assert (short / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert len(list(short.iterdir())) == 3
+
+
+@pytest.mark.exhaustive
+def test_a_short_run_trains_every_task(python, tmp_path):
+    options = "--quick", "--seeds=2", f"--output={tmp_path}"
+    python("-W", "error", "-m", "benchmarks.fidelity", *options, cwd=PAGE.parents[1])
+    trained = json.loads((tmp_path / "training.json").read_text())["tasks"]
+    names = ["digits, loss weight 1e-5", "photograph, loss weight 1", "text, loss weight 1"]
+    assert [task["name"] for task in trained] == names
+    for task in trained:
+        assert_trained(task)
+
+
+def test_write_replaces_the_table_and_nothing_else(short, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"Before.\n\n{report.BEGIN}\n\nold\n\n{report.END}\n\nAfter.\n")
+    results = short / "training.json"
+    command.main([f"--results={results}", f"--output={tmp_path}", f"--write={page}"])
+    block = (short / "training.md").read_text()
+    assert page.read_text() == f"Before.\n\n{report.BEGIN}\n\n{block}\n{report.END}\n\nAfter.\n"
+    assert (tmp_path / "page.json").read_bytes() == results.read_bytes()
+    assert (tmp_path / "images/page.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_interrupted_run_goes_on_where_it_was(short, tmp_path):
+    complete = json.loads((short / "training.json").read_text())
+    stored = json.loads((short / "training.json").read_text())
+    del stored["tasks"][0]["runs"][SCALED][-1]
+    (tmp_path / "training.json").write_text(json.dumps(stored))
+    run_digits(tmp_path, "--resume")
+    resumed = json.loads((tmp_path / "training.json").read_text())
+    assert resumed["tasks"] == complete["tasks"]  # the same seed gives the same numbers
+    assert resumed["seconds"] >= complete["seconds"]
+
+
+def test_runs_of_other_tasks_are_not_taken_up():
+    results = {**STORED, "seconds": 0}
+    other_text, other_scale = {"text": {"sha256": "another"}}, {"loss_scale": {"scale": 1}}
+    fewer_tasks = {"tasks": STORED["tasks"][1:]}
+    for other in (other_text, other_scale, fewer_tasks):
+        with pytest.raises(ValueError, match="of other tasks: start without --resume"):
+            command.take_up(results, STORED | other)
+    command.take_up(results, STORED)
+    assert results == STORED
+
+
+def test_one_seed_and_a_page_without_its_two_markers_are_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["--seeds=1"])
+    assert "--seeds must be at least 2, got 1" in capsys.readouterr().err
+    begin, end = report.BEGIN, report.END
+    for page in ("", begin, end, f"{end}\n{begin}", f"{begin}\n{begin}\n{end}"):
+        with pytest.raises(ValueError, match="the page must hold the lines"):
+            report.replaced(page, "text")
+
+
+def test_the_page_shows_the_stored_numbers_and_those_are_of_the_tasks_as_they_are(all_tasks):
+    page = PAGE.read_text()
+    assert report.replaced(page, report.block(STORED)) == page
+    assert STORED["loss_scale"] == training.WAYS[SCALED][1].get_config()
+    for stored, task in zip(STORED["tasks"], all_tasks, strict=True):
+        facts = {name: getattr(task, name) for name in ("name", "metric", "decimals", "steps")}
+        assert stored == {**facts, "parameters": command.parameters(task), "runs": stored["runs"]}
+        assert list(stored["runs"]) == training.ways(task)
+        for way, runs in stored["runs"].items():
+            assert len(runs) == len(STORED["tasks"][0]["runs"][FLOAT32]) >= 8  # seeds
+            assert {len(one["curve"]) for one in runs} == {task.evaluations}
+            assert way == SCALED or not any(one["skipped"] for one in runs)
+    # Otherwise nothing would be said about the skip.
+    assert any(one["skipped"] for task in STORED["tasks"] for one in task["runs"][SCALED])
+
+
+@pytest.mark.exhaustive
+def test_a_run_made_again_gives_the_stored_result(all_tasks):
+    task = all_tasks[2]
+    again = training.make_train(task, SCALED)(0, lambda: None)
+    stored = STORED["tasks"][2]["runs"][SCALED][0]
+    # Another processor or XLA rounds elsewhere, and a run is not that stable.
+    assert again.curve[-1] == pytest.approx(stored["curve"][-1], abs=2)
+    assert abs(math.log2(again.loss_scale) - math.log2(stored["loss_scale"])) <= 2
+
+
+def test_the_text_is_the_stored_one():
+    if tasks.sklearn.__version__ != STORED["environment"]["versions"]["scikit-learn"]:
+        pytest.skip("another scikit-learn has other docstrings")
+    assert tasks.corpus_facts() == STORED["text"]
+
+
+def products(jaxpr):
+    """Return the type of every matrix product, in the functions that are called too."""
+    found = set()
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            found.add(equation.outvars[0].aval.dtype)
+        for value in jax.tree.leaves(equation.params):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                found |= products(inner)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_every_product_forward_and_backward_is_in_the_format(all_tasks, dtype):
+    key = jax.random.key(0)
+    for task in all_tasks[::2]:  # each at one of its weights
+        params = jax.eval_shape(task.init, key)
+        grad = jax.grad(lambda params, task=task: task.loss_fn(params, task.data, key, dtype))
+        assert products(jax.make_jaxpr(grad)(params).jaxpr) == {jnp.dtype(dtype)}, task.name
+
+
+@pytest.mark.parametrize("what", ["digits", "photograph", "text"])
+def test_at_the_small_weight_float16_failed_scaling_repaired_it_and_float32_is_the_same(what):
+    one, small = (task for task in STORED["tasks"] if task["name"].startswith(what))
+    lost, scaled = report.difference(small, FLOAT16), report.difference(small, SCALED)
+    assert not lost.contains(0)
+    assert abs(scaled.mean) + scaled.margin < 0.1 * (abs(lost.mean) - lost.margin)
+    if what != "digits":  # whose weight is no power of two
+        # Squares that are subnormal at the small weight are all that may differ.
+        both = report.final(one, FLOAT32), report.final(small, FLOAT32)
+        np.testing.assert_allclose(*both, rtol=0, atol=0.1 ** one["decimals"] / 10)
+
+
+def test_the_interval_is_students():
+    # With one degree of freedom the quantile of 97.5 % is 12.706, that of 75 % is 1.
+    assert report.interval([1.0, 3.0]) == pytest.approx((2, 12.706205))
+    assert report.interval([1.0, 3.0], 0.5) == pytest.approx((2, 1))
+    assert report.interval([2.0, 2.0, 2.0]) == (2.0, 0.0)
+    contained = [report.Interval(0.5, 2.0).contains(x) for x in (-1.5, 2.5, 0.0, 2.6, math.nan)]
+    assert contained == [True, True, True, False, False]

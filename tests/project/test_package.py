@@ -1,0 +1,139 @@
+"""The wheel and the sdist: what is in them, what they say, and use of them without the checkout."""
+
+import re
+import shutil
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.metadata import Metadata
+from packaging.requirements import Requirement
+
+import optax_lossscale as ols
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+NAME = "optax_lossscale"
+STEM = f"{NAME}-{ols.__version__}"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+# What lies about in a checkout that is worked in, and must not be packed.
+LITTER = [
+    ".venv/lib/left.py", ".nox/newest/left.py", ".hypothesis/left", ".pytest_cache/left",
+    ".coverage", "build/left.py", "dist/left.whl", "output/left.png", "left.py",
+    "optax_lossscale/_step/__pycache__/left.cpython-311.pyc",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def build(files, python, tmp_path_factory):
+    """Return a function that builds in a folder, by default in a copy of the checkout with litter.
+
+    It calls the build backend as pip does, but with what is installed, and so without a network.
+    """
+    checkout = tmp_path_factory.mktemp("checkout")
+    for name in [*files, *LITTER]:
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        if name in LITTER:
+            (checkout / name).touch()
+        else:
+            shutil.copy(ROOT / name, checkout / name)
+
+    def run(kind, source=checkout):
+        target = tmp_path_factory.mktemp(kind)
+        code = f"import sys, hatchling.build as backend; print(backend.build_{kind}(sys.argv[1]))"
+        printed, _ = python("-c", code, target, cwd=source)
+        return target / printed.split()[-1]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def wheel(build):
+    return build("wheel")
+
+
+def test_the_wheel_holds_the_package_and_says_what_the_project_does(wheel, files):
+    package = [name for name in files if re.fullmatch(rf"{NAME}/([\w/]+\.py|py\.typed)", name)]
+    assert {f"{NAME}/py.typed", f"{NAME}/_step/scale.py"} <= set(package)
+    info = ["METADATA", "RECORD", "WHEEL", "licenses/LICENSE"]
+    assert wheel.name == f"{STEM}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        names = sorted(archive.namelist())
+        raw = archive.read(f"{STEM}.dist-info/METADATA")
+    assert names == sorted([*package, *(f"{STEM}.dist-info/{name}" for name in info)])
+
+    metadata = Metadata.from_email(raw, validate=True)
+    assert (metadata.name, str(metadata.version)) == (NAME, ols.__version__)
+    assert metadata.summary == PROJECT["description"]
+    assert str(metadata.requires_python) == PROJECT["requires-python"]
+    assert (metadata.license_expression, metadata.license_files) == ("Apache-2.0", ["LICENSE"])
+    assert metadata.description_content_type == "text/markdown"
+    assert metadata.description == (ROOT / "README.md").read_text("utf-8")
+    assert metadata.classifiers == PROJECT["classifiers"]
+    asked = {str(Requirement(line)) for line in PROJECT["dependencies"]}
+    for extra, lines in PROJECT["optional-dependencies"].items():
+        asked |= {str(Requirement(f'{line}; extra == "{extra}"')) for line in lines}
+    assert {str(requirement) for requirement in metadata.requires_dist} == asked
+    assert sorted(metadata.provides_extra) == sorted(PROJECT["optional-dependencies"])
+
+
+def test_the_sdist_holds_what_git_does_makes_the_same_wheel_and_its_tests_run(
+    files, wheel, build, python, tmp_path
+):
+    sdist = build("sdist")
+    assert sdist.name == f"{STEM}.tar.gz"
+    with tarfile.open(sdist) as archive:
+        names = sorted(member.name for member in archive.getmembers())
+    assert names == sorted(f"{STEM}/{name}" for name in [*files, "PKG-INFO"])
+    shutil.unpack_archive(sdist, tmp_path, filter="data")
+    again = build("wheel", tmp_path / STEM)
+    assert (again.name, again.read_bytes()) == (wheel.name, wheel.read_bytes())
+    chosen = "-p", "no:cacheprovider", "tests/test_public_names.py", "-k", "docstring"
+    printed, _ = python("-m", "pytest", "-q", *chosen, cwd=tmp_path / STEM)
+    assert re.search(r"\d+ passed", printed)
+
+
+def test_the_wheel_trains_without_the_extras_and_names_what_they_bring(wheel, python, tmp_path):
+    shutil.unpack_archive(wheel, tmp_path, "zip")
+    code = """
+import sys
+sys.modules["flax"] = sys.modules["matplotlib"] = None  # as if they were not installed
+
+import jax.numpy as jnp, optax
+import optax_lossscale as ols
+import optax_lossscale.interop, optax_lossscale.keras, optax_lossscale.testing
+
+tx = ols.with_loss_scaling(optax.adam(0.1))
+grads = jnp.array([jnp.inf, 1.0])
+_, opt_state = tx.update(grads, tx.init(grads), grads)
+print(ols.__file__, float(ols.loss_scale_state(opt_state).loss_scale))
+exponents = ols.diagnostics.gradient_exponents(grads)
+for use in (
+    lambda: __import__("optax_lossscale.flax"),
+    lambda: ols.diagnostics.plot_gradient_exponents(exponents),
+):
+    try:
+        use()
+    except ModuleNotFoundError as error:
+        print(error.name.partition(".")[0])
+"""
+    printed, _ = python("-c", code, cwd=tmp_path)
+    file = str(tmp_path / NAME / "__init__.py")
+    assert printed.split() == [file, "16384.0", "flax", "matplotlib"]
+
+
+def test_the_version_stands_in_the_package_once_and_documents_agree():
+    assigned = [
+        path.name
+        for path in (ROOT / NAME).rglob("*.py")
+        if re.search(r"^__version__ = ", path.read_text("utf-8"), re.MULTILINE)
+    ]
+    assert assigned == ["__init__.py"]
+    assert "version" not in PROJECT
+    patterns = {"CHANGELOG.md": r"^## \[(.+?)\]", "CITATION.cff": r"^version: \"?([^\"\n]+)"}
+    for name, pattern in patterns.items():
+        text = (ROOT / name).read_text("utf-8")
+        assert re.search(pattern, text, re.MULTILINE)[1] == ols.__version__, name

@@ -1,0 +1,485 @@
+"""What other systems do with the loss scale, step by step, and what this library does.
+
+- `oracles/published.json` is the table of what their own tests and programs give. `ours` are the
+  loss scales after each step; where `theirs` differ by design, `why` completes "their system ...".
+- `oracles/recorded/*.json` are runs of TensorFlow, tf.keras and MindSpore, which are too large to
+  install here. `oracles/recording.py` says which script, versions and command made each file.
+- Flax, JMP and Keras train live beside us, on random runs; so does the rule in plain Python.
+
+A step is a letter: T is good, in a step F, n, + or - the gradients are not finite.
+"""
+
+import functools
+import json
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+import optax
+import pytest
+from flax.training.dynamic_scale import DynamicScale
+from reference import DYNAMIC_DEFAULTS, Reference, dynamic_step, trajectory
+
+import optax_lossscale as ols
+
+pytestmark = pytest.mark.integration
+
+ORACLES = Path(__file__).parent / "oracles"
+
+
+def load(name):
+    return json.loads((ORACLES / f"{name}.json").read_text(encoding="utf-8"))
+
+
+PUBLISHED = load("published")
+RECORDED = [load(f"recorded/{n}") for n in ("tensorflow-2.4", "tensorflow-2.21", "mindspore-2.10")]
+# A run of a policy and what it gave, in the terms of the recordings.
+RUNS = [run for recording in RECORDED for run in recording["trajectories"]]
+RUNS += [{"kind": row["peer"], **row, "loss_scale": row["ours"]} for row in PUBLISHED]
+TRAININGS = [run for recording in RECORDED for run in recording["trainings"]]
+NOT_FINITE = {"F": np.nan, "n": np.nan, "+": np.inf, "-": -np.inf}
+LARGEST = 2.0**126
+
+
+class Traced(ols.DynamicLossScale):
+    """The policy itself, without its check that hyper-parameters are Python numbers."""
+
+    def __post_init__(self):
+        pass
+
+
+def multipliers(runs):
+    """Return what the gradients of each step are multiplied by, [runs, steps], padded with 1."""
+    longest = max(len(run["steps"]) for run in runs)
+    padded = [run["steps"].ljust(longest, "T") for run in runs]
+    return np.float32([[NOT_FINITE.get(step, 1.0) for step in steps] for steps in padded])
+
+
+def as_arrays(runs):
+    """Return the hyper-parameters of many policies, each of them as one array."""
+    # The recorded systems have no ceiling of their own.
+    ceilings = [{} if "peer" in run else {"max_scale": LARGEST} for run in runs]
+    given = [ceiling | run["policy"] for ceiling, run in zip(ceilings, runs, strict=True)]
+    dtypes = {float: np.float32, int: np.int32}
+    return {
+        name: np.array([policy.get(name, default) for policy in given], dtypes[type(default)])
+        for name, default in DYNAMIC_DEFAULTS.items()
+        if name != "consecutive_hysteresis"
+    }
+
+
+# Published sequences
+
+
+@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row['peer']}: {row['what']}")
+def test_update_gives_the_published_scales_or_differs_by_design(row):
+    policy = ols.DynamicLossScale(**row["policy"])
+    state, scales = policy.init(), []
+    for step in row["steps"]:
+        state = policy.update(state, step == "T")
+        scales.append(float(state.loss_scale))
+    assert scales == row["ours"]
+    assert ("theirs" in row) == ("why" in row)
+    assert scales != row.get("theirs")
+
+
+# Recorded runs
+
+
+def train_one_parameter(policy, start, grads):
+    """Return what is left after each step, by the names of the recordings."""
+    tx = ols.with_loss_scaling(optax.sgd(0.01), policy)
+
+    def step(carry, grad):
+        param, state = carry
+        updates, state = tx.update(ols.scale_loss(grad, state), state, param)
+        after = optax.apply_updates(param, updates)
+        applied = (after != param) | ~jnp.isfinite(after)  # what is infinite stays where it is
+        return (after, state), state.loss_scale_state._asdict() | {"applied": applied}
+
+    param = jnp.zeros(())
+    state = tx.init(param)
+    first = state.loss_scale_state._replace(loss_scale=start)
+    return jax.lax.scan(step, (param, state._replace(loss_scale_state=first)), grads)[1]
+
+
+def assert_as_recorded(run, ours):
+    """Compare until their loss scale comes near to our ceiling: they have none, or another."""
+    factor = run["policy"].get("growth_factor", 2)
+    scales = np.array(run["loss_scale"], np.float32)
+    near = np.flatnonzero(scales > LARGEST / factor)
+    upto = near[0] if near.size and "peer" not in run else len(scales)
+    # They divide by their factor where we multiply by its reciprocal.
+    rtol = 0 if factor in {2, 4, 8} else 2**-23 * len(scales)
+    message = str({name: run[name] for name in ("kind", "policy", "steps")})
+    np.testing.assert_allclose(ours["loss_scale"][:upto], scales[:upto], rtol, err_msg=message)
+    for name in {"growth_count", "applied"} & run.keys():
+        np.testing.assert_array_equal(ours[name][:upto], run[name][:upto], message)
+
+
+@pytest.mark.parametrize("consecutive", [False, True])
+def test_a_step_moves_a_dynamic_loss_scale_and_skips_as_the_peers_do(consecutive):
+    runs = [run for run in RUNS if "scale" not in run["policy"]]
+    runs = [r for r in runs if r["policy"].get("consecutive_hysteresis", False) is consecutive]
+
+    def train(hyper, grads):
+        policy = Traced(**hyper, consecutive_hysteresis=consecutive)
+        return train_one_parameter(policy, hyper["initial_scale"], grads)
+
+    ours = jax.device_get(jax.jit(jax.vmap(train))(as_arrays(runs), multipliers(runs)))
+    for row, run in enumerate(runs):
+        assert_as_recorded(run, {name: array[row] for name, array in ours.items()})
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_step_leaves_a_fixed_loss_scale_and_skips_as_the_peers_do(skips):
+    runs = [run for run in RUNS if run["policy"].get("skip_nonfinite") is skips]
+    policy = ols.FixedLossScale(1, skip_nonfinite=skips)
+    train = jax.jit(jax.vmap(functools.partial(train_one_parameter, policy)))
+    starts = np.float32([run["policy"]["scale"] for run in runs])
+    ours = jax.device_get(train(starts, multipliers(runs)))
+    for row, run in enumerate(runs):
+        assert_as_recorded(run, {name: array[row] for name, array in ours.items()})
+        skipped = sum(step != "T" for step in run["steps"]) if skips else 0
+        assert ours["total_skipped"][row, -1] == skipped
+
+
+def train_linear(name, run):
+    """Train the recorded linear regression; return the weights and what is left after each step."""
+    inner = {
+        "sgd": lambda: optax.sgd(0.05, momentum=run["momentum"]),
+        "adam": lambda: optax.adam(0.05, eps=1e-20),
+    }[name]()
+    tx = ols.with_loss_scaling(inner, Traced(**run["policy"]))
+
+    def loss_fn(params, multiplier):
+        w, b = params
+        return jnp.mean((run["x"] @ w + b[None] - run["y"]) ** 2) * multiplier
+
+    def step(carry, given):
+        params, state = carry
+        number, multiplier = given
+        if name == "adam":
+            # tf.keras counts a skipped step, too, and its Adam corrects its bias by that count.
+            count = jnp.where(run["counts_all"], number, optax.tree.get(state, "count"))
+            state = optax.tree.set(state, count=count)
+        _, grads = ols.value_and_grad(loss_fn)(state, params, multiplier)
+        updates, state = tx.update(grads, state, params)  # the others never see the loss
+        params = optax.apply_updates(params, updates)
+        left = state.loss_scale_state._asdict()
+        return (params, state), left | {"weights": jnp.concatenate([params[0].ravel(), params[1]])}
+
+    params = run["w"], run["b"]
+    steps = jnp.arange(len(run["steps"])), run["steps"]
+    return jax.lax.scan(step, (params, tx.init(params)), steps)[1]
+
+
+# How far weights may lie apart, relative to the largest: a few roundings to float32, 2**-24, in
+# each of 30 steps, and for Adam what the power 0.999**t loses in float32 when 1 is taken from it,
+# 2**-24 / 0.001 in the first step.
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "tolerance"), [("sgd", 2**-24 * 30), ("adam", 1e-4)])
+def test_weights_are_those_of_recorded_trainings(name, tolerance):
+    runs = [run for run in TRAININGS if ("momentum" in run["inner"]) == (name == "sgd")]
+    arrays = {key: np.float32([run[key] for run in runs]) for key in "xywb"}
+    arrays["momentum"] = np.float32([run["inner"].get("momentum", 0) for run in runs])
+    arrays["counts_all"] = np.array([run["kind"].startswith("LossScaleOptimizer") for run in runs])
+    arrays |= {"policy": as_arrays(runs), "steps": multipliers(runs)}
+    ours = jax.device_get(jax.jit(jax.vmap(functools.partial(train_linear, name)))(arrays))
+    for row, run in enumerate(runs):
+        assert_as_recorded(run, {key: array[row] for key, array in ours.items()})
+        theirs = np.array(run["weights"], np.float32)
+        apart = np.abs(ours["weights"][row] - theirs).max() / np.abs(theirs).max()
+        assert apart < tolerance
+        skipped = np.array([step != "T" for step in run["steps"]])
+        for weights in (theirs, ours["weights"][row]):
+            np.testing.assert_array_equal((weights[1:] == weights[:-1]).all(axis=1), skipped[1:])
+
+
+# Live peers, each by its own means: its own scaling of the loss, its own check. What is trained is
+# exact in float32, so that everything is compared exactly.
+
+CASES, STEPS = 1000, 48
+START = np.float32([1.0, 0.25, 0.5, -2.0, 0.0, 4.0])
+REST = np.float32([0.25, 0.0, -0.5, 0.125, 2.0, 1.0])  # the gradients but one
+INNER = optax.sgd(0.5, momentum=0.5)
+
+
+class Steps(NamedTuple):
+    """The steps of a run: entry `at` of the true gradient is `grad`, and the loss is `loss`."""
+
+    grad: np.ndarray
+    at: np.ndarray
+    loss: np.ndarray
+
+
+def draw_steps(rng, intervals, *, bad_losses):
+    """Draw steps: for a third of the runs as many moves up as down, else rare ones to only such."""
+    shape = len(intervals), STEPS
+    balanced = 1 - 0.5 ** (1 / intervals)
+    others = rng.choice([0.0, 0.03, 0.2, 0.6, 1.0], shape[0])
+    probability = np.where(rng.random(shape[0]) < 1 / 3, balanced, others)[:, None]
+    bad = rng.choice(np.float32([np.nan, np.inf, -np.inf]), shape)
+    good = rng.choice(np.float32([1, -1]), shape) * np.exp2(rng.integers(-12, 4, shape, "i4"))
+    frequency = rng.choice([0.0, 0.1, 0.5], (shape[0], 1)) * bad_losses
+    return Steps(
+        np.where(rng.random(shape) < probability, bad, np.float32(good)),
+        rng.integers(0, START.size, shape, np.int32),
+        np.where(rng.random(shape) < frequency, rng.permuted(bad), np.float32(1)),
+    )
+
+
+def loss_of(hyper, given):
+    """Return a loss with the step's gradient, which overflows and rounds in float16 if `half`."""
+    gradient = jnp.where(jnp.arange(START.size) == given.at, given.grad, REST)
+
+    def loss(params):
+        rounded = params.astype(jnp.float16).astype(jnp.float32)
+        return jnp.sum(jnp.where(hyper["half"], rounded, params) * gradient)
+
+    return loss
+
+
+def train_ours(hyper, steps):
+    """Train with our whole step; return what is left after each step, by name."""
+    policy = {name: hyper[name] for name in DYNAMIC_DEFAULTS if name in hyper}
+    tx = ols.with_loss_scaling(INNER, Traced(**policy))
+
+    def step(carry, given):
+        params, state = carry
+        _, grads = ols.value_and_grad(loss_of(hyper, given))(state, params)
+        updates, state = tx.update(grads, state, params, value=given.loss)
+        params = optax.apply_updates(params, updates)
+        left = {"params": params, "inner": optax.tree.get(state, "trace")}
+        return (params, state), state.loss_scale_state._asdict() | left
+
+    params = jnp.asarray(START)
+    return jax.lax.scan(step, (params, tx.init(params)), steps)[1]
+
+
+OURS = jax.jit(jax.vmap(train_ours))
+
+
+def train_by_hand(peer, hyper, steps):
+    """Train as the users of Flax and JMP do, who select on a bad step by themselves."""
+
+    def step(carry, given):
+        scale, count, params, state = carry
+        loss = loss_of(hyper, given)
+        scale, count, finite, grads = peer(hyper, scale, count, loss, params)
+        updates, new_state = INNER.update(grads, state, params)
+        new = optax.apply_updates(params, updates), new_state
+        params, state = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (params, state))
+        left = {"loss_scale": scale, "growth_count": count, "total_skipped": ~finite}
+        left |= {"params": params, "inner": optax.tree.get(state, "trace")}
+        return (scale, count, params, state), left
+
+    params = jnp.asarray(START)
+    start = hyper["initial_scale"], jnp.int32(0), params, INNER.init(params)
+    left = jax.lax.scan(step, start, steps)[1]
+    return left | {"total_skipped": jnp.cumsum(left["total_skipped"], dtype=jnp.int32)}
+
+
+def flax_step(hyper, scale, count, loss, params):
+    """Take Flax's step, whose interval is shorter by the one step that it grows late."""
+    ds = DynamicScale(
+        growth_factor=hyper["growth_factor"],
+        backoff_factor=hyper["backoff_factor"],
+        growth_interval=hyper["growth_interval"] - 1,
+        fin_steps=count,
+        scale=scale,
+        minimum_scale=hyper["min_scale"],
+    )
+    ds, finite, _, grads = ds.value_and_grad(loss)(params)
+    return ds.scale, ds.fin_steps, finite, grads
+
+
+def jmp_step(hyper, scale, count, loss, params):
+    """Take JMP's step. Made anew each time, its object keeps the floor that `jit` would lose."""
+    interval, factor, floor = (hyper[n] for n in ("growth_interval", "growth_factor", "min_scale"))
+    ls = jmp.DynamicLossScale(scale, count, interval, factor, floor)
+    grads = ls.unscale(jax.grad(lambda params: ls.scale(loss(params)))(params))
+    finite = jmp.all_finite(grads)
+    ls = ls.adjust(finite)
+    return ls.loss_scale, ls.counter, finite, grads
+
+
+def train_keras(hyper, steps):
+    """Train with Keras, whose optimizer has its numbers in variables."""
+    os.environ.setdefault("KERAS_BACKEND", "jax")
+    import keras  # noqa: PLC0415, it takes seconds
+
+    tx = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5, momentum=0.5))
+    tx.build([keras.Variable(START)])
+    tx.dynamic_growth_steps = hyper["growth_interval"]
+    names = [variable.path.split("/", 1)[1] for variable in tx.variables]
+    count, scale = names.index("step_counter"), names.index("dynamic_scale")
+    applied = names.index("iteration", 1)  # the first is the wrapper's own, which stays 0
+
+    def step(carry, given):
+        params, state = carry
+        loss = loss_of(hyper, given)
+        grads = jax.grad(lambda params: loss(params) * state[scale])(params)
+        (params,), state = tx.stateless_apply(state, [grads], [params])
+        left = {"loss_scale": state[scale], "growth_count": state[count], "params": params}
+        return (params, state), left | {"total_skipped": state[applied]}
+
+    state = [variable.value for variable in tx.variables]
+    state[scale] = hyper["initial_scale"]
+    left = jax.lax.scan(step, (jnp.asarray(START), state), steps)[1]
+    return left | {"total_skipped": jnp.arange(1, STEPS + 1) - left["total_skipped"]}
+
+
+def powers(rng, low, high):
+    """Draw powers of two, both ends included."""
+    return np.exp2(rng.integers(low, high + 1, CASES)).astype(np.float32)
+
+
+def draw_everything(rng):
+    """Draw all hyper-parameters, powers of two or not."""
+    low, start, high = np.sort(rng.integers(-60, 61, (3, CASES)), axis=0)
+    odd = np.where(rng.random((3, CASES)) < 0.3, rng.uniform(1, 1.99, (3, CASES)), 1)
+    odd = np.float32(np.sort(odd, axis=0))
+    return {
+        "initial_scale": np.exp2(start).astype(np.float32) * odd[1],
+        "growth_interval": rng.choice(np.int32([1, 1, 2, 2, 3, 4, 7, 20, 2000]), CASES),
+        "growth_factor": rng.choice(np.float32([2, 2, 2, 4, 8, 1.5, 3, 1.1, 1e3]), CASES),
+        "backoff_factor": rng.choice(np.float32([0.5, 0.5, 0.25, 0.8, 1 / 3, 0.99, 1e-3]), CASES),
+        "min_scale": np.exp2(low).astype(np.float32) * odd[0],
+        "max_scale": np.exp2(high).astype(np.float32) * odd[2],
+        "hysteresis": rng.choice(np.int32([1, 1, 2, 3, 5]), CASES),
+        "loss_patience": rng.choice(np.int32([1, 2, 2, 3, 5]), CASES),
+        "half": np.zeros(CASES, bool),
+    }
+
+
+def draw_what_peers_have(rng, growth, floor):
+    start, factor = powers(rng, -10, 20), rng.choice(np.float32(growth), CASES)
+    return draw_everything(rng) | {
+        "initial_scale": start,
+        "growth_factor": factor,
+        "backoff_factor": 1 / factor,
+        "min_scale": np.minimum(powers(rng, *floor), start),
+        "max_scale": np.full(CASES, LARGEST, np.float32),
+        "hysteresis": np.ones(CASES, np.int32),
+        "half": rng.random(CASES) < 0.5,
+    }
+
+
+def assert_same(ours, theirs):
+    """Compare [cases, steps] of everything that the other side has."""
+    for name, array in theirs.items():
+        assert array.dtype == ours[name].dtype
+        np.testing.assert_array_equal(ours[name], array, name)
+
+
+LIVE = {
+    "Flax": (functools.partial(train_by_hand, flax_step), [2, 2, 4], (-40, 20)),
+    "JMP": (functools.partial(train_by_hand, jmp_step), [2, 2, 4], (-30, 10)),
+    "Keras": (train_keras, [2], (-126, -126)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("peer", LIVE)
+def test_random_runs_are_those_of_a_live_peer(peer):
+    train, *limits = LIVE[peer]
+    rng = np.random.default_rng(len(peer))
+    hyper = draw_what_peers_have(rng, *limits)
+    steps = draw_steps(rng, hyper["growth_interval"], bad_losses=False)
+    ours = jax.device_get(OURS(hyper, steps))
+    theirs = jax.device_get(jax.jit(jax.vmap(train))(hyper, steps))
+    assert_same(ours, theirs)
+    # In float16 some steps overflow that nobody spoilt: there the loss scale decides on them.
+    skipped = np.diff(ours["total_skipped"], axis=1, prepend=0) > 0
+    unspoilt = skipped & np.isfinite(steps.grad) & hyper["half"][:, None]
+    assert unspoilt.any(axis=1).sum() > CASES / 20
+
+
+@pytest.mark.slow
+def test_random_runs_follow_the_rule_in_plain_python():
+    rng = np.random.default_rng(0)
+    hyper = draw_everything(rng)
+    steps = draw_steps(rng, hyper["growth_interval"], bad_losses=True)
+    ours = jax.device_get(OURS(hyper, steps))
+    flags = np.stack([np.isfinite(steps.grad), np.isfinite(steps.loss)], axis=2).tolist()
+    expected = []
+    for row in range(CASES):
+        policy = {n: array[row].item() for n, array in hyper.items() if n != "half"}
+        start = Reference(policy["initial_scale"])
+        expected.append(trajectory(dynamic_step(**policy), start, flags[row]))
+    fields = np.moveaxis(np.array(expected), 2, 0)
+    theirs = {
+        name: field.astype(ours[name].dtype)
+        for name, field in zip(ols.LossScaleState._fields, fields, strict=True)
+    }
+    assert_same(ours, theirs)
+    for bound in ("min_scale", "max_scale"):
+        assert (ours["loss_scale"] == hyper[bound][:, None]).any(axis=1).sum() > CASES / 20
+    assert (ours["overflow_count"].max(axis=1) > 1).sum() > CASES / 10
+
+
+LONG = {
+    # hyper-parameters, how often gradients overflow, how often the loss is not finite
+    "a usual run": ({"growth_interval": 200}, 1 / 2000, 1e-4),
+    "to the floor and the ceiling": (
+        {"growth_interval": 3, "min_scale": 2.0**-126, "max_scale": LARGEST, "loss_patience": 1},
+        0.2,
+        0.01,
+    ),
+    "hysteresis": ({"growth_interval": 20, "hysteresis": 3, "loss_patience": 3}, 0.05, 0.2),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", LONG)
+def test_in_a_million_steps_none_is_miscounted_and_no_bound_is_crossed(name):
+    hyper, *frequencies = LONG[name]
+    policy, steps = ols.DynamicLossScale(**hyper), 1_000_000
+    flags = np.random.default_rng(len(name)).random((steps, 2)) >= frequencies
+    # A stretch in which every step overflows, and one in which none does: from bound to bound.
+    flags[100_000:101_000] = (False, True)
+    flags[200_000:260_000] = True
+
+    def step(state, both):
+        state = policy.update(state, both[0], loss_finite=both[1])
+        return state, state
+
+    states = jax.jit(lambda flags: jax.lax.scan(step, policy.init(), flags)[1])(flags)
+    ours = np.stack([np.asarray(field, np.float64) for field in states], axis=1)
+    start = Reference(policy.initial_scale)
+    np.testing.assert_array_equal(ours, trajectory(dynamic_step(**hyper), start, flags.tolist()))
+    bounds = np.float32(policy.min_scale), np.float32(policy.max_scale)
+    assert (ours[:, 0].min(), ours[:, 0].max()) == bounds
+
+
+# The skip alone, beside Optax's own
+
+
+def test_apply_if_finite_gives_up_and_applies_nan_where_ours_skips():
+    history = []
+    for tx in (optax.apply_if_finite(optax.sgd(1.0), 2), ols.with_loss_scaling(optax.sgd(1.0), 1)):
+        params = jnp.float32(0)
+        state = tx.init(params)
+        for grad in (1.0, np.nan, np.nan, np.nan, 1.0):
+            updates, state = tx.update(jnp.float32(grad), state, params)
+            params = optax.apply_updates(params, updates)
+            history.append(float(params))
+    np.testing.assert_array_equal(history, [-1, -1, -1, np.nan, np.nan, -1, -1, -1, -1, -2])
+
+
+def test_apply_if_finite_refuses_half_precision_params_and_ours_takes_them():
+    # Adam's moments of such params become float32 when they meet float32 gradients, and the two
+    # branches of its `lax.cond` differ.
+    params, grads = jnp.ones(2, jnp.float16), jnp.ones(2, jnp.float32)
+    theirs = optax.apply_if_finite(optax.adam(0.1), 5)
+    with pytest.raises(TypeError, match="cond"):
+        theirs.update(grads, theirs.init(params), params)
+    ours = ols.with_loss_scaling(optax.adam(0.1), 1)
+    before = ours.init(params)
+    _, after = ours.update(grads, before, params)
+    assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, before)
