@@ -1,5 +1,5 @@
-# Each target sets up what it needs in .venv, from a Python 3.11 or newer with its standard `venv`.
-# `make PYTHON=/path/to/python test` chooses another one than the first that is found.
+# Each target installs what it needs into .venv. It requires Python 3.11 or newer with `venv`, and
+# uses the first one it finds; `make PYTHON=/path/to/python test` selects another.
 
 PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && break; \
@@ -7,7 +7,7 @@ PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.1
 VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check
-# A whole file goes to one worker: the blocks of a document build on each other.
+# Each file runs in one worker, since the blocks of a document build on each other.
 PYTEST := $(RUN) -m pytest -n 2 --dist loadfile
 
 .PHONY: demo bench quick test test-all oracles docs fidelity matrix mutants check lint pins clean
@@ -16,41 +16,41 @@ PYTEST := $(RUN) -m pytest -n 2 --dist loadfile
 demo: $(VENV)/examples.installed
 	$(RUN) examples/digits.py --output output/digits.png
 
-# `make bench BENCH="--size small --rounds 3"` is quick; `--help` in there lists all options.
+# `make bench BENCH="--size small --rounds 3"` is quick; `make bench BENCH=--help` lists all options.
 bench: $(VENV)/bench.installed
 	$(RUN) -m benchmarks.run --output output/benchmarks $(BENCH)
 
-# For the inner loop: within a minute, and all but a few branches of the package.
+# For the inner loop: takes under a minute, and covers all but a few branches of the package.
 quick: $(VENV)/test.installed
 	$(PYTEST) -m "not slow and not exhaustive" --ignore=tests/project tests optax_lossscale
 
 test: $(VENV)/test.installed
 	$(PYTEST) -m "not exhaustive"
 
-# The exhaustive ones too: every optimizer of Optax, where `make test` takes one of each kind.
+# Adds the exhaustive tests: every optimizer of Optax, where `make test` runs one of each kind.
 test-all: $(VENV)/test.installed
 	$(PYTEST)
 
-# Holds the library against live libraries that are too large for the test group: torch.
+# Compares the library with live libraries that are too large for the test group: torch.
 oracles: $(VENV)/oracles.installed
 	$(PYTEST) tests/oracles
 
-# The site, in output/docs, with warnings as errors; then its links, its pictures and its reference.
+# Builds the site in output/docs, with warnings as errors, then tests its links, pictures and reference.
 docs: $(VENV)/docs.installed
 	$(RUN) -m sphinx -W --keep-going -n -E -b html docs output/docs
 	$(RUN) -m pytest tests/project/test_docs_site.py
 
-# Trains in float32, float16 and float16 with loss scaling, and writes docs/training.md anew.
+# Trains in every format, with and without loss scaling, and updates docs/training.md.
 fidelity: $(VENV)/test.installed
 	$(RUN) -m benchmarks.fidelity --output output/fidelity --write docs/training.md $(FIDELITY)
 
-# The oldest and the newest versions that are supported, on every Python that is found.
-# What pyenv has installed counts as found, whichever version it is set to.
+# Tests the oldest and the newest supported versions, on every Python that it finds, including all
+# versions that pyenv has installed.
 matrix: $(VENV)/matrix.installed
 	PYENV_VERSION="$${PYENV_VERSION:-$$(pyenv versions --bare 2>/dev/null | paste -sd: -)}" \
 	  $(RUN) -m nox $(MATRIX)
 
-# Breaks the package in every small way and shows that some test fails each time; about an hour.
+# Runs the mutation tester: every small change to the package must fail a test. About an hour.
 mutants: $(VENV)/test.installed
 	$(RUN) tools/mutants $(MUTANTS)
 
@@ -77,7 +77,7 @@ $(VENV)/pip.installed: constraints.txt
 	$(PIP) install --quiet --constraint constraints.txt --upgrade pip
 	@touch $@
 
-# Writes constraints.txt anew, with the newest versions for each Python that all groups together allow.
+# Regenerates constraints.txt, with the newest versions for each Python that all groups allow.
 pins: $(VENV)/pins.installed
 	$(VENV)/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 \
 	  --fork-strategy requires-python --no-annotate --custom-compile-command "make pins" \

@@ -1,6 +1,6 @@
-"""Tests the package with the newest and the oldest versions that are supported: `make matrix`.
+"""Test the package with the newest and the oldest supported versions: `make matrix`.
 
-Examples, benchmarks, documents and packaging (tests/project) are tested once, by `make test`.
+Only `make test` covers the examples, benchmarks, documents and packaging (tests/project).
 
 Arguments after `--` go to pytest: `make matrix MATRIX="-s oldest -- tests/test_policy.py"`.
 """
@@ -11,14 +11,14 @@ from pathlib import Path
 import nox
 
 nox.options.download_python = "never"
-nox.options.reuse_venv = "yes"  # pip brings an environment up to date when the pins change
+nox.options.reuse_venv = "yes"  # pip updates an environment when the pins change
 
 PYTHONS = nox.project.python_versions(nox.project.load_toml("pyproject.toml"))
 
 
 @nox.session(python=PYTHONS)
 def newest(session: nox.Session) -> None:
-    """Test the versions in constraints.txt, the newest of each Python."""
+    """Test the versions in constraints.txt, the newest for each Python."""
     _test(session, "constraints.txt")
 
 
@@ -37,7 +37,7 @@ def _test(session: nox.Session, pins: str, *arguments: str) -> None:
     session.install("--constraint", pins, "--upgrade", "pip")
     session.install("--constraint", pins, "--group", "test", "--editable", ".")
     session.run("python", "-c", "import jax; jax.print_environment_info()")
-    # A whole file goes to one worker: the blocks of a document build on each other.
+    # Each file runs in one worker, since the blocks of a document build on each other.
     workers = ("-n", "2", "--dist", "loadfile")
     arguments = ("--ignore=tests/project", *arguments, *session.posargs)
     session.run("python", "-m", "pytest", *workers, *arguments)

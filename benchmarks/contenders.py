@@ -1,11 +1,11 @@
-"""One adapter for each way to take a step, each as its own documentation writes it.
+"""One adapter for each library, written as the library's own documentation shows.
 
-An adapter is built for an optimizer and a tree of parameters. `optimizer_step` takes gradients of
-the scaled loss (of the loss itself where `scales` is false), `training_step` a batch. Both are
-pure, and the whole `State` is donated to them.
+An adapter is built from an optimizer and a tree of parameters. `optimizer_step` takes gradients of
+the scaled loss (or of the unscaled loss if `scales` is false), and `training_step` takes a batch.
+Both are pure, and callers donate the whole `State` to them.
 """
 
-# ruff: noqa: D102 - what a method does stands in `Contender`, what is special in the class.
+# ruff: noqa: D102 - `Contender` documents the methods, and each class what is special.
 
 import functools
 import importlib
@@ -23,7 +23,7 @@ from benchmarks.workloads import ADAMW, LOSS_SCALE, OPTIMIZERS, LossFn, Tree
 
 
 class State(NamedTuple):
-    """All that a step changes."""
+    """Everything that a step changes."""
 
     params: Tree
     opt_state: Any
@@ -31,16 +31,16 @@ class State(NamedTuple):
 
 
 class Contender:
-    """What an adapter offers, done with Optax and nothing else; each overrides what it does itself.
+    """The interface of an adapter, implemented with Optax alone. Subclasses override parts of it.
 
     Attributes:
-      name: What tables call it.
+      name: The name in the tables.
       package: The distribution that must be installed.
-      module: What is imported of it, as `self.lib`.
-      baseline: The name of the contender that its ratios refer to.
+      module: The module to import as `self.lib`.
+      baseline: The name of the contender that its ratios compare with.
       scales: Whether it scales the loss.
       skips: Whether it skips a step whose gradients are not finite.
-      optimizers: The inner optimizers that it works with.
+      optimizers: The inner optimizers that it supports.
     """
 
     name: ClassVar[str]
@@ -52,35 +52,35 @@ class Contender:
     optimizers: ClassVar[tuple[str, ...]] = tuple(OPTIMIZERS)
 
     def __init__(self, optimizer: str, params: Tree) -> None:
-        """Build the optimizer; `params` are only looked at."""
+        """Build the optimizer. Subclasses may read the shapes of `params`."""
         del params
         self.lib: Any = importlib.import_module(self.module)
         self.tx = self.wrap(OPTIMIZERS[optimizer]())
 
     @classmethod
     def version(cls) -> str | None:
-        """Return the version that is installed, or None."""
+        """Return the installed version, or None."""
         try:
             return metadata.version(cls.package)
         except metadata.PackageNotFoundError:
             return None
 
     def wrap(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-        """Return the optimizer as this contender wants it."""
+        """Return the optimizer, wrapped if this contender needs it."""
         return tx
 
     def init(self, params: Tree) -> State:
-        """Return the state before the first step, in buffers of its own."""
+        """Return the state before the first step, in new buffers."""
         params = jax.tree.map(jnp.copy, params)
         return State(params, self.tx.init(params), self.init_scaler())
 
     def init_scaler(self) -> Any:
-        """Return what the contender keeps besides parameters and optimizer state."""
+        """Return any state other than the parameters and the optimizer state."""
         return ()
 
     def optimizer_step(self, state: State, grads: Tree) -> State:
-        """Take one step with gradients that are there already."""
-        # Squares of float16 gradients underflow: whoever trains without a scaler casts as well.
+        """Take one step with given gradients."""
+        # Squares of float16 gradients underflow, so training without a scaler casts them too.
         return self.apply(state, jax.tree.map(lambda g: g.astype(jnp.float32), grads))
 
     def training_step(self, loss_fn: LossFn, state: State, batch: jax.Array) -> State:
@@ -90,24 +90,24 @@ class Contender:
         )
 
     def scaled(self, loss_fn: LossFn, state: State) -> LossFn:
-        """Return `loss_fn` with the factor in it."""
+        """Return `loss_fn` multiplied by the loss scale."""
         del state
         return loss_fn
 
     def apply(self, state: State, grads: Tree) -> State:
-        """Take one step of the optimizer, as Optax writes it."""
+        """Take one step of the optimizer, as in Optax's documentation."""
         updates, opt_state = self.tx.update(grads, state.opt_state, state.params)
         return State(optax.apply_updates(state.params, updates), opt_state, state.scaler)
 
 
 class OptaxAlone(Contender):
-    """What the others are measured against."""
+    """The baseline of the other contenders."""
 
     name = "Optax alone"
 
 
 class Control(Contender):
-    """The same once more: how far from 1.00 a ratio is by chance."""
+    """The baseline again: the distance of its ratio from 1.00 is the noise."""
 
     name = "Optax alone, again (A/A)"
 
@@ -123,7 +123,7 @@ class Ours(Contender):
 
     @classmethod
     def version(cls) -> str | None:
-        return ols.__version__  # there, installed or not
+        return ols.__version__  # available even if not installed
 
     def wrap(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
         return ols.with_loss_scaling(tx, ols.DynamicLossScale(initial_scale=LOSS_SCALE))
@@ -137,7 +137,7 @@ class Ours(Contender):
 
 
 class OursUnchecked(Ours):
-    """This library with a fixed factor: nothing is checked, nothing skipped."""
+    """This library with a fixed loss scale, without checks or skips."""
 
     name = "optax_lossscale, unchecked"
     skips = False
@@ -156,7 +156,7 @@ class Jmp(Contender):
     skips = True
 
     def init_scaler(self) -> Any:
-        # Its arrays alone: JMP's class refuses the placeholders that `jit(...).lower` puts in it.
+        # Only the arrays: JMP's class rejects the placeholders that `jit(...).lower` passes.
         return jnp.float32(LOSS_SCALE), jnp.int32(0)
 
     def scaled(self, loss_fn: LossFn, state: State) -> LossFn:
@@ -177,7 +177,7 @@ class Jmp(Contender):
 
 
 class Flax(Contender):
-    """`DynamicScale` and the selection of Flax's ImageNet example."""
+    """`DynamicScale`, with the selection from Flax's ImageNet example."""
 
     name = "Flax DynamicScale"
     package = "flax"
@@ -186,7 +186,7 @@ class Flax(Contender):
     skips = True
 
     def init_scaler(self) -> Any:
-        # Flax's own defaults are Python numbers, which would compile the second step anew.
+        # Flax's own defaults are Python numbers, which would recompile the second step.
         return self.lib.DynamicScale(fin_steps=jnp.int32(0), scale=jnp.float32(LOSS_SCALE))
 
     def optimizer_step(self, state: State, grads: Tree) -> State:
@@ -229,7 +229,7 @@ class Mpx(Contender):
         return self._update(state, scaling, finite, grads)
 
     def _scaling(self, state: State) -> Any:
-        # Built anew, so that the factor and the period in it stay static, as under `filter_jit`.
+        # Rebuilt at each step, so its `factor` and `period` stay static, as under `filter_jit`.
         loss_scale, counter = state.scaler
         return self.lib.DynamicLossScaling(loss_scale, jnp.float32(1), counter=counter)
 
@@ -241,7 +241,7 @@ class Mpx(Contender):
 
 
 class Jaxamp(Contender):
-    """jaxamp's scaler, with `optax.apply_if_finite` to skip, as its README says."""
+    """jaxamp's scaler, with `optax.apply_if_finite` to skip steps, as in its README."""
 
     name = "jaxamp"
     package = "jaxamp"
@@ -253,7 +253,7 @@ class Jaxamp(Contender):
         return optax.apply_if_finite(tx, max_consecutive_errors=100)
 
     def init_scaler(self) -> Any:
-        # Copies: the defaults are arrays of the module, and donation would delete them.
+        # Copies, because the defaults are module-level arrays and donation would delete them.
         defaults = self.lib.DynamicScalerState()
         return jax.tree.map(jnp.copy, defaults._replace(scaler=jnp.float32(LOSS_SCALE)))
 
@@ -270,7 +270,7 @@ class Jaxamp(Contender):
 
 
 class ApplyIfFinite(Contender):
-    """Optax's own way to skip a step: no loss scaling."""
+    """Optax's own way to skip steps, without loss scaling."""
 
     name = "optax.apply_if_finite (no scaling)"
     skips = True
@@ -280,7 +280,7 @@ class ApplyIfFinite(Contender):
 
 
 class KerasAlone(Contender):
-    """Keras' AdamW: what Keras' loss scaling is measured against."""
+    """Keras' AdamW, the baseline of Keras' loss scaling."""
 
     name = "Keras AdamW alone"
     package = "keras"
@@ -289,7 +289,7 @@ class KerasAlone(Contender):
     optimizers = (ADAMW,)
 
     def __init__(self, optimizer: str, params: Tree) -> None:
-        """Build the optimizer for variables of the shapes of `params`."""
+        """Build the optimizer for variables with the shapes of `params`."""
         if optimizer != ADAMW:
             raise ValueError(f"`optimizer` must be {ADAMW!r} for Keras, got {optimizer!r}.")
         os.environ["KERAS_BACKEND"] = "jax"
@@ -322,7 +322,7 @@ class KerasAlone(Contender):
 
 
 class KerasScaled(KerasAlone):
-    """Keras' `LossScaleOptimizer` around the same."""
+    """Keras' `LossScaleOptimizer` around Keras' AdamW."""
 
     name = "Keras LossScaleOptimizer"
     scales = True
@@ -351,9 +351,9 @@ CONTENDERS: tuple[type[Contender], ...] = (
 def _own_gradient(grads: Tree) -> jax.Array:
     """A loss whose gradient is its argument, at no cost.
 
-    It hands gradients that are there already to scalers that insist on differentiating. They
-    multiply the loss by the factor, which the backward pass below ignores: the gradients that come
-    in are scaled.
+    It passes given gradients to scalers that require a loss to differentiate. They multiply the
+    loss by the loss scale, but the backward pass below ignores that: the given gradients are
+    already scaled.
     """
     del grads
     return jnp.zeros(())

@@ -1,4 +1,4 @@
-"""How it is measured: what XLA says of a compiled step, and time paired within a round."""
+"""Measurements: XLA's analysis of a compiled step, and times paired within a round."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ Tick = Callable[[str], None]
 
 
 class Compiled(NamedTuple):
-    """A step that is ready to run: `state = run(state, data)`, from `init()`."""
+    """A compiled step: `state = run(state, data)`, starting from `init()`."""
 
     run: Callable[[State, Tree], State]
     init: Callable[[], State]
@@ -27,17 +27,17 @@ class Compiled(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What XLA says of a step, without running it; all sizes in bytes.
+    """XLA's analysis of a compiled step. All sizes are in bytes.
 
     Attributes:
-      bytes_accessed: Read and written, by XLA's own cost analysis; None where it has none.
+      bytes_accessed: Bytes read and written, from XLA's cost analysis; None if unavailable.
       temporary: Memory beyond arguments and results.
-      state: The size of what is donated.
-      in_place: How much of it the results take over.
-      copies: Copy instructions of the shape of a parameter, in the optimised program.
-      transpositions: Instructions that transpose a matrix, within a fused loop or by themselves.
-      hlo_length: Characters of the optimised program.
-      compile_seconds: To trace and compile, once.
+      state: The size of the donated state.
+      in_place: How much of the state the results overwrite in place.
+      copies: Copy instructions with the shape of a parameter, in the optimised program.
+      transpositions: Instructions that transpose a matrix, inside a fused loop or on their own.
+      hlo_length: The length of the optimised program, in characters.
+      compile_seconds: The time to trace and compile once.
     """
 
     bytes_accessed: float | None
@@ -52,21 +52,21 @@ class Facts:
 
 @dataclasses.dataclass
 class Samples:
-    """What was measured in each round, of one step."""
+    """The measurements of one step, one for each round."""
 
     seconds: list[float] = dataclasses.field(default_factory=list)
     page_faults: list[float] = dataclasses.field(default_factory=list)
 
 
 def tree_bytes(tree: Tree) -> int:
-    """Return how many bytes the arrays of `tree`, or their shapes, take."""
+    """Return the size in bytes of the arrays of `tree`, or of its abstract arrays."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def compile_step(
     step: Callable[[State, Tree], State], state: State, data: Tree
 ) -> tuple[Callable[[State, Tree], State], Facts]:
-    """Compile a step, its state donated, and say what came out."""
+    """Compile a step with its state donated; return it with its `Facts`."""
     start = time.perf_counter()
     compiled = jax.jit(step, donate_argnums=0).lower(state, data).compile()
     seconds = time.perf_counter() - start
@@ -97,15 +97,15 @@ def time_steps(
 ) -> dict[str, Samples]:
     """Time the steps side by side.
 
-    In each round every step is sampled once, in shuffled order: a few steps in a row from a fresh
-    state, of which the first is thrown away. Only one state is alive at a time.
+    Each round samples every step once, in shuffled order. A sample runs a few steps in a row from
+    a fresh state and discards the first. Only one state is alive at a time.
 
     Args:
-      steps: By name.
-      rounds: How many, after one that is thrown away and says how long a step takes.
-      sample_seconds: How long a sample shall be; it has one step at least.
+      steps: The compiled steps, by name.
+      rounds: The number of rounds, after a discarded one that estimates the time of a step.
+      sample_seconds: The target length of a sample, which has at least one step.
       seed: Of the shuffling.
-      tick: Is called with the name of each step that was sampled.
+      tick: Called with the name of each sampled step.
     """
     rng = np.random.default_rng(seed)
     samples = {name: Samples() for name in steps}
@@ -124,7 +124,7 @@ def time_steps(
 
 
 def _sample(step: Compiled, count: int) -> tuple[float, float]:
-    """Return the seconds and the page faults of one step, in the mean over `count`."""
+    """Return the seconds and page faults per step, averaged over `count` steps."""
     state = jax.block_until_ready(step.run(step.init(), step.data))
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     start = time.perf_counter()
@@ -143,7 +143,7 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
 
 
 def ratios(values: list[float], baseline: list[float]) -> list[float]:
-    """Return the ratios within each round."""
+    """Return the ratio in each round."""
     return [value / base for value, base in zip(values, baseline, strict=True)]
 
 
@@ -155,14 +155,14 @@ def time_compilation(
     seed: int,
     tick: Tick,
 ) -> dict[str, list[float]]:
-    """Time how long each step takes to trace and compile, from cleared caches.
+    """Time the tracing and compilation of each step, with cleared caches.
 
     Args:
-      steps: By name, functions that trace and compile one and return its `Facts` at last.
-      rounds: How many; in each, every step has its turn, in shuffled order.
+      steps: By name, functions that trace and compile a step and return its `Facts` last.
+      rounds: The number of rounds. Each compiles every step once, in shuffled order.
       limit: A step that took longer than this many seconds is not compiled again.
       seed: Of the shuffling.
-      tick: Is called with the name of each step that had its turn.
+      tick: Called with the name of each step after its turn.
     """
     rng = np.random.default_rng(seed)
     seconds: dict[str, list[float]] = {name: [] for name in steps}

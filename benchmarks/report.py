@@ -1,4 +1,4 @@
-"""What was measured, as a Markdown table and as a picture."""
+"""The results, as Markdown tables and as a picture."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from benchmarks.measure import quartiles
 Results = dict[str, Any]
 Row = dict[str, Any]
 
-# Colours that the colour-blind can tell apart (Okabe and Ito); baselines are grey.
+# A colour-blind-safe palette (Okabe and Ito). Baselines are grey.
 COLOURS = {
     OptaxAlone.name: "#666666",
     Control.name: "#aaaaaa",
@@ -42,18 +42,18 @@ NAMES = [kind.name for kind in CONTENDERS]
 MB = 1e6
 
 METHOD = """\
-Every contender is run in every round, in shuffled order, from a fresh state whose first step is
-thrown away, with parameters and state donated. A ratio is taken within a round to the same step
-without loss scaling (for Keras: to Keras' own optimizer); shown are the median over the rounds and
-the quartiles. Bytes accessed, temporary memory, memory in place, copies and the size of the program
-are XLA's own account of the compiled step, and do not depend on how busy the machine is. *Not in
-place*: parameters and state that are donated but not overwritten. *Copies*: copy instructions of
-the shape of a parameter array.
+Each round runs every contender once, in shuffled order, from a fresh state, with parameters and
+state donated, and discards its first step. A ratio compares a step with the same step without loss
+scaling in the same round (for Keras, with Keras' own optimizer). The tables show the median over
+the rounds and the quartiles. Bytes accessed, temporary memory, memory in place, copies and the size
+of the program are XLA's own analysis of the compiled step, and do not depend on the load of the
+machine. *Not in place*: parameters and state that are donated but not overwritten. *Copies*: copy
+instructions with the shape of a parameter array.
 """
 
 COMPILATION = """\
-`adamw` on arrays with the shapes of ResNet-50 in turn (161 are one ResNet-50), each time from
-cleared caches: seconds, and in brackets the ratio within a round.
+`adamw` on arrays that cycle through the shapes of ResNet-50 (161 arrays are one ResNet-50), with
+cleared caches. The cells show seconds, and in parentheses the ratio within a round.
 """
 
 
@@ -67,7 +67,7 @@ def markdown(results: Results) -> str:
         for benchmark in benchmarks:
             parts += [f"## {benchmark['title']}", _workload(benchmark), _steps(benchmark)]
     if results["compilation"]:
-        heading = "## Trace and compile, against the number of arrays"
+        heading = "## Tracing and compilation, by number of arrays"
         parts += [heading, COMPILATION, _compilation(results["compilation"])]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
@@ -100,7 +100,7 @@ def _size(benchmark: Results) -> str:
 
 def _inner_intro(benchmarks: list[Results]) -> str:
     return (
-        f"{_size(benchmarks[0])}. The ratio to the same optimizer alone, and in brackets the "
+        f"{_size(benchmarks[0])}. The ratio to the same optimizer alone, and in parentheses the "
         "temporary memory in MB."
     )
 
@@ -192,7 +192,7 @@ def draw(results: Results, path: Path) -> None:
         f"{environment['processor']}, {environment['cores']} cores; "
         f"jax {environment['versions']['jax']}"
     )
-    if inner or results["compilation"]:  # bars have their names beside them
+    if inner or results["compilation"]:  # bars are labelled directly
         keys = [Line2D([], [], color=c, marker="o", label=name) for name, c in COLOURS.items()]
         figure.legend(handles=keys, loc="outside lower center", ncols=5 if columns > 1 else 2)
     figure.savefig(path, dpi=110)

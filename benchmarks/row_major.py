@@ -1,12 +1,13 @@
-"""How gradients lie in memory: what that costs on a CPU, with loss scaling and without.
+"""The cost of the memory layout of gradients on a CPU, with and without loss scaling.
 
     python -m benchmarks.row_major
 
-The gradient of a weight is a transposed product of matrices. XLA:CPU (seen in jaxlib 0.10.2) leaves
-it so, and fuses the transposition into each loop that reads it, against the order in memory. This
-times the training step of plain Optax and of this library, as they are and with every gradient put
-into the order of the parameters first. It explains why some peers, which write a copy of each
-gradient, come out ahead of plain Optax in the training step of `benchmarks.run`.
+The gradient of a weight is a transposed matrix product. XLA:CPU (seen in jaxlib 0.10.2) does not
+store it in row-major order, but fuses the transposition into each loop that reads it, against the
+order in memory. This benchmark times the training step of plain Optax and of this library, first
+unchanged and then with every gradient stored in the order of the parameters. It explains why some
+peers, which write a copy of each gradient, are faster than plain Optax in the training step of
+`benchmarks.run`.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from benchmarks.workloads import SIZES, Tree
 
 
 class RowMajor(Contender):
-    """Lays gradients out in memory as JAX lays out arguments and results."""
+    """Stores gradients in row-major order, as JAX stores arguments and results."""
 
     def apply(self, state: State, grads: Tree) -> State:
         """Take one step of the optimizer."""
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__.partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--size", choices=SIZES, default="full", help="of the transformer")
+    parser.add_argument("--size", choices=SIZES, default="full", help="size of the transformer")
     parser.add_argument("--rounds", type=int, default=15, help="rounds of timed steps")
     parser.add_argument("--sample-seconds", type=float, default=1.0, help="length of one sample")
     args = parser.parse_args(argv)

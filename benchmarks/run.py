@@ -1,10 +1,10 @@
-"""Measure what loss scaling costs: this library and others against no loss scaling at all.
+"""Measure the cost of loss scaling in this library and in others.
 
     python -m benchmarks.run
 
-Writes a table (`benchmarks.md`), a picture (`benchmarks.png`) and every number that was measured
-(`benchmarks.json`) into the output folder. Close other programs first. The row A/A tells chance
-from effect: as far as it is from 1.00, as far may every other ratio be from the truth.
+Writes tables (`benchmarks.md`), a picture (`benchmarks.png`) and all measurements
+(`benchmarks.json`) to the output folder. Close other programs first. The row A/A compares plain
+Optax with itself: its distance from 1.00 is the noise of the ratios.
 """
 
 import argparse
@@ -28,7 +28,7 @@ ALL = (*suite.STEPS, suite.COMPILATION)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the benchmarks and write what they found."""
+    """Run the benchmarks and write the results."""
     args = parse(argv)
     jax.config.update("jax_enable_compilation_cache", False)  # compilation is timed
     options = suite.Options(
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "steps": {},
         "compilation": [],
     }
-    # Written after each benchmark: whoever stops the rest keeps what was measured.
+    # Written after each benchmark, so that an interrupted run keeps its results.
     for group in (group for group in suite.STEPS if group in args.only):
         found = results["steps"].setdefault(group, [])
         for benchmark in suite.STEPS[group]:
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def write(results: dict[str, Any], output: Path) -> None:
-    """Write what is known so far: every number, the table and the picture."""
+    """Write the results so far: the measurements, the tables and the picture."""
     results["environment"]["load_after"] = os.getloadavg()[0]
     (output / "benchmarks.json").write_text(json.dumps(results, indent=1) + "\n")
     (output / "benchmarks.md").write_text(report.markdown(results))
@@ -77,25 +77,25 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--size", choices=SIZES, default="full", help="of everything that is measured")
+    add("--size", choices=SIZES, default="full", help="size of the workloads")
     add("--only", nargs="+", choices=ALL, default=ALL, help="the benchmarks to run")
     add(
         "--contenders",
         nargs="+",
         choices=[kind.__name__ for kind in CONTENDERS],
         default=[kind.__name__ for kind in CONTENDERS],
-        help="who takes part; baselines always do",
+        help="contenders to run; baselines always run",
     )
     add("--rounds", type=int, default=11, help="rounds of timed steps")
-    add("--sample-seconds", type=float, default=0.3, help="how long one sample lasts")
+    add("--sample-seconds", type=float, default=0.3, help="length of one sample")
     add("--compile-rounds", type=int, default=3, help="rounds of timed compilation")
     add(
         "--compile-limit",
         type=float,
         default=15.0,
-        help="seconds; who takes longer to compile is not compiled again",
+        help="seconds after which a contender is not compiled again",
     )
-    add("--seed", type=int, default=0, help="of the order within a round")
+    add("--seed", type=int, default=0, help="seed of the order within a round")
     add("--output", type=Path, default=Path("output/benchmarks"), help="folder for the results")
     args = parser.parse_args(argv)
     if min(args.rounds, args.compile_rounds) < 1:
@@ -104,13 +104,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def chosen(names: Sequence[str]) -> tuple[type[Contender], ...]:
-    """Return the contenders of these class names, and the baselines of their ratios."""
+    """Return the contenders with these class names, and their baselines."""
     baselines = {kind.baseline for kind in CONTENDERS if kind.__name__ in names}
     return tuple(k for k in CONTENDERS if k.__name__ in names or k.name in baselines)
 
 
 def environment() -> dict[str, Any]:
-    """Say on what it is measured: hardware, versions, and how busy the machine is already."""
+    """Return the hardware, the versions, and the current load of the machine."""
     device = jax.devices()[0]
     versions = {kind.package: kind.version() for kind in CONTENDERS}
     return {

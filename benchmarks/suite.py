@@ -1,4 +1,4 @@
-"""Which benchmarks there are, and how each is run with every contender."""
+"""The benchmarks, and how to run each with every contender."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ Rows = dict[str, Row]  # by contender
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the command line chooses; see its help."""
+    """The options of the command line; see its help."""
 
     sizes: Sizes
     contenders: tuple[type[Contender], ...]
@@ -44,7 +44,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class StepBenchmark:
-    """A step that is timed: its heading, the inner optimizer, and what makes the workload."""
+    """A timed step: its heading, its inner optimizer, and a function that makes its workload."""
 
     title: str
     optimizer: str
@@ -82,7 +82,7 @@ COMPILATION = "compilation"
 
 
 class LeftOutError(Exception):
-    """A contender does not take part, for the reason that the message gives."""
+    """A contender is left out. The message gives the reason."""
 
 
 def run_steps(
@@ -90,7 +90,7 @@ def run_steps(
     options: Options,
     contenders: Sequence[type[Contender]] = CONTENDERS,
 ) -> dict[str, Any]:
-    """Compile and time every contender on one workload, and say why one is missing."""
+    """Compile and time every contender on one workload, and record why any is left out."""
     workload = benchmark.workload(options.sizes)
     steps: dict[str, measure.Compiled] = {}
     rows: Rows = {kind.name: {"baseline": kind.baseline} for kind in contenders}
@@ -130,7 +130,7 @@ def run_steps(
 
 
 def run_compilation(options: Options) -> Iterator[dict[str, Any]]:
-    """Time tracing and compilation, and yield what was found for each number of arrays."""
+    """Time tracing and compilation, and yield the results for each number of arrays."""
     too_slow: dict[str, str] = {}
     for arrays in options.sizes.arrays:
         workload = gradients(many(arrays), jnp.float32)
@@ -139,7 +139,7 @@ def run_compilation(options: Options) -> Iterator[dict[str, Any]]:
         for kind in CONTENDERS:
             try:
                 if kind.name in too_slow:
-                    raise LeftOutError(too_slow[kind.name])  # noqa: TRY301 - handled as the rest
+                    raise LeftOutError(too_slow[kind.name])  # noqa: TRY301 - handled like others
                 contender, step, data = build(kind, ADAMW, workload, options)
             except LeftOutError as reason:
                 rows[kind.name]["left_out"] = str(reason)
@@ -169,11 +169,11 @@ def run_compilation(options: Options) -> Iterator[dict[str, Any]]:
 def build(
     kind: type[Contender], optimizer: str, workload: Gradients | Training, options: Options
 ) -> tuple[Contender, Callable[[State, Tree], State], Tree]:
-    """Return a contender, its step, and what the step is given next to the state.
+    """Return a contender, its step, and the second argument of the step.
 
     Raises:
-      LeftOutError: If it was not chosen, is not installed, does not know the optimizer, or, being
-        another's, fails.
+      LeftOutError: If the contender was not chosen, is not installed, does not support the
+        optimizer, or fails. Errors of this library and of baselines are raised unchanged.
     """
     if kind not in options.contenders:
         raise LeftOutError("not chosen")
@@ -193,7 +193,7 @@ def build(
     except Exception as error:
         if issubclass(kind, Ours) or kind.name == kind.baseline:
             raise
-        message = str(error).partition("\n")[0].replace("|", "/")  # a table's cell
+        message = str(error).partition("\n")[0].replace("|", "/")  # safe in a table cell
         raise LeftOutError(f"raises {type(error).__name__}: {message}") from error
     return contender, step, data
 

@@ -1,4 +1,4 @@
-"""What the contenders are timed on: trees of arrays, and a transformer that is trained."""
+"""The workloads: trees of arrays, and a transformer to train."""
 
 import dataclasses
 import itertools
@@ -16,7 +16,7 @@ Tree = Any
 Shape = tuple[int, ...]
 LossFn = Callable[[Tree, jax.Array], jax.Array]
 
-# What every contender scales by. A power of two, so that scaling is exact and all must agree.
+# The loss scale of every contender. A power of two makes scaling exact, so all must agree.
 LOSS_SCALE = 2.0**10
 
 ADAMW = "adamw"
@@ -33,7 +33,7 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How large everything is; the defaults are what the published numbers are taken at."""
+    """The sizes of the workloads. The published numbers use the defaults."""
 
     wide: int = 100_000_000  # parameters
     stages: tuple[int, ...] = (3, 4, 6, 3)  # blocks of ResNet-50
@@ -61,7 +61,7 @@ SIZES = {
 
 
 class Gradients(NamedTuple):
-    """Parameters, and gradients of them with the loss scaled and as it is."""
+    """Parameters, and their gradients with the loss scaled and unscaled."""
 
     params: Tree
     scaled: Tree
@@ -69,7 +69,7 @@ class Gradients(NamedTuple):
 
 
 class Training(NamedTuple):
-    """Parameters, and what it takes to compute their gradients."""
+    """Parameters, and a loss function and a batch to compute their gradients."""
 
     params: Tree
     loss_fn: LossFn
@@ -112,7 +112,7 @@ def resnet50(sizes: Sizes) -> list[Shape]:
 
 
 def many(arrays: int) -> list[Shape]:
-    """This many arrays, with the shapes of ResNet-50 over and over."""
+    """This many arrays, cycling through the shapes of ResNet-50."""
     return list(itertools.islice(itertools.cycle(resnet50(Sizes())), arrays))
 
 

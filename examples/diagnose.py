@@ -1,11 +1,11 @@
-"""Three ways in which float16 training fails, how each is found, and what fixes it.
+"""Three ways that float16 training fails: how to find each cause, and how to fix it.
 
-A network learns handwritten digits in float16 with loss scaling, and fails for one reason after
-the other: gradients that round to zero, a layer that overflows, and NaN in the data. Each time the
-library is asked what is wrong, its answer is printed, and its advice is followed.
+A network learns handwritten digits in float16 with loss scaling. It fails for three reasons in
+turn: gradients that round to zero, a layer that overflows, and NaN in the data. Each time, the
+example asks the library what is wrong, prints the answer, and follows the advice.
 
-Draws two pictures, and exits with an error unless every failure is a failure, every answer names
-its cause, and every remedy helps.
+Draws two pictures. Exits with an error unless every failure occurs, every answer names its cause,
+and every fix works.
 """
 
 import argparse
@@ -29,7 +29,7 @@ import optax_lossscale as ols
 BATCH = 128
 LAYERS = ("first", "second", "third", "head")
 SIZES = (64, 128, 128, 128, 10)
-# By default the loss scale grows after 2000 finite steps, which is more than these runs have.
+# The default growth interval is 2000 finite steps, longer than these runs.
 POLICY = ols.DynamicLossScale(growth_interval=40)
 
 Params = dict[str, dict[str, jax.Array]]
@@ -38,7 +38,7 @@ Activation = Callable[[jax.Array], jax.Array]
 
 
 class Setting(NamedTuple):
-    """What differs between a run that fails and one that does not."""
+    """The settings in which a failing run and its fix differ."""
 
     loss_scale: Any = POLICY
     loss_weight: float = 1.0
@@ -47,22 +47,22 @@ class Setting(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What training gave."""
+    """The result of training."""
 
     params: Params
     opt_state: optax.OptState
     accuracy: float
     loss_scale: np.ndarray  # after each step
-    skipped: np.ndarray  # whether each step was
+    skipped: np.ndarray  # whether each step was skipped
 
 
 def softplus_by_hand(x: jax.Array) -> jax.Array:
-    """Return log(1 + exp(x)). In float16 exp(12) is infinite, and so is its logarithm."""
+    """Return log(1 + exp(x)). In float16, exp(12) overflows, and the result is infinite."""
     return jnp.log(1 + jnp.exp(x))
 
 
 def softplus_in_float32(x: jax.Array) -> jax.Array:
-    """Return the same, computed in float32."""
+    """Return log(1 + exp(x)), computed in float32."""
     return softplus_by_hand(x.astype(jnp.float32)).astype(x.dtype)
 
 
@@ -77,7 +77,7 @@ def init_params(key: jax.Array) -> Params:
 
 
 def forward(params: Params, images: jax.Array, setting: Setting) -> jax.Array:
-    """Return the logits in float32; they, and their gradients, are computed in `dtype`."""
+    """Return float32 logits. The forward and backward passes compute in `dtype`."""
     params = jax.tree.map(lambda p: p.astype(setting.dtype), params)
     x = images.astype(setting.dtype)
     for name in LAYERS[:-1]:
@@ -87,14 +87,14 @@ def forward(params: Params, images: jax.Array, setting: Setting) -> jax.Array:
 
 
 def loss_fn(params: Params, images: jax.Array, labels: jax.Array, setting: Setting) -> jax.Array:
-    """Return the mean cross-entropy, times the weight."""
+    """Return the mean cross-entropy times the loss weight."""
     logits = forward(params, images, setting)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     return setting.loss_weight * jnp.mean(losses)
 
 
 def train(data: Data, setting: Setting, epochs: int) -> Run:
-    """Train from the start, always on the same batches."""
+    """Train from scratch. Every call uses the same batches."""
     tx = ols.with_loss_scaling(optax.adam(1e-3, eps=1e-15), setting.loss_scale)
 
     def train_step(carry: tuple, batch: jax.Array) -> tuple:
@@ -108,7 +108,7 @@ def train(data: Data, setting: Setting, epochs: int) -> Run:
     carry = (params, tx.init(params))
     train_epoch = jax.jit(lambda carry, batches: jax.lax.scan(train_step, carry, batches))
     logs = []
-    # Without a terminal there is no bar.
+    # disable=None shows the bar in a terminal only.
     for epoch in tqdm(batches(data, epochs), desc="epochs", leave=False, disable=None):
         carry, log = train_epoch(carry, epoch)
         logs.append(jax.device_get(log))
@@ -133,7 +133,7 @@ def batches(data: Data, epochs: int) -> jax.Array:
 
 
 def health(run: Run, setting: Setting) -> str:
-    """Return what `check_health` says."""
+    """Return the message of `check_health`."""
     try:
         ols.diagnostics.check_health(run.opt_state, loss_scale=setting.loss_scale)
     except ols.diagnostics.LossScaleStalledError as error:
@@ -142,7 +142,7 @@ def health(run: Run, setting: Setting) -> str:
 
 
 def count_exponents(data: Data, setting: Setting) -> ols.diagnostics.GradientExponents:
-    """Count the sizes of the gradients of one epoch's batches, at the start, scaled."""
+    """Count the exponents of the initial scaled gradients over one epoch."""
     params = init_params(jax.random.key(0))
     state = ols.init(setting.loss_scale)
 
@@ -161,15 +161,15 @@ def count_exponents(data: Data, setting: Setting) -> ols.diagnostics.GradientExp
 
 
 def share(exponents: ols.diagnostics.GradientExponents, name: str) -> float:
-    """Return which share of the entries one of the counts is."""
+    """Return one of the counts as a share of all entries."""
     return int(getattr(exponents, name)) / int(exponents.size)
 
 
 def underflow(data: Data, epochs: int, path: Path) -> list[str]:
-    """Fail by gradients too small for float16, and fix it with a suggested scale."""
+    """Show gradients that are too small for float16, and fix them with a suggested scale."""
     failing = Setting(loss_scale=1.0, loss_weight=1e-6)
     failed = train(data, failing, epochs)
-    report_failure("1. Nothing is skipped, and little is learned", failed, failing)
+    report_failure("1. No step is skipped, but the network learns little", failed, failing)
 
     ask("Are the gradients too small? `gradient_exponents` of the same loss in float32:")
     before = count_exponents(data, failing._replace(dtype=jnp.float32))
@@ -180,7 +180,7 @@ def underflow(data: Data, epochs: int, path: Path) -> list[str]:
     fixed = failing._replace(loss_scale=scale)
     after = count_exponents(data, fixed._replace(dtype=jnp.float32))
     worked = train(data, fixed, epochs)
-    print(f"With it: {share(after, 'flushed'):.1%}. {result(worked)}")
+    print(f"With this scale: {share(after, 'flushed'):.1%}. {result(worked)}")
     draw_exponents(before, after, scale, path)
     return problems(
         (failed.accuracy < 0.8, f"underflow: expected a failure, got {result(failed)}"),
@@ -193,19 +193,19 @@ def underflow(data: Data, epochs: int, path: Path) -> list[str]:
 
 
 def overflow(data: Data, epochs: int) -> tuple[list[str], dict[str, Run]]:
-    """Fail by a layer that overflows in the forward pass, and fix it with float32 in that layer."""
-    data = with_pixels(data, lambda pixels: 16 * pixels)  # as they come, from 0 to 16
+    """Show a layer that overflows in the forward pass, and fix it by computing it in float32."""
+    data = with_pixels(data, lambda pixels: 16 * pixels)  # the original range, 0 to 16
     failing = Setting(activation=softplus_by_hand)
     failed = train(data, failing, epochs)
-    said = report_failure("2. Every step is skipped, at the floor", failed, failing)
+    said = report_failure("2. Every step is skipped at the lowest loss scale", failed, failing)
 
-    ask("Which layer is it? `first_nonfinite` of the loss:")
+    ask("Which layer overflows? `first_nonfinite` of the loss:")
     batch = batches(data, epochs=1)[0, 0]
     found = ols.diagnostics.first_nonfinite(
         loss_fn, failed.params, data["images"][batch], data["labels"][batch], failing
     )
     print(found)
-    print("Its activation goes to float32.")
+    print("Compute its activation in float32:")
 
     fixed = failing._replace(activation=softplus_in_float32)
     worked = train(data, fixed, epochs)
@@ -216,29 +216,29 @@ def overflow(data: Data, epochs: int) -> tuple[list[str], dict[str, Run]]:
         ("1. The forward pass" in said, "overflow: the forward pass should be the likeliest cause"),
         (
             found is not None and found.layer == "params['second']",
-            f"overflow: the second layer is the culprit, found {found}",
+            f"overflow: expected the second layer, found {found}",
         ),
         (worked.accuracy > 0.9, f"overflow: float32 did not help: {result(worked)}"),
     ), {"one layer overflows": failed, "that layer in float32": worked}
 
 
 def nan_in_data(data: Data, epochs: int) -> tuple[list[str], dict[str, Run]]:
-    """Fail by data that are NaN, and repair them."""
+    """Show NaN in the training data, and repair it."""
     mean, deviation = data["images"].mean(0), data["images"].std(0)
-    # In the corners, which are always black, this is 0 / 0.
+    # The corner pixels are always black, so this is 0 / 0 there.
     standardized = with_pixels(data, lambda pixels: (pixels - mean) / deviation)
     setting = Setting()
     failed = train(standardized, setting, epochs)
-    said = report_failure("3. Every step is skipped, at the floor again", failed, setting)
+    said = report_failure("3. Every step is skipped again", failed, setting)
 
-    ask("Is the data right? `nonfinite_report` of it:")
+    ask("Is the data finite? `nonfinite_report` of the data:")
     report = ols.diagnostics.nonfinite_report(standardized)
     print(ols.diagnostics.format_nonfinite_report(report))
     found = int(report["['images']"].nan)
 
     fixed = with_pixels(standardized, lambda pixels: jnp.where(deviation > 0, pixels, 0.0))
     worked = train(fixed, setting, epochs)
-    print(f"Pixels that never vary become 0. {result(worked)}")
+    print(f"With constant pixels set to 0: {result(worked)}")
     return problems(
         (failed.accuracy < 0.5, f"NaN in the data: expected a failure, got {result(failed)}"),
         ("batch or the parameters hold NaN" in said, "NaN in the data: should be a likely cause"),
@@ -248,7 +248,7 @@ def nan_in_data(data: Data, epochs: int) -> tuple[list[str], dict[str, Run]]:
 
 
 def report_failure(title: str, run: Run, setting: Setting) -> str:
-    """Print how a run ended and what `check_health` says of it, and return the latter."""
+    """Print the result of a run and the message of `check_health`, and return the message."""
     said = health(run, setting)
     print(f"\n{title}\n{'=' * len(title)}\n{result(run)}\n")
     print(f"`check_health`:\n{said}")
@@ -261,12 +261,12 @@ def ask(question: str) -> None:
 
 
 def result(run: Run) -> str:
-    """Return how a run ended."""
+    """Return a one-line summary of a run."""
     return f"accuracy {run.accuracy:.1%}, {run.skipped.sum()} of {run.skipped.size} steps skipped"
 
 
 def problems(*expected: tuple[bool, str]) -> list[str]:
-    """Return the messages of what does not hold."""
+    """Return the messages whose condition is false."""
     return [message for holds, message in expected if not holds]
 
 
@@ -276,7 +276,7 @@ def draw_exponents(
     scale: float,
     path: Path,
 ) -> None:
-    """Draw the histograms of the gradients, as they are and scaled."""
+    """Draw histograms of the gradients, unscaled and scaled."""
     figure = Figure(figsize=(9, 6.5), layout="constrained")
     axes = figure.subplots(2, sharex=True, sharey=True)
     for ax, exponents, title in (
@@ -290,7 +290,7 @@ def draw_exponents(
 
 
 def draw_loss_scales(runs: dict[str, Run], path: Path) -> None:
-    """Draw the course of the loss scale, with a mark for each skipped step."""
+    """Draw the loss scale over the steps, and mark each skipped step."""
     figure = Figure(figsize=(9, 7), layout="constrained")
     axes = figure.subplots(len(runs), sharex=True, sharey=True)
     for ax, (title, run) in zip(axes, runs.items(), strict=True):
@@ -315,12 +315,12 @@ def draw_loss_scales(runs: dict[str, Run], path: Path) -> None:
 
 
 def with_pixels(data: Data, function: Callable[[jax.Array], jax.Array]) -> Data:
-    """Return the data with other images."""
+    """Return the data with `function` applied to the images."""
     return {**data, **{name: function(data[name]) for name in ("images", "test_images")}}
 
 
 def load_data() -> Data:
-    """Return images with pixels from 0 to 1, and labels; 1797 images in all."""
+    """Return 1797 images with pixels from 0 to 1, and their labels, split into train and test."""
     images, labels = load_digits(return_X_y=True)
     split = train_test_split(images / 16, labels, test_size=0.2, random_state=0, stratify=labels)
     names = ("images", "test_images", "labels", "test_labels")
@@ -328,13 +328,13 @@ def load_data() -> Data:
 
 
 def main(argv: Sequence[str] | None = None) -> list[str]:
-    """Run the three failures and return what went wrong with showing them."""
+    """Run the three demonstrations and return the problems found."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=15, help="default: %(default)s")
     parser.add_argument("--output", type=Path, default=Path("output"), help="default: %(default)s")
     args = parser.parse_args(argv)
     if args.epochs < 6:
-        parser.error(f"--epochs must be at least 6, or too few steps can be skipped: {args.epochs}")
+        parser.error(f"--epochs must be at least 6, for enough skipped steps; got {args.epochs}")
     args.output.mkdir(parents=True, exist_ok=True)
     pictures = [args.output / "gradient_exponents.png", args.output / "loss_scale.png"]
 

@@ -1,12 +1,12 @@
 """Handwritten digits in float32, in float16, and in float16 with loss scaling.
 
-The same small network is trained in these three ways, from the same start on the same batches, and
-again for each seed. The loss is the mean cross-entropy times a weight. At weight 1 all three learn
-the task. The weight of 1e-5 is chosen to make float16 fail: most of the gradient is then too small
-for it. Float16 learns slowly for a while and then loses what it has learned, unless the loss is
-scaled.
+Trains the same small network in these three ways, from the same initial parameters and on the same
+batches, for several seeds. The loss is the mean cross-entropy times a weight. At weight 1, all
+three learn the task. The weight 1e-5 is chosen to make float16 fail: most gradient entries are then
+too small for it. Without loss scaling, float16 learns slowly for a while and then loses what it has
+learned.
 
-Prints a table, draws a picture, and exits with an error if the results are different.
+Prints a table, draws a picture, and exits with an error if the results are not as expected.
 """
 
 import argparse
@@ -31,9 +31,9 @@ LAYERS = (64, 256, 256, 10)
 BATCH = 128
 SMALL, ONE = LOSS_WEIGHTS = (1e-5, 1.0)
 
-# What the forward and backward passes compute in, and the loss scale. `None` scales and checks
-# nothing: that is the plain optimizer. By default the loss scale grows after 2000 finite steps,
-# which is more than this run has.
+# The dtype of the forward and backward passes, and the loss scale. `None` neither scales nor
+# checks: it is the plain optimizer. The default growth interval is 2000 finite steps, longer than
+# this run.
 FLOAT32, FLOAT16, SCALED = "float32", "float16", "float16 + loss scaling"
 WAYS = {
     FLOAT32: (jnp.float32, None),
@@ -46,7 +46,7 @@ Data = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 class Run(NamedTuple):
-    """What training in one way at one loss weight gave, for every seed."""
+    """The results of training in one way at one loss weight, for all seeds."""
 
     accuracy: np.ndarray  # on the test images after each epoch; [seeds, epochs]
     zero_share: np.ndarray  # of the gradient's entries at each step; [seeds, steps]
@@ -68,7 +68,7 @@ def init_params(key: jax.Array) -> Params:
 
 
 def forward(params: Params, images: jax.Array, dtype: Any) -> jax.Array:
-    """Return the logits in float32; they, and their gradients, are computed in `dtype`."""
+    """Return float32 logits. The forward and backward passes compute in `dtype`."""
     (*hidden, last) = jax.tree.map(lambda p: p.astype(dtype), params)
     x = images.astype(dtype)
     for weights, bias in hidden:
@@ -80,7 +80,7 @@ def forward(params: Params, images: jax.Array, dtype: Any) -> jax.Array:
 def make_train_epoch(
     data: Data, dtype: Any, tx: optax.GradientTransformationExtraArgs
 ) -> Callable[..., tuple]:
-    """Return a function that trains one epoch and tests, for all seeds side by side."""
+    """Return a function that trains for one epoch and tests, vectorized over the seeds."""
     train_images, test_images, train_labels, test_labels = data
 
     def loss_fn(params: Params, batch: jax.Array, loss_weight: jax.Array) -> jax.Array:
@@ -112,7 +112,7 @@ def make_train_epoch(
 def train(
     data: Data, way: str, *, epochs: int, seeds: int, after_epoch: Callable[[], Any]
 ) -> dict[float, Run]:
-    """Train in one way, from the start at each loss weight."""
+    """Train in one way, from scratch at each loss weight."""
     dtype, loss_scale = WAYS[way]
     tx = ols.with_loss_scaling(optax.adam(1e-3, eps=1e-15), loss_scale)
     train_epoch = make_train_epoch(data, dtype, tx)
@@ -152,7 +152,7 @@ def load_data() -> Data:
 
 
 def table(runs: Runs) -> str:
-    """Return the numbers of all runs as text."""
+    """Return the results of all runs as a text table."""
     row = "{:>11}  {:<22}  {:>8}  {:>8}  {:>14}  {:>13}  {:>7}  {:>10}".format
     lines = [
         row("", "", "accuracy", "accuracy", "at the end", "zero gradient", "skipped", "loss scale"),
@@ -187,10 +187,10 @@ def table(runs: Runs) -> str:
 
 
 def problems(accuracy: dict[tuple[float, str], float]) -> list[str]:
-    """Name the final accuracies that are not as expected.
+    """Return a message for each final accuracy that is not as expected.
 
     Args:
-      accuracy: By loss weight and way, the mean over the seeds, between 0 and 1. NaN never passes.
+      accuracy: The mean over the seeds, from 0 to 1, by loss weight and way. NaN never passes.
     """
     found = []
 
@@ -247,7 +247,7 @@ def draw(runs: Runs, path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> list[str]:
-    """Run the demonstration and return what is not as expected."""
+    """Run the demonstration and return the problems found."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=40, help="default: %(default)s")
     parser.add_argument("--seeds", type=int, default=5, help="default: %(default)s")
@@ -260,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> list[str]:
     data = load_data()
     runs: Runs = {}
     epochs = len(WAYS) * len(LOSS_WEIGHTS) * args.epochs
-    with tqdm(total=epochs, unit="epoch", disable=None) as progress:  # None: only in a terminal
+    with tqdm(total=epochs, unit="epoch", disable=None) as progress:  # None: in a terminal only
         for way in WAYS:
             progress.set_description(way)
             trained = train(

@@ -1,7 +1,7 @@
-"""A small network in float16 and Equinox, on handwritten digits.
+"""A small float16 network in Equinox, on handwritten digits.
 
-Equinox gives a gradient of None for a leaf that is not an array: an activation function, a size, a
-bias that was left out. Loss scaling passes None through.
+Equinox returns a gradient of None for each leaf that is not an array: an activation function, a
+size, or an omitted bias. Loss scaling passes None through.
 """
 
 import argparse
@@ -25,7 +25,7 @@ TX = ols.with_loss_scaling(
 
 
 class Result(NamedTuple):
-    """What a run gave."""
+    """The result of a run."""
 
     accuracy: float
     skipped: int
@@ -33,7 +33,7 @@ class Result(NamedTuple):
 
 
 def logits_of(model: eqx.Module, images: jax.Array) -> jax.Array:
-    """Return the logits in float32; they, and their gradients, are computed in float16."""
+    """Return float32 logits. The forward and backward passes compute in float16."""
     half = jax.tree.map(lambda x: x.astype(jnp.float16) if eqx.is_inexact_array(x) else x, model)
     return jax.vmap(half)(images.astype(jnp.float16)).astype(jnp.float32)
 
@@ -57,7 +57,7 @@ def train_step(
 
 
 def main(argv: Sequence[str] | None = None) -> Result:
-    """Train, test and print."""
+    """Train, test, and print the result."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=20, help="default: %(default)s")
     args = parser.parse_args(argv)

@@ -1,8 +1,8 @@
-"""A convolutional network with BatchNorm in float16 and Flax Linen, on handwritten digits.
+"""A float16 convolutional network with BatchNorm in Flax Linen, on handwritten digits.
 
-The parameters are float32; the network, and the gradients in it, are float16; the loss is float32.
-The loss scale starts too large, so the first steps are skipped. They leave the step count, the
-BatchNorm statistics and the average of the parameters unchanged.
+The parameters and the loss are float32. The network's activations and their gradients are float16.
+The loss scale starts too high, so the first steps are skipped. A skipped step leaves the step
+count, the BatchNorm statistics and the average of the parameters unchanged.
 """
 
 import argparse
@@ -42,11 +42,11 @@ class State(TrainState):
     """What training carries from one step to the next."""
 
     batch_stats: Any
-    average: Any  # of the parameters, for testing
+    average: Any  # moving average of the parameters, for testing
 
 
 class Result(NamedTuple):
-    """What a run gave."""
+    """The result of a run."""
 
     accuracy: float
     steps: int  # applied
@@ -81,16 +81,16 @@ def train_step(state: State, images: jax.Array, labels: jax.Array) -> State:
     loss_and_grads = ols.value_and_grad(loss_fn, has_aux=True)
     (loss, batch_stats), grads = loss_and_grads(state.opt_state, state.params)
     old = state
-    # On a skipped step `batch_stats`, and every other field passed here, keeps its old value.
+    # On a skipped step, `batch_stats` and all other fields passed here keep their old values.
     state = state.apply_gradients(grads=grads, value=loss, batch_stats=batch_stats)
-    # A value computed from the result needs a guard of its own.
+    # A value computed from the new state needs its own `tree_where`.
     average = optax.incremental_update(state.params, old.average, step_size=0.05)
     return state.replace(average=ols.tree_where(state.grads_finite, average, old.average))
 
 
 @jax.jit
 def accuracy(state: State, images: jax.Array, labels: jax.Array) -> jax.Array:
-    """Return the share of images that the averaged parameters recognize."""
+    """Return the accuracy of the averaged parameters."""
     variables = {"params": state.average, "batch_stats": state.batch_stats}
     logits = state.apply_fn(variables, images, train=False)
     return jnp.mean(jnp.argmax(logits, axis=-1) == labels)
@@ -103,7 +103,7 @@ def same(old: Any, new: Any) -> jax.Array:
 
 
 def main(argv: Sequence[str] | None = None) -> Result:
-    """Train, test and print."""
+    """Train, test, and print the result."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=20, help="default: %(default)s")
     args = parser.parse_args(argv)
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
     )
     print(f"test accuracy {result.accuracy:.1%}, loss scale {float(state.loss_scale):.0f}")
     print(f"{result.steps} steps applied, {result.skipped} skipped")
-    print(f"statistics, average and step unchanged on the skipped ones: {result.kept}")
+    print(f"skipped steps left statistics, average and step count unchanged: {result.kept}")
     return result
 
 

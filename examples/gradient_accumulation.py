@@ -1,13 +1,13 @@
 """Gradient accumulation with loss scaling, in two ways, on handwritten digits in float16.
 
-`wrapped`: `with_loss_scaling(optax.MultiSteps(...))`. Each micro-batch is checked by itself, a bad
-one is dropped alone, and the factor may move after any of them. The order matters: `MultiSteps`
-outside would keep an overflow in its accumulator for ever.
+`wrapped`: `with_loss_scaling(optax.MultiSteps(...))`. Each micro-batch is checked separately: an
+overflow drops only that micro-batch, and the loss scale may change after each one. The order
+matters. With `MultiSteps` outside, an overflow would stay in its accumulator forever.
 
-`window`: with the pure functions. The scaled gradients of the whole window are summed while the
-factor is frozen; one check, one update of the factor and one of the parameters end the window. A
-bad micro-batch drops the whole window. The unscaling, and a reduction over devices if there are
-several, is paid once for a window.
+`window`: the pure functions. The loss scale is constant within a window while the scaled gradients
+are summed. The window ends with one check, one update of the loss scale and one of the parameters.
+A bad micro-batch drops the whole window. Unscaling, and any reduction over devices, happens once
+per window.
 """
 
 import argparse
@@ -28,12 +28,12 @@ POLICY = ols.DynamicLossScale(initial_scale=2.0**24, growth_interval=100)
 INNER = optax.adam(1e-3)
 WRAPPED = ols.with_loss_scaling(optax.MultiSteps(INNER, WINDOW), POLICY)
 
-Batch = tuple[jax.Array, jax.Array]  # with a leading axis of the micro-batches of a window
+Batch = tuple[jax.Array, jax.Array]  # with a leading axis over the micro-batches of a window
 Carry = tuple[Any, Any]  # parameters, optimizer state
 
 
 class Result(NamedTuple):
-    """What a run gave in one way."""
+    """The result of training in one way."""
 
     accuracy: float
     applied: int  # updates of the parameters
@@ -48,7 +48,7 @@ def init_params(key: jax.Array) -> list[jax.Array]:
 
 
 def forward(params: list[jax.Array], images: jax.Array) -> jax.Array:
-    """Return the logits in float32; they, and their gradients, are computed in float16."""
+    """Return float32 logits. The forward and backward passes compute in float16."""
     x = images.astype(jnp.float16)
     for weights in params[:-1]:
         x = jax.nn.relu(x @ weights.astype(jnp.float16))
@@ -56,14 +56,14 @@ def forward(params: list[jax.Array], images: jax.Array) -> jax.Array:
 
 
 def loss_fn(params: list[jax.Array], images: jax.Array, labels: jax.Array) -> jax.Array:
-    """Return the mean cross-entropy; knows nothing of loss scaling."""
+    """Return the mean cross-entropy, unscaled."""
     losses = optax.softmax_cross_entropy_with_integer_labels(forward(params, images), labels)
     return jnp.mean(losses)
 
 
 @jax.jit
 def wrapped(carry: Carry, window: Batch) -> Carry:
-    """Train on a window: a step of the wrapper for each micro-batch."""
+    """Train on a window, with one step of the wrapper for each micro-batch."""
 
     def micro_step(carry: Carry, batch: Batch) -> tuple[Carry, None]:
         params, opt_state = carry
@@ -76,11 +76,11 @@ def wrapped(carry: Carry, window: Batch) -> Carry:
 
 @jax.jit
 def window(carry: Carry, window: Batch) -> Carry:
-    """Train on a window: one step, on the mean of the micro-batches' gradients."""
+    """Train on a window, with one step on the mean of the micro-batches' gradients."""
     params, (scale_state, inner_state) = carry
 
     def accumulate(total: Any, batch: Batch) -> tuple[Any, None]:
-        _, grads = ols.value_and_grad(loss_fn)(scale_state, params, *batch)  # the same factor
+        _, grads = ols.value_and_grad(loss_fn)(scale_state, params, *batch)  # the same loss scale
         return jax.tree.map(jnp.add, total, grads), None
 
     total, _ = jax.lax.scan(accumulate, jax.tree.map(jnp.zeros_like, params), window)
@@ -93,7 +93,7 @@ def window(carry: Carry, window: Batch) -> Carry:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Result]:
-    """Train in both ways, test and print."""
+    """Train in both ways, test, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=20, help="default: %(default)s")
     args = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""Thirty seconds of loss scaling: gradients that float16 cannot hold, and what mends it."""
+"""Loss scaling in thirty seconds: gradients that underflow in float16, and the fix."""
 
 import jax
 import jax.numpy as jnp

@@ -1,7 +1,7 @@
-"""A convolutional network with BatchNorm in float16 and Flax NNX, on handwritten digits.
+"""A float16 convolutional network with BatchNorm in Flax NNX, on handwritten digits.
 
-`nnx.Optimizer` takes the wrapped optimizer as it is. NNX updates BatchNorm's statistics in place,
-so they are read before the step and put back where the step was skipped.
+`nnx.Optimizer` accepts the wrapped optimizer. NNX updates BatchNorm's statistics in place, so the
+training step saves them first and restores them if the step is skipped.
 """
 
 import argparse
@@ -40,7 +40,7 @@ class Network(nnx.Module):
 
 
 class Result(NamedTuple):
-    """What a run gave."""
+    """The result of a run."""
 
     accuracy: float
     skipped: int
@@ -57,7 +57,7 @@ def loss_fn(network: Network, images: jax.Array, labels: jax.Array) -> jax.Array
 def train_step(
     network: Network, optimizer: nnx.Optimizer, images: jax.Array, labels: jax.Array
 ) -> jax.Array:
-    """Apply one step or skip it, and return which."""
+    """Apply one step or skip it, and return whether it was applied."""
     old_stats = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))
     loss_and_grads = ols.value_and_grad(loss_fn, transform=nnx.value_and_grad)
     loss, grads = loss_and_grads(optimizer.opt_state, network, images, labels)
@@ -71,12 +71,12 @@ def train_step(
 
 @nnx.jit
 def accuracy(network: Network, images: jax.Array, labels: jax.Array) -> jax.Array:
-    """Return the share of images that are recognized."""
+    """Return the accuracy."""
     return jnp.mean(jnp.argmax(network(images, train=False), axis=-1) == labels)
 
 
 def main(argv: Sequence[str] | None = None) -> Result:
-    """Train, test and print."""
+    """Train, test, and print the result."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=20, help="default: %(default)s")
     args = parser.parse_args(argv)

@@ -1,25 +1,24 @@
-"""A float16 language model, spread over all devices there are, from a laptop to many machines.
+"""A float16 language model, sharded over all devices, from a laptop to many machines.
 
 A small transformer learns to continue the text of Python's own help pages, byte by byte. It
-computes in float16; its parameters, and Adam's moments, are float32 and are spread over all
-devices of all processes, each of which holds an equal part (FSDP). The loss scale keeps small
-gradients from vanishing and skips the steps that overflow, on all devices or on none.
+computes in float16. Its parameters and Adam's moments are float32 and are sharded equally over all
+devices of all processes (FSDP). Loss scaling keeps small gradients from rounding to zero, and skips
+the steps that overflow, on all devices or on none.
 
-One process, with all the devices of this machine:
+Run one process, with all devices of this machine:
 
     python examples/sharded_transformer.py
 
-Several, each started with its number, on one machine or on many:
+Run several processes, each with its own number, on one machine or on many:
 
     python examples/sharded_transformer.py --coordinator 10.0.0.1:1234 --processes 2 --process-id 0
     python examples/sharded_transformer.py --coordinator 10.0.0.1:1234 --processes 2 --process-id 1
 
-Where Slurm, Open MPI, Kubernetes or a TPU pod has started them, `--coordinator auto` is enough.
-With `--checkpoints DIRECTORY`, which all processes must see, the same command resumes a run that
-was interrupted, also with another number of processes or devices.
+Under Slurm, Open MPI or Kubernetes, or on a TPU pod, `--coordinator auto` is enough.
+With `--checkpoints DIRECTORY`, which all processes must share, the same command resumes an
+interrupted run, even with a different number of processes or devices.
 
-Exits with an error if the model does not predict unseen text better than the frequencies of the
-bytes do.
+Exits with an error if the model does not predict unseen text better than byte frequencies do.
 """
 
 import argparse
@@ -49,7 +48,7 @@ State = dict[str, Any]  # params and opt_state; what a checkpoint holds
 
 
 def load_text() -> tuple[np.ndarray, np.ndarray]:
-    """Return the bytes to learn from and, from the end of each topic, those to be tested on."""
+    """Return the training bytes, and the test bytes: the last tenth of each topic."""
     topics = [text.encode() for _, text in sorted(pydoc_data.topics.topics.items())]
     cuts = [int(0.9 * len(topic)) for topic in topics]
     learned = b"".join(topic[:cut] for topic, cut in zip(topics, cuts, strict=True))
@@ -58,7 +57,7 @@ def load_text() -> tuple[np.ndarray, np.ndarray]:
 
 
 def unigram_loss(learned: np.ndarray, unseen: np.ndarray) -> float:
-    """Return the cross-entropy of the unseen bytes if only the bytes' frequencies are known."""
+    """Return the cross-entropy on the unseen bytes of a model of byte frequencies."""
     counts = np.bincount(learned, minlength=VOCABULARY) + 1.0
     return float(-np.mean(np.log(counts / counts.sum())[unseen]))
 
@@ -67,7 +66,7 @@ def unigram_loss(learned: np.ndarray, unseen: np.ndarray) -> float:
 
 
 def init_params(key: jax.Array, *, layers: int, width: int, length: int) -> Params:
-    """Return the parameters, in float32; those of all layers are stacked."""
+    """Return float32 parameters, with those of all layers stacked."""
     shapes = {
         "qkv": (layers, width, 3 * width),
         "attended": (layers, width, width),
@@ -87,7 +86,7 @@ def init_params(key: jax.Array, *, layers: int, width: int, length: int) -> Para
 
 
 def logits_fn(params: Params, tokens: jax.Array, *, heads: int, dtype: Any) -> jax.Array:
-    """Return the logits of each next byte in float32; all that is large is done in `dtype`."""
+    """Return float32 logits of each next byte. All large operations run in `dtype`."""
     length = tokens.shape[1]
     embedding = params["tokens"].astype(dtype)
     x = embedding[tokens] + params["positions"][:length].astype(dtype)
@@ -108,17 +107,17 @@ def logits_fn(params: Params, tokens: jax.Array, *, heads: int, dtype: Any) -> j
 
 
 def normalize(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Divide by the root mean square, which float16 could not hold, in float32."""
+    """Divide by the root mean square, in float32 because the squares overflow float16."""
     wide = x.astype(jnp.float32)
     rms = jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-6)
     return (wide * rms * weight).astype(x.dtype)
 
 
-# Where things are.
+# Sharding and data.
 
 
 def fully_sharded(shapes: State, mesh: Mesh) -> State:
-    """Spread each array over all devices, along the longest of its axes that can be divided."""
+    """Shard each array over all devices, along its longest divisible axis."""
 
     def place(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         divisible = [n if n % mesh.size == 0 else 0 for n in leaf.shape]
@@ -133,13 +132,13 @@ def fully_sharded(shapes: State, mesh: Mesh) -> State:
 def batches(
     text: np.ndarray, mesh: Mesh, *, size: int, length: int, first: int
 ) -> Iterator[jax.Array]:
-    """Yield, from step `first` on, windows of the text that depend on the step alone."""
+    """Yield windows of the text from step `first` on. They depend on the step only."""
     spread = NamedSharding(mesh, P("data"))
     step = first
     while True:
         starts = np.random.default_rng(step).integers(0, len(text) - length, size)
         windows = text[starts[:, None] + np.arange(length + 1)].astype(np.int32)
-        # Each process is asked for the rows of its own devices only.
+        # JAX asks each process only for the rows of its own devices.
         yield jax.make_array_from_callback(windows.shape, spread, windows.__getitem__)
         step += 1
 
@@ -150,7 +149,7 @@ def batches(
 def make_functions(
     args: argparse.Namespace, mesh: Mesh
 ) -> tuple[Callable, Callable, Callable, Callable, State]:
-    """Return what starts, trains, evaluates and generates, and where the state is."""
+    """Return functions to start, train, evaluate and generate, and the state's shardings."""
     warmup, end = args.horizon // 10 + 1, args.horizon + 2
     rate = optax.warmup_cosine_decay_schedule(0, args.rate, warmup, end)
     tx = ols.with_loss_scaling(
@@ -158,7 +157,7 @@ def make_functions(
             optax.clip_by_global_norm(1.0),
             optax.adamw(rate),
         ),
-        # Starts too high on purpose: the first few steps overflow and find the scale that fits.
+        # Too high on purpose: the first few steps overflow and lower the scale until it fits.
         ols.DynamicLossScale(initial_scale=2.0**20, growth_interval=100),
     )
     dtype = jnp.dtype(args.dtype)
@@ -200,9 +199,9 @@ def make_functions(
 
 
 def train(args: argparse.Namespace) -> list[str]:
-    """Train, print how it went, and return what is wrong with it."""
+    """Train, print the results, and return the problems found."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",), (AxisType.Auto,))
-    args.batch = -(-args.batch // mesh.size) * mesh.size  # the same for each device
+    args.batch = -(-args.batch // mesh.size) * mesh.size  # a multiple of the devices
     learned, unseen = load_text()
     baseline = unigram_loss(learned, unseen)
     start, train_step, evaluate, generate, places = make_functions(args, mesh)
@@ -229,7 +228,7 @@ def train(args: argparse.Namespace) -> list[str]:
         data = batches(learned, mesh, size=args.batch, length=args.length, first=first)
         for step in range(first + 1, args.steps + 1):
             state, loss = train_step(state, next(data))
-            if step % args.report == 0:  # to read a number is to wait for it
+            if step % args.report == 0:  # reading a number waits for it
                 scale = ols.loss_scale_state(state["opt_state"])
                 progress.set_postfix(
                     loss=f"{loss:.3f}",
@@ -249,7 +248,7 @@ def train(args: argparse.Namespace) -> list[str]:
     scale = ols.loss_scale_state(state["opt_state"])
     say(
         f"skipped {int(scale.total_skipped)} steps, loss scale 2**{np.log2(scale.loss_scale):.0f}\n"
-        f"loss on unseen text: {reached:.3f} nats a byte, of the bytes' frequencies: {baseline:.3f}"
+        f"loss on unseen text: {reached:.3f} nats per byte; of byte frequencies: {baseline:.3f}"
     )
     prompt = jnp.asarray(unseen[: args.length], jnp.int32)
     generated = np.asarray(generate(state["params"], prompt, jax.random.key(1)), np.uint8)
@@ -260,7 +259,7 @@ def train(args: argparse.Namespace) -> list[str]:
 def restore(
     manager: ocp.CheckpointManager, step: int, start: Callable[[], State], places: State
 ) -> State:
-    """Read a checkpoint; each device reads its own part, whoever has written it."""
+    """Restore a checkpoint. Each device reads its own part, whichever device wrote it."""
     wanted = jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
         jax.eval_shape(start),
@@ -270,10 +269,10 @@ def restore(
 
 
 def problems(reached: float, baseline: float) -> list[str]:
-    """Say what is wrong with the loss that was reached. NaN never passes."""
+    """Return the problems with the final loss. NaN never passes."""
     if reached < baseline:
         return []
-    expected = f"expected less than the {baseline:.3f} of the bytes' frequencies"
+    expected = f"expected less than the {baseline:.3f} of byte frequencies"
     return [f"the loss on unseen text is {reached:.3f}, {expected}; train for more --steps"]
 
 
@@ -284,22 +283,22 @@ def main(argv: Sequence[str] | None = None) -> list[str]:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     number = {"type": int, "metavar": "N"}
-    parser.add_argument("--steps", default=600, help="where training ends", **number)
-    parser.add_argument("--horizon", help="where the learning rate ends; --steps", **number)
-    parser.add_argument("--batch", default=16, help="windows of text in a step, of all", **number)
-    parser.add_argument("--length", default=128, help="bytes in a window", **number)
-    parser.add_argument("--layers", default=4, help="blocks of the transformer", **number)
-    parser.add_argument("--width", default=128, help="of the hidden state", **number)
-    parser.add_argument("--heads", default=4, help="of the attention; they divide it", **number)
-    parser.add_argument("--rate", type=float, default=3e-3, help="the highest learning rate")
+    parser.add_argument("--steps", default=600, help="number of the last step", **number)
+    parser.add_argument("--horizon", help="end of the rate schedule; --steps if omitted", **number)
+    parser.add_argument("--batch", default=16, help="windows per step, over all devices", **number)
+    parser.add_argument("--length", default=128, help="bytes per window", **number)
+    parser.add_argument("--layers", default=4, help="transformer blocks", **number)
+    parser.add_argument("--width", default=128, help="size of the hidden state", **number)
+    parser.add_argument("--heads", default=4, help="attention heads; must divide --width", **number)
+    parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16", "float32"])
-    parser.add_argument("--generate", default=400, help="bytes to write in the end", **number)
+    parser.add_argument("--generate", default=400, help="bytes to generate at the end", **number)
     parser.add_argument("--report", default=10, help="steps between reports", **number)
     parser.add_argument("--save", default=100, help="steps between checkpoints", **number)
-    parser.add_argument("--checkpoints", type=Path, help="where they are; none are kept without")
+    parser.add_argument("--checkpoints", type=Path, help="checkpoint folder; default: none")
     parser.add_argument("--coordinator", help='host:port of process 0, or "auto"')
-    parser.add_argument("--processes", help="how many there are", **number)
-    parser.add_argument("--process-id", help="which one this is, from 0", **number)
+    parser.add_argument("--processes", help="number of processes", **number)
+    parser.add_argument("--process-id", help="number of this process, from 0", **number)
     args = parser.parse_args(argv)
     for name in ("steps", "batch", "length", "layers", "width", "heads", "report", "save"):
         if getattr(args, name) < 1:

@@ -1,4 +1,4 @@
-"""Settings of every test, and the ways a function is run."""
+"""Settings for every test, and the ways to run a function."""
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 @pytest.fixture(autouse=True)
 def _promotion(request):
-    """Relax dtype promotion where code of others, Optax's adam for one, relies on it."""
+    """Relax dtype promotion for tests of other libraries, such as Optax's adam, that rely on it."""
     if request.node.get_closest_marker("integration"):
         with jax.numpy_dtype_promotion("standard"):
             yield
@@ -25,13 +25,13 @@ def _promotion(request):
 
 @pytest.fixture(autouse=True)
 def _replayed(monkeypatch):
-    """Treat every state as a large one: the arrays of tests are small."""
+    """Treat every state as large, since the arrays in tests are small."""
     monkeypatch.setattr(select, "SMALL", 0)
 
 
 @pytest.fixture
 def x64():
-    """Let JAX have float64."""
+    """Enable float64 in JAX."""
     jax.config.update("jax_enable_x64", True)
     yield
     jax.config.update("jax_enable_x64", False)
@@ -42,7 +42,7 @@ def _plain(fun):
 
 
 def _pmap(fun):
-    """Run on two devices with the same arguments, and return what the first one says."""
+    """Run on two devices with the same arguments, and return the result of the first."""
     mapped = jax.pmap(fun, devices=jax.devices()[:2])
 
     def run(*args):
@@ -66,5 +66,5 @@ _RUNNERS = {"plain": _plain, "jit": jax.jit, "pmap": _pmap, "shard_map": _shard_
 
 @pytest.fixture(params=_RUNNERS.values(), ids=_RUNNERS.keys())
 def runner(request):
-    """Each way to run a function of arrays: as it is, under jit, pmap and jit(shard_map)."""
+    """Each way to run a function of arrays: plain, jit, pmap and jit(shard_map)."""
     return request.param

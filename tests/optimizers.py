@@ -1,7 +1,7 @@
 """Every optimizer of Optax, built from the names of its factory's parameters.
 
-A name is the factory's path below `optax`, with a variant behind a colon. A factory that Optax adds
-is in the table at once, or a test says what is missing.
+A name is the factory's path below `optax`, with any variant after a colon. New factories of Optax
+enter the table automatically, or a test reports what is missing.
 """
 
 import contextlib
@@ -29,12 +29,12 @@ def real_params():
 
 
 def only(*names):
-    """Return the params of these names alone."""
+    """Return only the params with these names."""
     return {name: real_params()[name] for name in names}
 
 
 def loss(params, step):
-    """Squared distance to a target that moves from step to step."""
+    """Return the squared distance to a target that moves at each step."""
 
     def distance(leaf):
         target = jnp.cos(jnp.arange(leaf.size, dtype=jnp.float32) + step).reshape(leaf.shape)
@@ -56,10 +56,10 @@ class Optimizer:
     """An inner optimizer.
 
     Args:
-      build: Builds it, and may warn that it is deprecated.
+      build: Builds the optimizer, and may warn that it is deprecated.
       params: Builds the params.
       grads: The gradients at `(params, step)`.
-      extra: Names of the extra arguments that its `update` must be given.
+      extra: Names of the extra arguments that its `update` requires.
     """
 
     build: Callable
@@ -97,7 +97,7 @@ SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 20)
 ADVERSARY = optax.chain(optax.contrib.normalize(), optax.sgd(0.1))
 FREEZE = {"w": True, "b": False, "s": False}
 
-# What a factory is given for its parameters, required or not, by their names.
+# The arguments of the factories, required or not, by the names of their parameters.
 ARGUMENTS = {
     **dict.fromkeys(("inner", "tx", "optimizer", "base_optimizer", "fast_optimizer"), ADAM),
     **dict.fromkeys(("clipping", "eta", "learning_rate", "noise_multiplier", "weight_decay"), 0.1),
@@ -123,7 +123,7 @@ ARGUMENTS = {
     "warmup_steps": 2,
 }
 
-# What the names of the parameters do not say.
+# Variants that the names of the parameters do not give.
 VARIANTS = {
     "adabelief: nesterov": lambda: optax.adabelief(0.1, nesterov=True),
     "adafactor: factored": lambda: optax.adafactor(
@@ -161,7 +161,7 @@ VARIANTS = {
     "sgd: nesterov": lambda: optax.sgd(SCHEDULE, momentum=0.9, nesterov=True),
 }
 
-# What else is not as for most; a variant is as the factory, unless it has an entry.
+# Exceptions to the defaults. A variant without an entry uses the factory's.
 LINE_SEARCH = {"extra": ("value", "grad", "value_fn")}
 VALUE = {"extra": ("value",)}
 PROBLEMS = {
@@ -185,16 +185,16 @@ PROBLEMS = {
     "scale_by_backtracking_linesearch": LINE_SEARCH,
     # DoG promotes ranks: an error under our settings, or a scalar that becomes a vector.
     "scale_by_distance_over_gradients": {"params": lambda: only("b")},
-    "sm3": {"params": lambda: only("w", "b")},  # it takes maxima over slices
+    "sm3": {"params": lambda: only("w", "b")},  # takes maxima over slices
 }
 
-# The state of `monitor` has nothing to keep before its first update. Its `measure_with_ema` returns
-# no updates that could be applied. `snapshot`, in the table, measures too.
+# `monitor` has nothing to keep before its first update, and `measure_with_ema` returns nothing to
+# apply. `snapshot`, in the table, covers measurements.
 NOT_TO_BE_SKIPPED = {"monitor", "measure_with_ema"}
 
 
 def factories():
-    """Return each public factory of Optax by its name."""
+    """Return the public factories of Optax by name."""
     return {
         prefix + name: member
         for prefix, module in (("", optax), ("contrib.", optax.contrib))
@@ -210,7 +210,7 @@ def build(factory):
 
 
 def optimizers():
-    """Return an entry for each factory, but for what the aliases are made of."""
+    """Yield an entry for each factory except the parts of the aliases."""
     by_name = {
         name: functools.partial(build, factory)
         for name, factory in factories().items()
@@ -218,7 +218,7 @@ def optimizers():
     }
     for name, make in (by_name | VARIANTS).items():
         factory = name.split(":")[0]
-        with contextlib.suppress(AttributeError):  # older than the factory
+        with contextlib.suppress(AttributeError):  # Optax is older than the factory
             operator.attrgetter(factory)(optax)
             yield name, Optimizer(make, **PROBLEMS.get(name, PROBLEMS.get(factory, {})))
 

@@ -1,8 +1,8 @@
-"""The plainest optimizer that scales the loss, and comparing with it bit for bit.
+"""The simplest optimizer with loss scaling, and a bitwise comparison with it.
 
-It is the oracle for `with_loss_scaling`. Nothing here is shared with the package but the type of
-its states and the policies. The finiteness check is a conjunction, the skip is `jnp.where` on what
-the inner optimizer returns.
+It is the oracle for `with_loss_scaling`. It shares only the state types and the policies with the
+package. The finiteness check is a conjunction, and the skip is `jnp.where` on the results of the
+inner optimizer.
 """
 
 import functools
@@ -17,7 +17,7 @@ import optax_lossscale as ols
 
 
 def with_plain_where(inner, policy):
-    """Return `with_loss_scaling(inner, policy)` as its contract reads, in the slowest way."""
+    """Return `with_loss_scaling(inner, policy)`, written directly from its contract."""
     inner = optax.with_extra_args_support(inner)
 
     def init(params):
@@ -52,7 +52,7 @@ def with_plain_where(inner, policy):
 
 
 def bits(leaf):
-    """Return what an array's elements are made of, as unsigned integers."""
+    """Return the bits of an array's elements as unsigned integers."""
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     array = np.asarray(leaf)

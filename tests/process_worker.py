@@ -1,7 +1,7 @@
-"""A tiny task to be trained on one device, on several, and by several processes.
+"""A tiny task to train on one device, on several devices, and in several processes.
 
-Run as a script, it is one of these processes. It takes its orders as JSON on the command line and
-leaves what it has seen as JSON in a file.
+Run as a script, this file is one of these processes. It reads its orders as JSON from the command
+line and writes its report as JSON to a file.
 """
 
 import contextlib
@@ -24,10 +24,10 @@ import optax_lossscale as ols
 
 BATCH = 32
 STEPS, SAVED = 8, 3
-BAD_ROW = 30  # in the part of the batch of the last process, however many there are
-# What float16 makes of a sum in another order, and less than a tenth of what one step does.
+BAD_ROW = 30  # always in the last process's part of the batch
+# The rounding of float16 sums in another order; less than a tenth of the effect of one step.
 TOLERANCE = 4e-4
-# The loss scale grows after two finite steps in a row, so that these few steps move it both ways.
+# Growth after two finite steps in a row lets these few steps move the loss scale both ways.
 POLICY = ols.DynamicLossScale(initial_scale=2.0**8, growth_interval=2)
 # Its schedule counts the applied steps, and its update is linear in the gradients.
 INNER = optax.sgd(optax.linear_schedule(0.1, 0.02, 6), momentum=0.9)
@@ -52,10 +52,10 @@ def loss_fn(params, x, y):
 
 
 def batch(step, row=None):
-    """Return the batch of one step; at some of them, `row` spoils it.
+    """Return the batch of one step; at some steps, `row` is bad.
 
-    At steps 1 and 6 its target is so far away that the gradient overflows float16, in which the
-    network computes, and the loss, in float32, does not. At step 4 the loss is infinite.
+    At steps 1 and 6, the target of the row is so large that the gradient overflows float16, while
+    the float32 loss is finite. At step 4, the loss is infinite.
     """
     rng = np.random.default_rng(step)
     x = rng.normal(size=(BATCH, 16)).astype(np.float32)
@@ -66,7 +66,7 @@ def batch(step, row=None):
 
 
 def counts(state):
-    """Return the five numbers of loss scaling."""
+    """Return the five fields of the loss scale state."""
     return [float(leaf) for leaf in ols.loss_scale_state(state)]
 
 
@@ -84,7 +84,7 @@ _oracle_step = jax.jit(make_step(ORACLE))
 
 
 def one_device(row):
-    """Return what one device ends with when this row is bad, and the counts after each step."""
+    """Return the final state on one device with this bad row, and the counts after each step."""
     params = init_params()
     state = ORACLE.init(params)
     seen = []
@@ -95,11 +95,11 @@ def one_device(row):
 
 
 def train(mesh, step, args, first=0, after_step=lambda *_: None):
-    """Train to the last step, and return the counts after each, and all parameters in full."""
+    """Train to the last step; return the counts after each step and the full parameters."""
     seen = []
     for i in range(first, STEPS):
         data = (
-            # Each process is asked for the rows of its own devices only.
+            # JAX asks each process only for the rows of its own devices.
             jax.make_array_from_callback(a.shape, NamedSharding(mesh, P("data")), a.__getitem__)
             for a in batch(i, BAD_ROW)
         )
@@ -112,7 +112,7 @@ def train(mesh, step, args, first=0, after_step=lambda *_: None):
 
 
 def sharded(mesh, directory, *, resume):
-    """Train under plain jit, with every array spread over all devices of all processes."""
+    """Train under plain jit, with every array sharded over all devices of all processes."""
     tx = ols.with_loss_scaling(INNER, POLICY)
 
     def start():
@@ -155,7 +155,7 @@ def replicas(mesh):
 
 
 def example(directory):
-    """Return what the example prints, which trains on all devices that it finds."""
+    """Return the output of the example, which trains on all devices that it finds."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(str(EXAMPLE))["main"]([*TINY, f"--checkpoints={directory}"])
     return printed.getvalue()
@@ -168,7 +168,7 @@ def main(orders):
         orders["coordinator"],
         orders["processes"],
         orders["process"],
-        coordinator_bind_address=orders["coordinator"],  # on every interface otherwise
+        coordinator_bind_address=orders["coordinator"],  # the default is every interface
         initialization_timeout=60,
         heartbeat_timeout_seconds=30,
         shutdown_timeout_seconds=30,

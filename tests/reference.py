@@ -1,7 +1,7 @@
-"""The rule of the loss scale in plain Python: the oracle, written from the contract's text.
+"""The update rule in plain Python: an oracle written from the text of the contract.
 
-It shares no code with the package. A state is a `Reference` of Python numbers, whose `loss_scale`
-is rounded to float32 after every product, as the contract's float32[] is.
+It shares no code with the package. A state is a `Reference` of Python numbers. Its `loss_scale` is
+rounded to float32 after every product, like the contract's float32[].
 """
 
 import itertools
@@ -51,7 +51,7 @@ def times(a: float, b: float) -> float:
 
 
 def add_one(count: int) -> int:
-    """Count, and stay at the largest int32."""
+    """Add one, and saturate at the largest int32."""
     return min(count + 1, INT32_MAX)
 
 
@@ -80,7 +80,7 @@ def dynamic_step(**given) -> Step:
 
 
 def fixed_step(*, skip_nonfinite: bool = True) -> Step:
-    """Return the rule of a factor that never moves."""
+    """Return the rule of a fixed loss scale."""
 
     def step(state: Reference, grads_finite: bool, loss_finite: bool = True) -> Reference:
         if not skip_nonfinite:

@@ -1,8 +1,7 @@
-"""Every error that bad input raises: its type, its message, and the calls that lead to it.
+"""Every error that bad input raises: its type, its message, and the calls that raise it.
 
-A message names the argument, says what it got and ends with a remedy; `...` stands for any text.
-The table is complete: each `raise` of the package, and each place in it that calls a check, leads
-to one of these errors.
+A message names the argument, shows its value and ends with a remedy; `...` matches any text. The
+table is complete: it reaches each `raise` of the package and each call of a check.
 """
 
 import ast
@@ -44,7 +43,7 @@ TORCH = interop.to_torch_state_dict(DynamicLossScale(), STATE)
 DECAY = {"weight_decay": 0.1, "learning_rate": 0.1}
 SHAPE = jax.ShapeDtypeStruct((2**16, 2**15), jnp.float16)
 
-# Calls that lack only what is tested.
+# Calls that lack only the tested argument.
 having = STATE._replace
 fixed_update, dynamic_update = FixedLossScale(8).update, DynamicLossScale().update
 scale_loss = functools.partial(ols.scale_loss, 1.0)
@@ -90,7 +89,7 @@ def take(state=STATE, axis_name=None):
 
 
 def keep(before, after):
-    """Take a step with an optimizer whose state is `before` at first and then `after`."""
+    """Take a step with an optimizer whose state changes from `before` to `after`."""
     inner = optax.GradientTransformation(lambda _: before, lambda grads, *_: (grads, after))
     tx = ols.with_loss_scaling(inner)
     return tx.update(ONE, tx.init(ONE))
@@ -106,7 +105,7 @@ def without_params(**arguments):
 
 
 def given(function, names, *values, **others):
-    """Return a row for each of the values as each argument of these names, besides the others."""
+    """Return a row for each of these arguments with each of these values, next to the others."""
     return [
         (functools.partial(function, **others, **{name: value}), name, repr(value))
         for name in names.split()
@@ -118,7 +117,7 @@ def traced(call):
     return lambda: jax.jit(call)(8.0)
 
 
-# By type and message: calls that raise the error, the `name` in its message, and what it `got`.
+# By type and message: the calls that raise it, and the `name` and the `got` in its message.
 TABLE = {
     # -- numbers
     "TypeError: `{name}` must be a Python number, got {got}. Convert an array with `float`, ...": [
@@ -165,6 +164,7 @@ TABLE = {
         *given(optimizer, "gradient_accumulation_steps", 2.5),
         *given(optimizer, "ema_overwrite_frequency", 1.5, use_ema=True),
         (lambda: diag.metrics(having(growth_count=1.5)), "state.growth_count", "1.5"),
+        (lambda: diag.metrics(having(growth_count=None)), "state.growth_count", "None"),
     ],
     "ValueError: `{name}` must be at least ... and fit an int32, got {got}. Use an integer ...": [
         *given(DynamicLossScale, "growth_interval", 0, -1, 2**31, HUGE),
@@ -336,6 +336,7 @@ TABLE = {
         (lambda: choose(1, 2), "the root of the tree", "1 and 2"),
         (lambda: choose(1, True), "the root of the tree", "1 and True"),
         (lambda: choose(1.0, jnp.float32(1)), "the root of the tree", "1.0 and Array(1., ...)"),
+        (lambda: choose(jnp.float32(1), 1.0), "the root of the tree", "Array(1., ...) and 1.0"),
     ],
     "TypeError: the leaf at {name} must have one dtype in both trees, got {got}. Cast one ...": [
         (lambda: choose({"a": ONE}, {"a": HALF}), "`['a']`", "float32 and float16"),
@@ -491,7 +492,7 @@ def test_bad_input_is_refused_by_name_with_the_value_and_a_remedy(call, message)
 
 
 def errors_and_checks():
-    """Yield where the package raises an error for bad input, and where it calls a check."""
+    """Yield the places where the package raises an error for bad input or calls a check."""
     relevant = re.compile(r"raise (Type|Value)Error\(|checks\.(?!as_float32)\w+\(")
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):

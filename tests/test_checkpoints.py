@@ -1,6 +1,6 @@
-"""Training that was saved goes on, in a new process, as if nothing had happened.
+"""Saved training resumes in a new process as if it had never stopped.
 
-Run as a script this file is that process: see `resume_all`.
+Run as a script, this file is that process: see `resume_all`.
 """
 
 import json
@@ -87,7 +87,7 @@ FORMATS = {
 
 
 def resume_all(folder):
-    """Restore every checkpoint of `folder`, train to the end, and write down what came of it."""
+    """Restore every checkpoint in `folder`, train to the end, and write the results."""
     policy = ols.as_loss_scale(json.loads((folder / "policy.json").read_text("utf-8")))
     fresh, train, traces = make_trainer(policy)
     results = {}
@@ -118,7 +118,7 @@ def test_training_goes_on_bit_for_bit_in_a_new_process(tmp_path):
         assert [int(count) for count in counts] == SAVED_AFTER[saved_after]
         expected, expected_scales = train(state, saved_after)
         moves = np.diff([float(scale), *expected_scales])
-        assert moves.min() < 0 < moves.max()  # after the save the loss scale moves both ways
+        assert moves.min() < 0 < moves.max()  # the loss scale moves both ways after the save
         for name in FORMATS:
             restored, final, scales = resumed[name, saved_after]
             assert_same_bits(restored, state)
@@ -127,7 +127,7 @@ def test_training_goes_on_bit_for_bit_in_a_new_process(tmp_path):
 
 
 class OlderState(NamedTuple):
-    """A LossScaleState as an older version might have written it, one field short."""
+    """A LossScaleState as an older version might have written it, without one field."""
 
     loss_scale: jax.Array
     growth_count: jax.Array
@@ -139,7 +139,7 @@ class OlderState(NamedTuple):
 
 
 def states_of_two_versions():
-    """Return a state of today in the middle of a run, and the same as of an older version."""
+    """Return a current state in the middle of a run, and the same state in an older version."""
     tx = ols.with_loss_scaling(optax.trace(0.9), ols.DynamicLossScale(2.0**10, hysteresis=2))
     opt_state = tx.init({"w": jnp.ones(4)})
     for grad in (jnp.inf, 1.0):
@@ -175,7 +175,7 @@ def test_a_plain_optimizers_file_is_the_inner_state_and_not_taken_for_the_wrappe
         restore(tmp_path / "plain", today)
 
 
-# Numbers that were damaged.
+# Damaged numbers.
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_training_from_a_damaged_loss_scale_applies_true_steps_or_none():
     for w, moved in zip(np.asarray(ws), applied, strict=True):
         expected = np.where(moved[:-1, None], w[:-1] * np.float32(0.875), w[:-1])
         np.testing.assert_allclose(w[1:], expected, rtol=1e-6)
-    # The rule cannot lead out of the first two.
+    # The rule cannot recover from the first two.
     assert applied[:2].sum() == 0
     assert applied[2:].sum(axis=1).min() >= 59
 

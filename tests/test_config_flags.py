@@ -1,11 +1,11 @@
-"""The settings of JAX and XLA that change what programs mean, each switched on and shown to be on.
+"""The settings of JAX and XLA that change the meaning of programs, each on and shown to be on.
 
-Training here is `run`: float16, with steps whose gradients overflow, one whose gradients are NaN
-and one whose loss is. Under a setting it must give the bits that it gives without.
+`run` trains in float16, with steps whose gradients overflow, one whose gradients are NaN and one
+whose loss is NaN. With each setting, the results must be bitwise the same as without it.
 
-Under jax_debug_nans a compiled function raises if it returns such a number, and the library does
-not hide that. XLA may compute float16 with excess precision: that decides which numbers overflow,
-and never whether what overflowed is skipped.
+Under jax_debug_nans, a compiled function raises an error if it returns NaN, and the library does
+not hide that. XLA may compute float16 with excess precision. This decides which numbers overflow,
+but an overflow is always skipped.
 
 Explicit mesh axes are in `test_distributed.py`, keys of every kind in `test_tree.py`, and
 --xla_cpu_enable_fast_math in `test_fast_math.py`.
@@ -39,17 +39,17 @@ def initial():
 
 
 def batches():
-    """Return inputs and a weight of the loss for each step."""
+    """Return the inputs and the loss weight of each step."""
     x = np.random.default_rng(0).normal(size=(STEPS, 8, 4)).astype(np.float16)
     weight = np.ones(STEPS, np.float32)
     weight[list(OVERFLOWS)] = 1e6  # the gradient is infinite in float16, the loss is not
-    x[OVERFLOWS, :] = abs(x[OVERFLOWS, :])  # and no NaN comes of a difference of infinities
+    x[OVERFLOWS, :] = abs(x[OVERFLOWS, :])  # no difference of infinities, which is NaN
     x[NAN_GRADS, 0, 0] = np.inf
     weight[NAN_LOSS] = np.nan
     return list(zip(map(jnp.asarray, x), map(jnp.asarray, weight), strict=True))
 
 
-# On the device already: to put NaN there is itself an error under some settings.
+# Already on the device: under some settings, moving NaN there is itself an error.
 BATCHES = batches()
 BAD_GRADS = {"w": jnp.full((4, 4), np.nan), "b": jnp.full(4, np.inf)}
 
@@ -130,7 +130,7 @@ def debugger(request):
 
 @pytest.mark.slow
 def test_a_compiled_step_skips_and_raises_nothing(expected, debugger):
-    """Inside a compiled program nothing is looked at, and what comes out of it is finite."""
+    """JAX checks only the outputs of a compiled program, and these are finite."""
     del debugger
     assert_same_bits(run(), expected)
 
@@ -151,9 +151,9 @@ def test_an_update_with_bad_gradients_skips_and_raises_nothing(debugger, transfo
 
 
 def test_a_function_that_returns_the_bad_numbers_raises_if_compiled(debugger):
-    """`unscale_and_check` does, and by itself it cannot know that its caller will look at the flag.
+    """`unscale_and_check` does, because it cannot know whether its caller reads the flag.
 
-    Eager it raises nothing: there it switches the setting off for what it computes.
+    In eager execution it raises nothing, because it switches the setting off for its own work.
     """
     del debugger
     _, opt_state = initial()
@@ -197,7 +197,7 @@ def test_a_compiled_step_transfers_nothing(expected):
         assert_same_bits(run(compiled, start), expected)
         metrics(start[1])
         jax.jit(TX.init)(start[0])
-        # It is asked for on the host, so that what it moves there is no accident.
+        # Users call it on the host, so its transfers are intended.
         ols.diagnostics.check_health(start[1])
 
 
@@ -216,14 +216,14 @@ def test_without_compilation_the_same_steps_are_skipped(expected):
 
 @pytest.mark.slow
 def test_no_array_lies_in_a_reference_cycle(capfd):
-    """The guard logs when the garbage collector meets an array."""
+    """The guard logs when the garbage collector finds an array."""
 
     class Cycle:
         def __init__(self):
             self.me, self.array = self, jnp.ones(3)
 
     def logged(action):
-        gc.collect()  # what others have left
+        gc.collect()  # garbage of other tests
         before = jax.config.jax_array_garbage_collection_guard
         jax.config.update("jax_array_garbage_collection_guard", "log")
         try:
@@ -282,7 +282,7 @@ with open({path!r}, "wb") as file:
 
 
 def in_a_fresh_process(folder, environment):
-    """Train in a new process, and return what it found."""
+    """Train in a new process, and return its results."""
     path = folder / "found.pickle"
     script = SCRIPT.format(here=os.path.dirname(__file__), path=str(path))  # noqa: PTH120
     process = subprocess.run(  # noqa: S603 - the interpreter and our own code

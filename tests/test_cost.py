@@ -1,7 +1,7 @@
-"""What loss scaling costs, as far as it does not depend on a clock.
+"""The cost of loss scaling, without a clock.
 
 Temporary memory, aliased buffers, copies, bytes accessed, the size of the program and the number
-of compilations are facts of the compiled step. `benchmarks/` measures time.
+of compilations are properties of the compiled step. `benchmarks/` measures time.
 """
 
 import math
@@ -34,7 +34,7 @@ def nbytes(tree):
 
 
 def compile_step(tx, shapes=SHAPES, grad_dtype=jnp.float32):
-    """Compile the step as a user writes it, and return it with the bytes of params and state."""
+    """Compile a typical step, and return it with the sizes of params and state in bytes."""
     params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     grads = [jax.ShapeDtypeStruct(shape, grad_dtype) for shape in shapes]
     state = jax.eval_shape(tx.init, params)
@@ -87,18 +87,18 @@ def test_params_and_state_are_updated_in_place(plain, scaled):
     compiled, params, state = scaled
     assert compiled.memory_analysis().alias_size_in_bytes == params + state
     assert temporaries(compiled) <= temporaries(plain) + 0.02 * params
-    # Lion reads the old moment for the update and for the new moment, and copies it by itself.
+    # Plain Lion copies the old moment too: it reads it for the update and for the new moment.
     assert len(large_copies(compiled)) == len(large_copies(plain))
 
 
 def test_the_gradients_are_read_once_more(plain, scaled):
     compiled, params, _ = scaled
-    # One read of the gradients, and 2 % of it for the flags of the groups and the counters.
+    # One read of the gradients, plus 2 % for the flags of the groups and the counters.
     assert bytes_accessed(compiled) <= bytes_accessed(plain) + 1.02 * params
 
 
 def test_gradients_of_half_precision_are_not_copied(optimizer):
-    # What plain Optax needs to take them without turning its state into their type.
+    # Plain Optax needs this cast to keep the dtype of its state.
     cast = optax.stateless_with_tree_map(lambda g, _: g.astype(jnp.float32))
     plain, params, _ = compile_step(optax.chain(cast, optimizer), grad_dtype=jnp.float16)
     compiled, _, _ = compile_step(ols.with_loss_scaling(optimizer), grad_dtype=jnp.float16)
@@ -114,8 +114,8 @@ def test_what_checks_nothing_costs_nothing(optimizer, plain):
 
 
 def test_plain_where_on_the_outputs_copies_the_state():
-    # The reason for `_step/replay.py`, and what shows that the tests above can fail. When this one
-    # fails, XLA has learnt to do without, and the module can go.
+    # The reason for `_step/replay.py`, and proof that the tests above can fail. If this test fails,
+    # XLA no longer needs the module, and it can be removed.
     plain, params, _ = compile_step(OPTIMIZERS["adamw"])
     copying, _, _ = compile_step(with_plain_where(OPTIMIZERS["adamw"], ols.DynamicLossScale()))
     assert temporaries(copying) > temporaries(plain) + 1.5 * params
@@ -124,7 +124,7 @@ def test_plain_where_on_the_outputs_copies_the_state():
 
 
 def program_sizes(tx):
-    """Return how much each of some arrays adds to the program, among few and among many."""
+    """Return the size of the program per added array, among few arrays and among many."""
     small, medium, large = (
         len(compile_step(tx, [(40, 32)] * n)[0].as_text()) for n in (10, 20, 40)
     )
@@ -138,7 +138,7 @@ def test_the_program_grows_linearly_with_the_number_of_arrays():
 
 @pytest.mark.exhaustive
 def test_a_conjunction_of_flags_grows_quadratically():
-    # Shows that the test above can fail: the flags of the reference are combined with `and`.
+    # Proves that the test above can fail: the reference combines the flags with `and`.
     few, many = program_sizes(
         with_plain_where(OPTIMIZERS["sgd with momentum"], ols.DynamicLossScale())
     )
@@ -150,6 +150,6 @@ def test_the_check_writes_no_mask_of_the_array(dtype):
     array = jax.ShapeDtypeStruct((2048, 1024), dtype)
     ours = jax.jit(ols.all_finite).lower(array).compile()
     assert temporaries(ours) <= array.size / 16
-    # Shows that it can fail, and that the groups are still needed.
+    # Proves that this test can fail, and that the groups are still needed.
     mask = jax.jit(lambda x: jnp.all(jnp.isfinite(x))).lower(array).compile()
     assert temporaries(mask) >= array.size

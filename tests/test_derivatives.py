@@ -1,8 +1,8 @@
-"""The derivative of training in which steps are skipped: that of the applied steps alone.
+"""The derivative of training with skipped steps is that of the applied steps alone.
 
-Training is a function of the learning rate, the first parameters and the data, and people
-differentiate it (hyper-gradients, meta-learning). The oracle is the bare optimizer, run for the
-applied steps only.
+Training is a function of the learning rate, the initial parameters and the data. Hyper-gradients
+and meta-learning differentiate it. The oracle is the bare optimizer, run only for the applied
+steps.
 """
 
 import functools
@@ -19,14 +19,14 @@ import optax_lossscale as ols
 pytestmark = pytest.mark.integration
 
 APPLIED = 3
-# Which of five steps are skipped: the first ones, the first and a later one, later ones.
+# The skipped steps of five: the first two, the first and a later one, or two later ones.
 SKIPPED = [(0, 1), (0, 3), (1, 2), (2, 4)]
-# The gradients are scaled by one, and the first parameters moved by the other.
+# `scale` multiplies the gradients, and `start` shifts the initial parameters.
 THETA = {"scale": jnp.float32(1.25), "start": jnp.float32(0.75)}
 
-# The others are made of the same parts.
+# The other optimizers consist of the same parts.
 KINDS = {"adafactor", "MultiSteps"}
-# The bare optimizer's derivative is not finite either, in one mode at least.
+# The bare optimizer's derivative is not finite either, in at least one mode.
 NOT_FINITE = {
     "contrib.adopt",
     "contrib.dadapt_adamw",
@@ -44,7 +44,7 @@ NAMES = [
 
 
 def plan(skipped):
-    """Return the number of each step among the applied ones, and what is added to its gradients."""
+    """Return the number of applied steps before each step, and the term to add to its gradients."""
     bad = np.isin(np.arange(APPLIED + len(skipped)), skipped)
     return jnp.asarray(np.cumsum(~bad) - ~bad, jnp.float32), jnp.where(bad, jnp.inf, 0.0)
 

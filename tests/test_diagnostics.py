@@ -1,6 +1,6 @@
-"""Each question that a person asks when training goes wrong, and the function that answers it.
+"""The questions that arise when training fails, and the functions that answer them.
 
-`test_bad_input.py` has the arguments that these functions refuse.
+`test_bad_input.py` tests the arguments that these functions reject.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from optax_lossscale.diagnostics import (
 INF, NAN = np.inf, np.nan
 DYNAMIC = ols.DynamicLossScale()
 
-# What a gradient's tree may hold besides arrays of numbers, as in `test_tree.py`.
+# Leaves of a gradient tree that are not arrays of numbers, as in `test_tree.py`.
 OTHER_LEAVES = {
     "none": None,
     "float0": np.zeros(3, jax.dtypes.float0),
@@ -118,13 +118,13 @@ def test_a_step_with_all_diagnostics_neither_waits_nor_compiles_twice_and_may_do
     ("healthy", "policy"),
     [
         (state(1024.0, growth=3, total=100), DYNAMIC),  # a step skipped now and then
-        (state(1.0, overflows=1, consecutive=50, total=50), DYNAMIC),  # as many as are allowed
-        (state(1.0, growth=3, overflows=1, total=50), DYNAMIC),  # at the floor, and learning
-        (state(2.0**24, total=1), DYNAMIC),  # at the cap, which it has had to leave before
+        (state(1.0, overflows=1, consecutive=50, total=50), DYNAMIC),  # as many as allowed
+        (state(1.0, growth=3, overflows=1, total=50), DYNAMIC),  # at the floor, but learning
+        (state(2.0**24, total=1), DYNAMIC),  # at the cap, which overflowed before
         (state(2.0**23), DYNAMIC),  # not at the cap
-        (state(2.0**24), ols.DynamicLossScale(2.0**24)),  # it started there
-        (state(2.0**24), 2.0**24),  # as it was told to
-        (state(2.0**24), None),  # nobody said where the cap is
+        (state(2.0**24), ols.DynamicLossScale(2.0**24)),  # started there
+        (state(2.0**24), 2.0**24),  # fixed
+        (state(2.0**24), None),  # the cap is unknown
         (state(2.0**-126), DYNAMIC),
         (state(2.0**126), DYNAMIC),
     ],
@@ -152,7 +152,7 @@ def test_one_more_skipped_step_than_allowed_raises(limit):
     [
         (4.0, DYNAMIC, "the loss scale is 4, above its floor of 1. Likely"),
         (4.0, None, "the loss scale is 4. Likely"),
-        # float32 holds 0.1 as something above it.
+        # The float32 closest to 0.1 is above it.
         (0.1, ols.DynamicLossScale(min_scale=0.1), "is 0.1, at its floor of 0.1. Likely"),
         (128.0, 128, "is 128, under FixedLossScale, which has no floor. Likely"),
     ],
@@ -164,7 +164,7 @@ def test_the_error_says_where_the_loss_scale_stands(loss_scale, policy, message)
 
 
 class Bounded(ols.FixedLossScale):
-    """A policy of one's own that has bounds, and names nothing else."""
+    """A user-defined policy that has bounds and no other hyper-parameter."""
 
     min_scale, max_scale = 1.0, 2.0**126
 
@@ -182,16 +182,16 @@ OTHERS = [FORWARD, BACKWARD, INPUT]
 @pytest.mark.parametrize(
     ("loss_scale", "overflows", "skipped", "policy", "causes"),
     [
-        # No overflow was counted, as where the loss is NaN and forgiven.
+        # No overflow was counted, for example because the loss was NaN and forgiven.
         (2.0**15, 0, 51, DYNAMIC, [FORWARD, INPUT]),
         (1.0, 0, 51, DYNAMIC, [FORWARD, INPUT]),
-        # At the floor, or below 1, where no loss scaling is to blame; and just above.
+        # At the floor, or below 1, where the loss scale is not the cause; and just above the floor.
         (1.0, 1, 51, DYNAMIC, [*OTHERS, LARGE]),
         (2.0**-10, 1, 51, ols.DynamicLossScale(min_scale=2.0**-100), [*OTHERS, LARGE]),
         (128.0, 1, 51, ols.DynamicLossScale(min_scale=128.0), [LARGE, *OTHERS]),
         (2.0, 1, 51, ols.DynamicLossScale(min_scale=2.0), [LARGE, *OTHERS]),
         (2.0, 1, 51, DYNAMIC, [FORWARD, INPUT]),
-        # On its way down from the cap; and after more steps than that takes.
+        # On its way down from the cap, and after more steps than that takes.
         (2.0**75, 1, 51, ols.DynamicLossScale(max_scale=2.0**126), [DESCENT, *OTHERS]),
         (2.0**20, 3, 51, SLOWLY_DOWN, [DESCENT, *OTHERS]),
         (2.0**20, 60, 51, ols.DynamicLossScale(hysteresis=60), [DESCENT, *OTHERS]),
@@ -199,7 +199,7 @@ OTHERS = [FORWARD, BACKWARD, INPUT]
         (2.0**76, 1, 51, Bounded(8), [DESCENT, *OTHERS]),  # 50 steps after the first
         (2.0**76, 1, 52, Bounded(8), [FORWARD, INPUT]),
         (2.0**100, 1, 51, Bounded(8), [FORWARD, INPUT]),
-        # The bounds are unknown, or there are none.
+        # Unknown bounds, or no bounds.
         (1.0, 1, 51, None, [*OTHERS, UNKNOWN]),
         (128.0, 0, 51, None, [*OTHERS, UNKNOWN]),
         (128.0, 0, 51, 128.0, [FIXED, *OTHERS]),
@@ -247,7 +247,7 @@ def test_the_report_reads_float64():
 
 
 def test_counts_of_arrays_too_large_for_int32_do_not_wrap_around():
-    # Compiled, and not run: the array would need 4 GB.
+    # Compiled but not run: the array would need 4 GB.
     large = jax.ShapeDtypeStruct((2**16, 2**15), jnp.float16)
     compiled = jax.jit(nonfinite_report).lower(large).as_text()
     assert "dense<2.14748352E+9>" in compiled
@@ -300,7 +300,7 @@ def test_the_worst_array_comes_first(report, lines):
 
 
 def numbers_of_every_size():
-    """Return float32[64, 128] of random bits, with some that are special."""
+    """Return float32[64, 128] of random bits, including special values."""
     bits = np.random.default_rng(0).integers(0, 2**32, 64 * 128, dtype=np.uint32)
     special = [0.0, -0.0, INF, -INF, NAN, 65504, 65519, 65520, 65536]
     tiny = [2.0**-149, 3 * 2.0**-149, -(2.0**-126)]
@@ -314,14 +314,14 @@ NUMBERS = numbers_of_every_size()
 
 
 def counts_of(*values, **settings):
-    """Count these, beside NaN that are not counted: for one shape JAX compiles once."""
+    """Count these, padded with NaN to one shape, so that JAX compiles once."""
     padded = np.full(NUMBERS.shape, NAN, np.float32)
     padded.flat[: len(values)] = values
     return gradient_exponents(padded, **settings)
 
 
 def exponents_by_numpy(x, dtype=np.float16, loss_scale=1.0):
-    """Return the counts, from the definitions."""
+    """Return the counts, computed from their definitions."""
     with np.errstate(all="ignore"):
         significand, exponent = np.frexp(np.abs(x[np.isfinite(x) & (x != 0)]))
         scale_significand, scale_exponent = np.frexp(np.float32(loss_scale))
@@ -344,7 +344,7 @@ def assert_equal_counts(actual, expected):
 
 
 def alike(*values):
-    """Mark parameters that `make test-all` alone runs."""
+    """Mark parameters that only `make test-all` runs."""
     return [pytest.param(value, marks=pytest.mark.exhaustive) for value in values]
 
 
@@ -434,7 +434,7 @@ def test_counts_of_shards_sum_to_those_of_the_whole(check_vma):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     settings = {"in_specs": P("data"), "out_specs": P(), "check_vma": check_vma}
     counts = jax.jit(jax.shard_map(summed, mesh=mesh, **settings))(NUMBERS)
-    # The size is known when the shards are compiled; it is summed all the same.
+    # The size is static in each shard, but it is summed over the shards too.
     assert_equal_counts(counts, exponents_by_numpy(NUMBERS))
 
 
@@ -470,13 +470,13 @@ def test_at_the_suggested_scale_nothing_overflows_and_the_headroom_is_left(dtype
 @pytest.mark.parametrize(
     ("value", "settings", "scale", "message"),
     [
-        # Without headroom it is moved to the very top.
+        # Without headroom, the histogram is moved to the very top.
         (1.0, {"headroom": 0}, 2.0**15, None),
         (4.0, {"headroom": 0, "dtype": np.float32}, 2.0**125, None),
         (2.0**-10, {}, 2.0**21, None),
         (np.float32(3e38), {}, 2.0 ** (15 - 127 - 4), None),
         (2.0**-115, {}, 2.0**126, None),
-        # What a policy would not take is cut off.
+        # The result is clipped to the bounds of a policy.
         (2.0**-116, {}, 2.0**126, r"is 2\*\*127, got its bound of 2\*\*126\. Increase the"),
         (1.0, {"headroom": 0, "dtype": np.float32}, 2.0**126, r"that fits is 2\*\*127"),
         (np.float32(3e38), {"headroom": 20}, 2.0**-126, r"is 2\*\*-132, .* Decrease it"),
@@ -506,7 +506,7 @@ def test_counts_added_on_the_host_may_exceed_int32():
 
 
 def shares(ax):
-    """Return the percentages that the legend states."""
+    """Return the percentages in the legend."""
     labels = [text.get_text() for text in ax.get_legend().get_texts()]
     return {
         name: float(share) for name, share in (re.findall(r"(.*): (.*) %", s)[0] for s in labels)
@@ -642,7 +642,7 @@ def test_calibration_finds_the_largest_power_of_two_within_the_bounds(low, high,
         ({}, 2.0**23, None),
         ({}, 2.0**24, r"2\*\*24"),
         ({"loss_scale": ols.DynamicLossScale(max_scale=2.0**39.5)}, INF, r"2\*\*39"),
-        # There is nothing to choose from.
+        # No power of two lies within the bounds.
         ({"loss_scale": ols.DynamicLossScale(8, min_scale=8, max_scale=8)}, INF, None),
     ],
 )

@@ -1,7 +1,7 @@
-"""Many devices do what one device does: same parameters, same loss scale, same skipped steps.
+"""Many devices give the results of one: same parameters, same loss scale, same skipped steps.
 
-The oracle is the same task on one device, with the plainest optimizer that scales the loss. Each
-way to spread the step is compiled once and then run with the bad number on one device or another.
+The oracle is the same task on one device, with the simplest optimizer that scales the loss. Each
+way to distribute the step is compiled once, and then runs with the bad number on different devices.
 """
 
 import functools
@@ -40,7 +40,7 @@ SPREAD = {"w1": P("data"), "b1": P("data"), "w2": P("data")}
 
 
 class Way(NamedTuple):
-    """How a step is spread over the devices.
+    """A way to distribute a step over the devices.
 
     `transform` turns a step into one that runs on all devices, given the mesh and the partition
     specs of its arguments and results.
@@ -57,7 +57,7 @@ class Way(NamedTuple):
     added: tuple[str, ...] = ()  # collectives that loss scaling adds
 
 
-# How a step is spread.
+# Ways to distribute a step.
 
 
 def shard_mapped(*, check_vma):
@@ -75,26 +75,26 @@ def jitted(step, mesh, specs):
     return jax.jit(step, donate_argnums=(0, 1), out_shardings=shardings)
 
 
-# What a loss function or a reduction has to do, and where.
+# Loss functions and reductions.
 
 
 def mean_over(axis_name):
-    """The gradients are averaged; the loss that the optimizer is given stays a replica's own."""
+    """Average the gradients. The optimizer receives the loss of its own replica."""
     return lambda loss, grads: (loss, jax.lax.pmean(grads, axis_name))
 
 
 def averaged(axis_name):
-    """The loss is a mean over the devices, so its gradient is one too."""
+    """Average the loss over the devices, and so its gradient."""
     return lambda *args: jax.lax.pmean(loss_fn(*args), axis_name)
 
 
 def averaged_in_float32(params, *data):
-    """As above, and the gradients are summed after the cast to float32 rather than before."""
+    """Like `averaged`, but sum the gradients after the cast to float32 instead of before."""
     return averaged("data")(jax.lax.pcast(params, "data", to="varying"), *data)
 
 
 def gathered(axis_name, loss_fn):
-    """Each device gathers the parameters that it has a part of."""
+    """Gather the parameters, of which each device holds a part."""
 
     def gathering(params, *data):
         return loss_fn(jax.lax.all_gather(params, axis_name, tiled=True), *data)
@@ -103,7 +103,7 @@ def gathered(axis_name, loss_fn):
 
 
 def divided(params, x, y):
-    """Without `check_vma` the transpose of a gather sums over the devices: divide before."""
+    """Divide first: without `check_vma`, the transpose of a gather sums over the devices."""
     return loss_fn(params, x, y) / jax.lax.axis_size("data")
 
 
@@ -151,7 +151,7 @@ WAYS = {
     ),
 }
 
-# One of each kind; the others are run by `make test-all`.
+# One of each kind. `make test-all` runs the others.
 REPRESENTATIVES = {
     "shard_map without check_vma",
     "shard_map",
@@ -164,7 +164,7 @@ needs_pcast = pytest.mark.skipif(
 
 
 class Trainer:
-    """A way with its compiled step, and what to start it with."""
+    """A way with its compiled step and its initial arguments."""
 
     def __init__(self, way, tx):
         self.way, self.tx = way, tx
@@ -181,7 +181,7 @@ class Trainer:
         self.specs = way.specs, state_specs, way.batch, way.batch
 
         def step(params, state, x, y):
-            # What the optimizer's state holds decides whether the loss is scaled.
+            # The optimizer's state determines whether the loss is scaled.
             if isinstance(state, ols.WithLossScalingState):
                 loss, grads = ols.value_and_grad(way.loss_fn)(state, params, x, y)
             else:
@@ -211,7 +211,7 @@ class Trainer:
         )
 
     def run(self, row):
-        """Return params and state after the last step, and the counters after each, everywhere."""
+        """Return the final params and state, and the counters of each step, of all devices."""
         params, state = self.start()
         seen = []
         for i in range(STEPS):
@@ -242,7 +242,7 @@ oracle = functools.cache(one_device)
 
 
 def furthest(run, expected):
-    """Return how far any device is from what one device has, and whether two devices differ."""
+    """Return the largest error of any device, and whether two devices differ."""
     far, apart = 0.0, False
     for array, whole in zip(jax.tree.leaves(run), jax.tree.leaves(expected), strict=True):
         first = {}
@@ -257,8 +257,8 @@ def furthest(run, expected):
 def test_the_task_would_show_a_mistake():
     (good, _), _ = oracle(None)
     _, seen = oracle(BATCH - 2)
-    # Scales go up and down, two overflows and one bad loss are skipped, and a step is far larger
-    # than the tolerance.
+    # The loss scale moves both ways, two overflows and one bad loss are skipped, and a step is far
+    # larger than the tolerance.
     assert [s[0] for s in seen] == [256, 128, 128, 256, 256, 256, 128, 128]
     assert [s[4] for s in seen] == [0, 1, 1, 1, 2, 2, 3, 3]
     moved = jax.tree.map(lambda a, b: float(np.max(np.abs(a - b))), good, init_params())
@@ -288,7 +288,7 @@ def test_everything_stays_where_it_was_put(trainer):
     assert all(a.sharding.is_fully_replicated for a in after[1].loss_scale_state)
 
 
-# What travels between devices.
+# Communication between devices.
 
 _COLLECTIVE = re.compile(
     r"= (\(.*?\)|\S+) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-\w+)(?:-start)?\("
@@ -297,7 +297,7 @@ _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 
 
 def collectives(compiled):
-    """Return the kind, and the dtypes and shapes, of everything that travels."""
+    """Return the kind, dtypes and shapes of each collective."""
     return sorted(
         (kind, " ".join(f"{dtype}[{shape}]" for dtype, shape in _ARRAY.findall(arrays)))
         for arrays, kind in _COLLECTIVE.findall(compiled.as_text())
@@ -313,7 +313,7 @@ def test_at_most_one_small_collective_is_added(trainer):
     found, plain = (collectives(each.compiled) for each in (trainer, Trainer(trainer.way, inner)))
     added = list(found)
     for kind, arrays in plain:
-        # The order of the arrays in one collective is the compiler's.
+        # The compiler chooses the order of the arrays in a collective.
         same = [f for f in added if f[0] == kind and sorted(f[1].split()) == sorted(arrays.split())]
         added.remove(same[0])
     assert [arrays for _, arrays in added] == list(trainer.way.added)
@@ -323,7 +323,7 @@ def test_at_most_one_small_collective_is_added(trainer):
 
 @pytest.mark.slow
 def test_each_device_reads_its_own_part_of_the_gradients_once_more():
-    """docs/scale.md reckons with it."""
+    """docs/scale.md relies on this number."""
     mesh = jax.make_mesh((DEVICES,), ("data",), (AUTO,))
     split, everywhere = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
     params = [jax.ShapeDtypeStruct((512, 512), jnp.float32, sharding=split)] * 6
@@ -373,18 +373,18 @@ def first_update(name, **changes):
 )
 def test_a_mean_in_the_wrong_place_is_as_many_times_too_large_as_there_are_devices(name, mistake):
     right, wrong = first_update(name), first_update(name, **mistake)
-    loud = np.abs(right) > np.max(np.abs(right)) / 2  # elsewhere float16 has rounded it
+    loud = np.abs(right) > np.max(np.abs(right)) / 2  # smaller entries suffer from float16 rounding
     np.testing.assert_allclose(wrong[loud] / right[loud], DEVICES, rtol=0.02)
 
 
 def one_bad_element(loss, grads):
-    """Spoil one element of one shard's gradient."""
+    """Make one element of one shard's gradient bad."""
     bad = (jax.lax.axis_index("data") == 5) & (jnp.arange(grads["b1"].size) == 2)
     return loss, {**grads, "b1": jnp.where(bad, jnp.inf, grads["b1"])}
 
 
 def masked(params, x, y):
-    """Hide the gradients of a loss that is infinite, as a loss does that is clipped or masked."""
+    """Hide the gradients of an infinite loss, as clipping or masking the loss does."""
     loss = loss_fn(params, x, jnp.where(jnp.isfinite(y), y, 0.0))
     return loss + jax.lax.stop_gradient(jnp.max(jnp.where(jnp.isfinite(y), 0.0, y)))
 
@@ -394,7 +394,7 @@ def masked(params, x, y):
     ("name", "changes"),
     [
         ("reduced inside", {}),
-        # The gradients are averaged, so every replica knows of bad ones; of a bad loss it does not.
+        # The gradients are averaged, so every replica sees bad ones, but not a bad loss.
         ("shard_map without check_vma", {"loss_fn": masked}),
         ("manual FSDP without check_vma", {"reduce": one_bad_element}),
     ],
@@ -446,7 +446,7 @@ def test_a_float16_mean_overflows_where_a_float32_mean_does_not():
     assert update(inside, lambda g: g) == applied
 
 
-# Over which axes devices agree.
+# The axes over which devices agree.
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
 
 
 def pair(growth_interval=2000, scale=65536.0, **hyperparams):
-    """Return both classes with arrays in them, such that they should agree."""
+    """Return both classes with array fields that should make them agree."""
     return (
         Ours(growth_interval=growth_interval, scale=scale, **hyperparams),
         Theirs(
@@ -41,7 +41,7 @@ def pair(growth_interval=2000, scale=65536.0, **hyperparams):
 
 
 def assert_equal(actual, expected):
-    """Compare a result of ours with one of theirs: every number, shape and dtype."""
+    """Compare our result with theirs: every number, shape and dtype."""
     names = "finite", "aux", "grad"
     assert_same_bits(*({name: getattr(r, name) for name in names} for r in (actual, expected)))
     ours, theirs = actual.dynamic_scale, expected.dynamic_scale
@@ -198,7 +198,7 @@ def test_training_as_in_flaxs_examples_is_the_same_with_the_import_changed():
     assert traces == {Ours: 1, Theirs: 2}
 
 
-# The differences.
+# The deliberate differences.
 
 
 def test_it_grows_on_the_interval_and_flax_one_step_later():

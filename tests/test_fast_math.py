@@ -1,4 +1,4 @@
-"""The check under XLA's fast math, which may assume away what it looks for."""
+"""The check under XLA's fast math, which may assume that NaN and infinity do not occur."""
 
 import os
 import subprocess

@@ -51,7 +51,7 @@ class EquinoxNet(eqx.Module):
     first: eqx.nn.Linear
     energy: eqx.nn.Linear
     head: eqx.nn.Linear
-    activation: object = jax.nn.relu  # no array
+    activation: object = jax.nn.relu  # not an array
 
     def __init__(self, key):
         self.first, self.energy = (eqx.nn.Linear(8, 8, key=k) for k in jax.random.split(key))
@@ -108,7 +108,7 @@ HOWS = ["loss", "jit", "scaled", "remat"]
         pytest.param(nnx, "loss", marks=pytest.mark.slow),
         pytest.param(nnx, "jit", marks=pytest.mark.slow),
         pytest.param(equinox, "loss", marks=pytest.mark.slow),
-        *(  # `jax.checkpoint` takes no stateful modules
+        *(  # `jax.checkpoint` does not accept stateful modules
             pytest.param(framework, how, marks=pytest.mark.exhaustive)
             for framework, hows in ((linen, HOWS[1:]), (nnx, ["scaled"]), (equinox, HOWS[1:]))
             for how in hows
@@ -129,7 +129,7 @@ def test_the_layer_that_overflows_is_named_in_every_framework(framework, how):
     before = batch_stats(params)
     found = first_nonfinite(loss_fn, *args)
     is_module = framework in TRANSFORMS
-    # Wrappers that hide the names of the parameters leave their positions.
+    # Wrappers that hide the names of the parameters keep their positions.
     name = ("net" if is_module else "params") if how == "loss" else ""
     assert found.layer.endswith(name + (".energy" if is_module else "['energy']"))
     assert (found.operation, found.dtype, found.nan) == ("integer_pow", "float16", 0)
@@ -137,7 +137,7 @@ def test_the_layer_that_overflows_is_named_in_every_framework(framework, how):
     assert 0 < found.inf <= found.size == 128
     assert f"{__file__}:" in found.source
     assert "** 2" in found.source
-    # The module that is handed in is unchanged.
+    # The given module is unchanged.
     jax.tree.map(np.testing.assert_array_equal, before, batch_stats(params))
 
 
@@ -233,17 +233,17 @@ CLOSED_OVER = "an array that `fun` closes over"
         (lambda p, x: scanned(p, x, reverse=True), BIG, ONE, ("mul", "p['w']", "step 3")),
         (doubled, BIG, ONE, ("while", "p['w']", "")),
         (jax.named_scope("block")(product), BIG, BIG, ("mul", "p['w']", "block")),
-        # What is not finite from the start.
+        # Values that are not finite from the start.
         (product, ONE, ONE.at[1].set(NAN), (None, "x", "")),
         (product, ONE.at[0].set(INF), ONE, (None, "p['w']", "")),
         (jax.jit(lambda p, x: product(p, x) * CONSTANT), ONE, ONE, (None, CLOSED_OVER, "")),
-        # What is meant, and what is made of it.
+        # Intended infinities, and the NaN that they cause.
         (masked_softmax, ONE, ONE, None),
         (lambda p, x: jnp.where(x > 0, p["w"], -INF), ONE, -ONE, None),
         (lambda p, x: masked_softmax(p, x, (False, False)), ONE, ONE, ("sub", "p['w']", "")),
         (lambda p, x: jax.nn.softmax(p["w"] + x), ONE, jnp.array([0.0, -INF]), None),
-        (padded, ONE, ONE, ("scan", "p['w']", "")),  # what a scan's body means is not known
-        # What does not reach the output.
+        (padded, ONE, ONE, ("scan", "p['w']", "")),  # the meaning of a scan's body is unknown
+        # Values that do not reach the output.
         (silu, ONE, -100 * ONE, None),
         (lambda p, x: jnp.where(x > 0, jnp.log(p["w"] * x), 0.0), ONE, -ONE, None),
         (lambda p, x: p["w"] * x > jnp.exp(1000 * x), ONE, ONE, None),
@@ -268,7 +268,7 @@ def test_a_batch_does_not_count_as_a_layer():
     ones = jnp.ones((2, 2))
     batch = {"x": ones, "y": 0 * ones}
     params = {"hidden": {"w": ones, "b": ones}, "unused": ONE}
-    # As many arrays are read of both: they cannot be told apart.
+    # The same number of arrays is read from both, so they cannot be distinguished.
     assert first_nonfinite(loss_fn, params, batch).layer == "batch['y']"
     params["head"] = {"w": ones, "b": ones, "c": ones}
     assert first_nonfinite(loss_fn, params, batch).layer == "params['head']"

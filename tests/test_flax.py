@@ -1,4 +1,4 @@
-"""`optax_lossscale.flax.TrainState`: what moves on which step, and that it is one compiled step."""
+"""`optax_lossscale.flax.TrainState`: what changes on which step, in one compiled step."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ CONTAINERS = pytest.mark.parametrize(
 )
 
 
-# A network with what else must not move on a skipped step.
+# A network with other state that must not change on a skipped step.
 
 
 class Net(nn.Module):
@@ -52,7 +52,7 @@ TRACES = []
 
 @jax.jit
 def step(state, x):
-    """Train one step, and let every field move."""
+    """Train one step, in which every field changes."""
     TRACES.append(None)
 
     def loss_fn(params):
@@ -102,7 +102,7 @@ def test_a_good_step_moves_everything_and_a_skipped_one_the_loss_scale_only():
         assert float(after.loss_scale) == loss_scale / 2
         assert types(after) == types(before)
 
-    # With every number at a value of its own, a restored state goes on without a new trace.
+    # With no field at its default, a restored state continues without a new trace.
     counts = {"growth_count": 2, "overflow_count": 4, "consecutive_skipped": 5, "total_skipped": 6}
     counts = {name: jnp.int32(n) for name, n in counts.items()}
     after = after.replace(opt_state=optax.tree.set(after.opt_state, **counts))
@@ -113,7 +113,7 @@ def test_a_good_step_moves_everything_and_a_skipped_one_the_loss_scale_only():
     assert len(TRACES) == 1
 
 
-# States of one number, which need no network.
+# States with a single parameter, which need no network.
 
 
 class Counting(TrainState):
@@ -130,7 +130,7 @@ def grads_of(state, value):
 
 
 def apply(state, *grads):
-    """Return the state after a step for each of these true gradients."""
+    """Return the state after one step for each of these true gradients."""
     for g in grads:
         state = state.apply_gradients(grads=grads_of(state, g))
     return state
@@ -171,7 +171,7 @@ def test_it_can_be_scanned_and_donated():
 
     run = jax.jit(lambda state: jax.lax.scan(body, state, values), donate_argnums=0)
     scanned, applied = run(state)
-    # A step does not read the flag of the step before.
+    # A step does not read the flag of the previous step.
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state) if leaf.dtype != jnp.bool_)
     assert applied.tolist() == np.isfinite(values).tolist()
     assert int(scanned.step) == int(scanned.seen) == 5
@@ -180,7 +180,7 @@ def test_it_can_be_scanned_and_donated():
 
 def test_step_counts_skipped_steps_too_where_asked():
     state = scalar_state(count_skipped=True)
-    assert state.count_skipped is True  # no leaf of the tree
+    assert state.count_skipped is True  # not a leaf of the tree
     assert [int(apply(state, *[1, np.inf, 1][:n]).step) for n in range(4)] == [0, 1, 2, 3]
 
 
@@ -353,7 +353,7 @@ def test_metadata_are_overwritten_on_a_good_step_and_kept_on_a_skipped_one(conta
     params = container({"params": {"w": jnp.float32(1)}, OWG: {"amax": jnp.float32(3)}})
     tx = optax.sgd(0.5, momentum=0.9)
     state = TrainState.create(apply_fn=None, params=params, tx=tx, loss_scale=8)
-    # The optimizer knows nothing of them.
+    # The optimizer does not see them.
     expected = jax.tree.structure(tx.init(params["params"]))
     for w, amax, applied in ((16, 5, 1), (jnp.inf, 7, 0), (8, jnp.nan, 0)):
         grads = {"params": {"w": jnp.float32(w)}, OWG: {"amax": jnp.float32(amax)}}
@@ -402,7 +402,7 @@ def test_an_fp8_layer_trains_and_an_overflow_that_it_clips_is_seen_in_its_metada
     metadata = state.params[OWG]["Dense_0"]["Fp8DirectDotGeneralOp_0"]
     assert float(metadata["input_amax_history"][0]) == jnp.abs(x.astype(jnp.bfloat16)).max()
 
-    # The layer notes the infinite gradient and goes on with the largest float8 instead.
+    # The layer records the infinite gradient and continues with the largest float8.
     opt_state = optax.tree.set(state.opt_state, loss_scale=jnp.float32(TOO_LARGE))
     after, grads = step(state.replace(opt_state=opt_state), x)
     assert ols.all_finite(grads["params"])

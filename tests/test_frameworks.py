@@ -1,7 +1,7 @@
-"""The wrapper and the pure functions where people use them, without anything made for the place.
+"""The wrapper and the pure functions in other frameworks, without special integrations.
 
-The documents run more of it: BatchNorm, two losses with an optimizer each, a partition, several
-losses in one step, accumulation of a whole window.
+The documents run more: BatchNorm, two losses with an optimizer each, a partition, several losses in
+one step, and accumulation over a window.
 """
 
 import equinox as eqx
@@ -24,7 +24,7 @@ BAD[1, 1] = np.inf  # the loss itself is NaN
 TX = ols.with_loss_scaling(optax.adam(0.1), ols.DynamicLossScale(2.0**10, growth_interval=2))
 
 
-# Each gives a step, what it starts from, and the optimizer's state in that.
+# Each returns a step, its initial state, and a function that finds the optimizer's state.
 
 
 def stock_train_state(traces):
@@ -86,7 +86,7 @@ def equinox_module(traces):
 @pytest.mark.parametrize(
     ("framework", "loss_scale"),
     [
-        (stock_train_state, 2.0**8),  # it has no `value` to give: both are overflows
+        (stock_train_state, 2.0**8),  # it cannot pass `value`, so both count as overflows
         (nnx_optimizer, 2.0**9),  # the first loss that is NaN is forgiven
         (equinox_module, 2.0**9),
     ],
@@ -116,14 +116,14 @@ WRAPPED = ols.with_loss_scaling(SGD, ols.DynamicLossScale(8))
 @pytest.mark.parametrize(
     ("tx", "grads", "params", "loss_scales"),
     [
-        # The bad micro-batch is dropped alone.
+        # Only the bad micro-batch is dropped.
         (
             ols.with_loss_scaling(optax.MultiSteps(SGD, 2), ols.DynamicLossScale(8)),
             [1, np.inf, 3, 5, 7],
             [0, 0, -2, -2, -8],
             [8, 4, 4, 4, 4],
         ),
-        # Nothing is learned any more.
+        # Training no longer learns.
         (
             optax.MultiSteps(WRAPPED, 2).gradient_transformation(),
             [1, np.inf, 1, 1, 1, 1, 1, 1],

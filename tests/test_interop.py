@@ -1,4 +1,4 @@
-"""A converted loss scale changes at the same steps as in the live library it comes from."""
+"""A converted loss scale changes at the same steps as in the live source library."""
 
 import flax
 import jax
@@ -30,7 +30,7 @@ class NamedDynamicScale(OurDynamicScale):
 def draw(seed):
     """Draw the fields of a `DynamicScale` in the middle of a run, and the flags of its next steps.
 
-    The loss scale moves up as often as down: it stays within the bounds, and meets its floor.
+    The loss scale grows as often as it backs off, stays within the bounds, and meets its floor.
     """
     rng = np.random.default_rng(seed)
     interval = int(rng.integers(1, 9))
@@ -67,7 +67,7 @@ def run_ours(policy, state, finite):
 
 
 def run_flax(ds, finite):
-    """Let Flax itself differentiate a loss whose gradient is finite, or is not."""
+    """Let Flax differentiate a loss whose gradient is or is not finite."""
     ds = ds.replace(scale=jnp.float32(ds.scale), fin_steps=jnp.int32(ds.fin_steps))
 
     def step(ds, finite):
@@ -79,7 +79,7 @@ def run_flax(ds, finite):
 
 
 def run_jmp(ls, finite):
-    """Step eagerly: under `jax.jit` JMP forgets its floor."""
+    """Take eager steps, because JMP loses its floor under `jax.jit`."""
     after = []
     for flag in finite:
         ls = ls.adjust(flag)
@@ -92,13 +92,13 @@ def assert_same_moves(theirs, ours, *, exact=True):
     np.testing.assert_array_equal(our_counts, their_counts)
     moved = [np.diff(np.asarray(s, np.float64)) != 0 for s in (their_scales, our_scales)]
     np.testing.assert_array_equal(*moved)
-    assert moved[0].sum() >= 5  # or the comparison says nothing
-    # One unit in the last place for each move, where `growth_factor` is not a power of two.
+    assert moved[0].sum() >= 5  # otherwise the comparison is empty
+    # One unit in the last place per move if `growth_factor` is not a power of two.
     rtol = 0 if exact else float(2**-23 * moved[0].sum())
     np.testing.assert_allclose(our_scales, their_scales, rtol=rtol)
 
 
-# How to make the object, convert it and run it, and how many steps more than its interval it waits.
+# How to make, convert and run the object, and how many extra steps it waits before it grows.
 PEERS = {
     "flax": (DynamicScale, interop.from_flax_dynamic_scale, run_flax, 1),
     "ours": (NamedDynamicScale, interop.from_flax_dynamic_scale, run_flax, 0),
@@ -188,7 +188,7 @@ def test_a_count_beyond_the_interval_grows_on_the_next_finite_step():
         interop.from_torch_state_dict(TORCH | {"scale": 8.0, "_growth_tracker": 9}),
     ):
         assert float(policy.update(state, grads_finite=True).loss_scale) == 16
-        # Torch tests for equality, so it is told of a count just before it.
+        # Torch tests for equality, so it receives a count just below the interval.
         d = interop.to_torch_state_dict(policy, state)
         assert d["_growth_tracker"] == d["growth_interval"] - 1
 

@@ -1,6 +1,6 @@
-"""`loss_scale_optimizer` compared step for step with live Keras, and what it promises beyond Keras.
+"""`loss_scale_optimizer` compared step by step with live Keras, and what it adds to Keras.
 
-Keras takes most of the arguments on the inner optimizer, since its own wrapper refuses them.
+Keras' inner optimizer receives most of the arguments, since Keras' wrapper rejects them.
 """
 
 import functools
@@ -49,12 +49,12 @@ def keras_sgd(rate=RATE, **arguments):
 
 
 def sgd(learning_rate=RATE):
-    # Keras' velocity holds the rate of each step; Optax's `sgd` multiplies by the last one.
+    # Keras' velocity includes the rate of each step; Optax's `sgd` multiplies by the last rate.
     return optax.chain(optax.scale_by_learning_rate(learning_rate), optax.trace(0.9))
 
 
 class Step(NamedTuple):
-    """What a step leaves behind."""
+    """The results of a step."""
 
     params: dict
     ema: dict | None
@@ -80,14 +80,14 @@ def gradients(*, steps=36, overflows=OVERFLOWS):
 
 
 def run_keras(inner, history, params=None, scale=SCALE):
-    """Return what Keras' LossScaleOptimizer makes of the true gradients in `history`."""
+    """Return the steps of Keras' LossScaleOptimizer on the true gradients in `history`."""
     tx = keras.optimizers.LossScaleOptimizer(inner, **scale)
     params = start() if params is None else params
     variables = [keras.Variable(value) for value in params.values()]
     tx.build(variables)
     update = jax.jit(tx.stateless_apply)  # its `apply` does not work on JAX
     names = [variable.path.split("/", 1)[1] for variable in tx.variables]
-    own = names.index("iteration", 1)  # the first is the wrapper's own, which stays 0
+    own = names.index("iteration", 1)  # the first belongs to the wrapper and stays 0
     state = [variable.value for variable in tx.variables]
     values = [variable.value for variable in variables]
     steps = []
@@ -115,7 +115,7 @@ def take(tx, params, state, grads):
 
 
 def run_ours(tx, history, params=None):
-    """Return what `tx` makes of the true gradients in `history`."""
+    """Return the steps of `tx` on the true gradients in `history`."""
     params = jax.tree.map(jnp.asarray, start() if params is None else params)
     state = tx.init(params)
     has_ema = "EmaParamsState" in repr(jax.tree.structure(state))
@@ -181,19 +181,19 @@ def test_every_argument_does_what_it_does_in_keras(rate, arguments):
     given = {"learning_rate": ours} if "weight_decay" in arguments and rate[0] != "i" else {}
     expected = run_keras(keras_sgd(theirs, **arguments), history)
     actual = run_ours(loss_scale_optimizer(inner, **SCALE, **arguments, **given), history)
-    # Of an average while accumulating Keras makes something else: see below.
+    # Keras' average differs under gradient accumulation: see below.
     ema = "use_ema" in arguments and "gradient_accumulation_steps" not in arguments
     assert_same_steps(actual, expected, ema=ema)
 
 
-# Where Keras goes wrong, or counts something else.
+# Differences: bugs of Keras, and what it counts.
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("scale", "grad", "theirs", "ours"),
     [
-        # A finite step, then zero times infinity for ever.
+        # A finite step, and then zero times infinity forever.
         ((2.0**126, 1), 0.0, [2.0**127, *[np.inf] * 3], [2.0**126] * 4),
         ((4.0, 2000), np.inf, [2, 1, 0.5, 0.25], [2, 1, 1, 1]),
     ],
@@ -215,7 +215,7 @@ def test_keras_ema_moves_on_every_micro_step_ours_on_applied_steps():
     ours = run_ours(loss_scale_optimizer(sgd(), **SCALE, **THREE, **EMA), history)
     assert_same_steps(ours, theirs, ema=False)
 
-    # The first window ends with step 2, the second, for which step 4 does not count, with step 6.
+    # The first window ends with step 2. The second ends with step 6, as step 4 does not count.
     # Keras: each micro-step of the second window pulls the average to the params.
     first, second, third = (theirs[step].params["b"] for step in (2, 6, 9))
     assert_close(theirs[6].ema["b"], 0.9 * first + 0.1 * second)
@@ -238,14 +238,14 @@ def test_keras_schedules_count_micro_steps_ours_applied_steps():
     history[1] = gradients(steps=1, overflows={0})[0]
 
     def rates(steps):
-        """Undo `params -= rate * weight_decay * params`, from which nothing else moves them."""
+        """Recover the rates from `params -= rate * weight_decay * params`, the only change."""
         values = [1.0, *(float(step.params["s"]) for step in steps)]
         return [(1 - b / a) / 0.3 for a, b in itertools.pairwise(values)]
 
     theirs = run_keras(keras_sgd(DecreasingInKeras(), **TWO, **DECAY), history, ones)
     tx = loss_scale_optimizer(sgd(decreasing), **SCALE, **TWO, **DECAY, learning_rate=decreasing)
     ours = run_ours(tx, history, ones)
-    # Applied with the second and the fourth finite step; the skipped one counts for neither.
+    # Decay applies at the second and fourth finite steps. The skipped step does not count.
     expected = [0, 0, decreasing(1), 0, decreasing(3), 0]
     np.testing.assert_allclose(rates(theirs), expected, atol=1e-6)
     expected = [0, 0, decreasing(0), 0, decreasing(1), 0]
@@ -254,8 +254,8 @@ def test_keras_schedules_count_micro_steps_ours_applied_steps():
 
 @pytest.mark.slow
 def test_keras_decays_before_the_inner_optimizer_ours_after_it():
-    # The difference shows in an optimizer that reads the params, as does this one, which removes
-    # them: Keras' then sees the decayed ones.
+    # The difference shows in an optimizer that reads the params. This one subtracts them, and in
+    # Keras it sees the decayed ones.
     class Removing(keras.optimizers.SGD):
         def update_step(self, gradient, variable, learning_rate):
             del gradient, learning_rate
@@ -278,7 +278,7 @@ def test_keras_refuses_the_arguments_on_the_wrapper_ours_takes_them():
     loss_scale_optimizer(sgd(), 2.0, dynamic=False, **EVERYTHING)
 
 
-# What is promised beyond Keras.
+# What the library adds to Keras.
 
 
 @pytest.mark.slow
@@ -351,7 +351,7 @@ def test_small_params_are_decayed_and_averaged_in_float32(dtype, rate):
     # Under jit XLA may keep more digits between two operations than their dtype has.
     for update in (tx.update, jax.jit(tx.update)):
         updates, state = update(grads, state, params)
-        # 2**-26 is 0 in float16, and so it would be had it been multiplied there.
+        # 2**-26 is 0 in float16, so a float16 product would be 0.
         assert np.asarray(updates["p"], np.float64).tolist() == [-(2.0**-26)] * 2
         assert types(state) == expected
     _, state = update(grads, state, {"p": jnp.full(2, 1.015625, dtype)})
@@ -393,7 +393,7 @@ def test_integer_params_are_their_own_average_and_no_average_is_weakly_typed():
 def test_the_average_replaces_the_params_as_closely_as_an_addition_can(distance, compile_, ulps):
     rng = np.random.default_rng(2)
     old = rng.normal(size=4096).astype(np.float32)
-    # The average follows from what the inner optimizer makes of the params: nothing, or anything.
+    # The average depends on how much the inner optimizer changes the params: little, or a lot.
     ratio = rng.uniform(0.6, 1.9, 4096)
     if distance == "far":
         ratio = 10 ** rng.uniform(-9, 9, 4096) * rng.choice([-1, 1], 4096)
@@ -408,7 +408,7 @@ def test_the_average_replaces_the_params_as_closely_as_an_addition_can(distance,
 
 @pytest.mark.slow
 def test_the_weights_of_the_average_add_up_to_one():
-    # With 0.9999 and 0.0001 rounded to float32 on their own, it would be 4e-5 too small.
+    # If 0.9999 and 0.0001 were rounded to float32 separately, it would be 4e-5 too small.
     history = np.random.default_rng(4).uniform(0.5, 1.5, (2000, 64)).astype(np.float32)
     become = optax.stateless(lambda grads, params: jax.tree.map(jnp.subtract, grads, params))
     tx = loss_scale_optimizer(become, 1, 10**6, use_ema=True, ema_momentum=0.9999)
@@ -465,7 +465,7 @@ def test_alone_a_loss_scale_skips_unless_it_is_a_loss_scale_factor(arguments, ap
     tx = loss_scale_optimizer(optax.adam(1e-3), **arguments)
     state = tx.init(jnp.float32(1))
     assert_same_bits(state.inner_state, optax.adam(1e-3).init(jnp.float32(1)))
-    updates, state = tx.update(jnp.float32(np.inf), state)  # needs no params
+    updates, state = tx.update(jnp.float32(np.inf), state)  # does not need params
     assert np.isnan(updates) == applied
     assert ols.loss_scale_state(state).loss_scale == (4 if arguments == {"initial_scale": 8} else 8)
 

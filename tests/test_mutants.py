@@ -1,4 +1,4 @@
-"""The mutation tester: what it changes, what it leaves alone, and what it says."""
+"""The mutation tester: what it changes, what it leaves unchanged, and what it reports."""
 
 import ast
 import importlib
@@ -30,7 +30,7 @@ CHANGES = {
     "raise E('a' + b, 1)\nwarnings.warn('a' + b, stacklevel=2)": ["pass", "pass"],
     "@b(c=1)\nclass A:\n  d: int = 2": ["", "3", "2"],
     "try: a()\nexcept E: b()\nelse: c()\nfinally: d()": ["pass", "pass", "pass", "pass"],
-    # What nothing depends on is left out.
+    # Code that nothing depends on is left out.
     "def f(a: 1, *, b: 'b') -> 3:\n  '''a'''\n  return None": [],
     "__all__ = ['a']\nX: TypeAlias = 'a'": [],
     "x = f'{a + 1}', 'two words' + a, zip(a, b, strict=True)": [],

@@ -1,7 +1,7 @@
 """Each optimizer of Optax inside `with_loss_scaling`: the table is in `optimizers.py`.
 
-Two see the same gradients: the wrapper, and the inner optimizer alone, which is given the good
-steps only and unscaled gradients.
+Each test compares the wrapper with the inner optimizer alone, which sees the same gradients,
+unscaled, and only the good steps.
 """
 
 import functools
@@ -23,10 +23,10 @@ pytestmark = pytest.mark.integration
 
 POLICY = ols.DynamicLossScale(initial_scale=2.0**10, growth_interval=2)
 
-# What is put into the gradients at each step, and into which leaf; None is a good step.
+# The bad number in the gradients of each step, and its leaf. None is a good step.
 STEPS = (None, None, ("inf", 0), None, ("nan", 1), ("-inf", 2), None, None)
 
-# One of each kind: the others are made of the same parts.
+# One of each kind; the others consist of the same parts.
 KINDS = {
     "adafactor: factored",
     "contrib.reduce_on_plateau",
@@ -44,17 +44,17 @@ NAMES = [
     for name in OPTIMIZERS
 ]
 
-# For speed LLVM optimizes nothing here; XLA does all it does for users.
+# LLVM optimizations are off for speed. XLA optimizes as usual.
 FAST = {"xla_backend_optimization_level": "0"}
 
-# XLA:CPU contracts a product and a sum to one instruction, with one rounding, wherever its fusion
-# happens to bring them together: the same optimizer then differs by some units in the last place
-# between any two programs. What is compared bit for bit is therefore compiled without fusion.
+# Where XLA:CPU fuses a product and a sum, it contracts them to one instruction with one rounding.
+# The same optimizer can then differ by a few units in the last place between two programs. Bitwise
+# comparisons therefore compile without fusion.
 UNFUSED = FAST | {"xla_disable_hlo_passes": "fusion"}
 
 
 class Step(NamedTuple):
-    """One step: what went in, and what the wrapper and the inner optimizer made of it."""
+    """One step: its inputs, and the results of the wrapper and of the inner optimizer."""
 
     grads: Any
     loss: dict[str, Any]
@@ -66,7 +66,7 @@ class Step(NamedTuple):
 
 
 class Training:
-    """The history of one optimizer, run when a test first asks for it."""
+    """The history of one optimizer, run on first use."""
 
     def __init__(self, name):
         self.optimizer = OPTIMIZERS[name]
@@ -143,7 +143,7 @@ def test_a_skipped_step_leaves_params_and_inner_state_bitwise_unchanged(training
 
 
 def test_the_state_keeps_its_types_and_no_step_compiles_because_of_loss_scaling(training):
-    # A leaf is weakly typed after a step only where the inner optimizer itself leaves it so.
+    # A leaf is weakly typed after a step only if the inner optimizer leaves it so.
     inner_weak = weak(training.history[0].plain[1])
     for step in training.history:
         assert types(step.after) == types(step.before)
@@ -207,7 +207,7 @@ def test_params_may_be_left_out_where_the_inner_optimizer_allows_it(training):
                 lambda: training.update(tx, step.grads, state, None, **step.loss)
             )
         except (TypeError, ValueError, AttributeError) as error:
-            return type(error), str(error).partition(" got ")[0]  # then come arrays
+            return type(error), str(error).partition(" got ")[0]  # arrays follow
         return types(state.inner_state if tx is training.tx else state)
 
     expected = outcome(training.inner, step.before.inner_state)

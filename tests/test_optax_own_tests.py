@@ -1,8 +1,8 @@
 """Optax's own tests of its optimizers, run from the installed Optax on loss-scaled optimizers.
 
-Optax tests every optimizer in its tables for the same claims. Here each factory in those test
-modules returns its optimizer inside `with_loss_scaling`, and the gradients that the tests compute
-are scaled before they reach `update`. An optimizer that Optax adds to its tables is tested, too.
+Optax tests every optimizer in its tables for the same claims. Here, each factory in those test
+modules returns its optimizer inside `with_loss_scaling`, and the gradients in the tests are scaled
+before they reach `update`. Optimizers that Optax adds to its tables are tested automatically.
 """
 
 import functools
@@ -31,10 +31,10 @@ FIXED = ols.FixedLossScale(2.0**10)
 
 
 class Claim(NamedTuple):
-    """What Optax tests each of its optimizers for, and how it is run here.
+    """A claim that Optax tests for each optimizer, and how to run it.
 
-    For each optimizer the first test is run whose parameters match the pattern. Eager is faster
-    where each function runs once.
+    For each optimizer, the first test whose parameters match the pattern runs. Eager execution is
+    faster if each function runs once.
     """
 
     module: types.ModuleType
@@ -59,7 +59,7 @@ CLAIMS = [
     Claim(contrib_test, INJECT, "", FIXED, eager=True),
 ]
 
-# The others are of the same two kinds.
+# The others belong to the same two kinds.
 KINDS = {"adam", "momo"}
 
 
@@ -67,7 +67,7 @@ def cases():
     """Yield each claim with the test of each optimizer."""
     for claim in CLAIMS:
         for optimizer, case in cases_by_optimizer(claim).items():
-            # Novograd takes no float32 gradients of float16 params.
+            # Novograd does not accept float32 gradients of float16 params.
             if (optimizer, claim.parameters) != ("novograd", "float16"):
                 mark = pytest.mark.slow if optimizer in KINDS else pytest.mark.exhaustive
                 name = f"{claim.method}-{claim.parameters}-{optimizer}"
@@ -88,11 +88,11 @@ def cases_by_optimizer(claim):
 
 
 class LossScaled(optax.GradientTransformationExtraArgs):
-    """What `loss_scaled` returns, with the inner optimizer as an attribute."""
+    """The result of `loss_scaled`, with the inner optimizer as an attribute."""
 
 
 def loss_scaled(inner, loss_scale):
-    """Return a loss-scaled optimizer that takes gradients of the loss itself, and scales them."""
+    """Return a loss-scaled optimizer that takes unscaled gradients and scales them."""
     tx = ols.with_loss_scaling(inner, loss_scale)
 
     def update(updates, state, params, **extra_args):
@@ -139,7 +139,7 @@ def test_what_optax_claims_of_an_optimizer_holds_with_loss_scaling(claim, case, 
         if hasattr(claim.module, name):
             factories = with_loss_scaled_factories(getattr(claim.module, name), claim.loss_scale)
             monkeypatch.setattr(claim.module, name, factories)
-    # Optax draws a condition that XLA cannot know, which takes longer to compile than most updates.
+    # Optax draws a condition that XLA cannot fold; compiling it takes longer than most updates.
     monkeypatch.setattr(jax.random, "randint", lambda *_: 0)
     with jax.numpy_rank_promotion("allow"), jax.disable_jit(claim.eager):
         case.debug()

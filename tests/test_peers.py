@@ -1,12 +1,12 @@
-"""What other systems do with the loss scale, step by step, and what this library does.
+"""How other systems change the loss scale, step by step, compared with this library.
 
-- `oracles/published.json` is the table of what their own tests and programs give. `ours` are the
-  loss scales after each step; where `theirs` differ by design, `why` completes "their system ...".
+- `oracles/published.json` holds results of their own tests and programs. `ours` are the loss scales
+  after each step. If `theirs` differ by design, `why` completes the sentence "their system ...".
 - `oracles/recorded/*.json` are runs of TensorFlow, tf.keras and MindSpore, which are too large to
-  install here. `oracles/recording.py` says which script, versions and command made each file.
-- Flax, JMP and Keras train live beside us, on random runs; so does the rule in plain Python.
+  install here. `oracles/recording.py` lists the script, versions and command for each file.
+- Flax, JMP, Keras and the rule in plain Python run live, on the same random runs.
 
-A step is a letter: T is good, in a step F, n, + or - the gradients are not finite.
+Each letter is a step: T is good; in F, n, + and - the gradients are not finite.
 """
 
 import functools
@@ -37,7 +37,7 @@ def load(name):
 
 PUBLISHED = load("published")
 RECORDED = [load(f"recorded/{n}") for n in ("tensorflow-2.4", "tensorflow-2.21", "mindspore-2.10")]
-# A run of a policy and what it gave, in the terms of the recordings.
+# A run of a policy and its results, in the format of the recordings.
 RUNS = [run for recording in RECORDED for run in recording["trajectories"]]
 RUNS += [{"kind": row["peer"], **row, "loss_scale": row["ours"]} for row in PUBLISHED]
 TRAININGS = [run for recording in RECORDED for run in recording["trainings"]]
@@ -53,15 +53,15 @@ class Traced(ols.DynamicLossScale):
 
 
 def multipliers(runs):
-    """Return what the gradients of each step are multiplied by, [runs, steps], padded with 1."""
+    """Return the multipliers of the gradients of each step, [runs, steps], padded with 1."""
     longest = max(len(run["steps"]) for run in runs)
     padded = [run["steps"].ljust(longest, "T") for run in runs]
     return np.float32([[NOT_FINITE.get(step, 1.0) for step in steps] for steps in padded])
 
 
 def as_arrays(runs):
-    """Return the hyper-parameters of many policies, each of them as one array."""
-    # The recorded systems have no ceiling of their own.
+    """Return the hyper-parameters of many policies, each as one array."""
+    # The recorded systems have no ceiling.
     ceilings = [{} if "peer" in run else {"max_scale": LARGEST} for run in runs]
     given = [ceiling | run["policy"] for ceiling, run in zip(ceilings, runs, strict=True)]
     dtypes = {float: np.float32, int: np.int32}
@@ -91,14 +91,14 @@ def test_update_gives_the_published_scales_or_differs_by_design(row):
 
 
 def train_one_parameter(policy, start, grads):
-    """Return what is left after each step, by the names of the recordings."""
+    """Return the results of each step, by the names in the recordings."""
     tx = ols.with_loss_scaling(optax.sgd(0.01), policy)
 
     def step(carry, grad):
         param, state = carry
         updates, state = tx.update(ols.scale_loss(grad, state), state, param)
         after = optax.apply_updates(param, updates)
-        applied = (after != param) | ~jnp.isfinite(after)  # what is infinite stays where it is
+        applied = (after != param) | ~jnp.isfinite(after)  # an infinite param does not change
         return (after, state), state.loss_scale_state._asdict() | {"applied": applied}
 
     param = jnp.zeros(())
@@ -108,12 +108,12 @@ def train_one_parameter(policy, start, grads):
 
 
 def assert_as_recorded(run, ours):
-    """Compare until their loss scale comes near to our ceiling: they have none, or another."""
+    """Compare until their loss scale comes near our ceiling, which they do not share."""
     factor = run["policy"].get("growth_factor", 2)
     scales = np.array(run["loss_scale"], np.float32)
     near = np.flatnonzero(scales > LARGEST / factor)
     upto = near[0] if near.size and "peer" not in run else len(scales)
-    # They divide by their factor where we multiply by its reciprocal.
+    # They divide by the growth factor; we multiply by its reciprocal.
     rtol = 0 if factor in {2, 4, 8} else 2**-23 * len(scales)
     message = str({name: run[name] for name in ("kind", "policy", "steps")})
     np.testing.assert_allclose(ours["loss_scale"][:upto], scales[:upto], rtol, err_msg=message)
@@ -149,7 +149,7 @@ def test_a_step_leaves_a_fixed_loss_scale_and_skips_as_the_peers_do(skips):
 
 
 def train_linear(name, run):
-    """Train the recorded linear regression; return the weights and what is left after each step."""
+    """Train the recorded linear regression; return the weights and other results of each step."""
     inner = {
         "sgd": lambda: optax.sgd(0.05, momentum=run["momentum"]),
         "adam": lambda: optax.adam(0.05, eps=1e-20),
@@ -164,11 +164,11 @@ def train_linear(name, run):
         params, state = carry
         number, multiplier = given
         if name == "adam":
-            # tf.keras counts a skipped step, too, and its Adam corrects its bias by that count.
+            # tf.keras counts skipped steps too, and Adam uses this count in its bias correction.
             count = jnp.where(run["counts_all"], number, optax.tree.get(state, "count"))
             state = optax.tree.set(state, count=count)
         _, grads = ols.value_and_grad(loss_fn)(state, params, multiplier)
-        updates, state = tx.update(grads, state, params)  # the others never see the loss
+        updates, state = tx.update(grads, state, params)  # the peers do not see the loss
         params = optax.apply_updates(params, updates)
         left = state.loss_scale_state._asdict()
         return (params, state), left | {"weights": jnp.concatenate([params[0].ravel(), params[1]])}
@@ -178,9 +178,8 @@ def train_linear(name, run):
     return jax.lax.scan(step, (params, tx.init(params)), steps)[1]
 
 
-# How far weights may lie apart, relative to the largest: a few roundings to float32, 2**-24, in
-# each of 30 steps, and for Adam what the power 0.999**t loses in float32 when 1 is taken from it,
-# 2**-24 / 0.001 in the first step.
+# The tolerance of the weights, relative to the largest: a few float32 roundings (2**-24) in each of
+# 30 steps, and for Adam the error of 1 - 0.999**t in float32: 2**-24 / 0.001 in the first step.
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "tolerance"), [("sgd", 2**-24 * 30), ("adam", 1e-4)])
 def test_weights_are_those_of_recorded_trainings(name, tolerance):
@@ -200,12 +199,12 @@ def test_weights_are_those_of_recorded_trainings(name, tolerance):
             np.testing.assert_array_equal((weights[1:] == weights[:-1]).all(axis=1), skipped[1:])
 
 
-# Live peers, each by its own means: its own scaling of the loss, its own check. What is trained is
-# exact in float32, so that everything is compared exactly.
+# Live peers, each with its own scaling and its own check. Training is exact in float32, so the
+# comparison is exact.
 
 CASES, STEPS = 1000, 48
 START = np.float32([1.0, 0.25, 0.5, -2.0, 0.0, 4.0])
-REST = np.float32([0.25, 0.0, -0.5, 0.125, 2.0, 1.0])  # the gradients but one
+REST = np.float32([0.25, 0.0, -0.5, 0.125, 2.0, 1.0])  # the other gradients
 INNER = optax.sgd(0.5, momentum=0.5)
 
 
@@ -218,7 +217,7 @@ class Steps(NamedTuple):
 
 
 def draw_steps(rng, intervals, *, bad_losses):
-    """Draw steps: for a third of the runs as many moves up as down, else rare ones to only such."""
+    """Draw steps: a third of the runs are balanced; in the others, none to all steps are bad."""
     shape = len(intervals), STEPS
     balanced = 1 - 0.5 ** (1 / intervals)
     others = rng.choice([0.0, 0.03, 0.2, 0.6, 1.0], shape[0])
@@ -234,7 +233,7 @@ def draw_steps(rng, intervals, *, bad_losses):
 
 
 def loss_of(hyper, given):
-    """Return a loss with the step's gradient, which overflows and rounds in float16 if `half`."""
+    """Return a loss with the step's gradient, computed in float16 if `half`."""
     gradient = jnp.where(jnp.arange(START.size) == given.at, given.grad, REST)
 
     def loss(params):
@@ -245,7 +244,7 @@ def loss_of(hyper, given):
 
 
 def train_ours(hyper, steps):
-    """Train with our whole step; return what is left after each step, by name."""
+    """Train with our full step; return the results of each step by name."""
     policy = {name: hyper[name] for name in DYNAMIC_DEFAULTS if name in hyper}
     tx = ols.with_loss_scaling(INNER, Traced(**policy))
 
@@ -265,7 +264,7 @@ OURS = jax.jit(jax.vmap(train_ours))
 
 
 def train_by_hand(peer, hyper, steps):
-    """Train as the users of Flax and JMP do, who select on a bad step by themselves."""
+    """Train as users of Flax and JMP do, with their own selection on a bad step."""
 
     def step(carry, given):
         scale, count, params, state = carry
@@ -285,7 +284,7 @@ def train_by_hand(peer, hyper, steps):
 
 
 def flax_step(hyper, scale, count, loss, params):
-    """Take Flax's step, whose interval is shorter by the one step that it grows late."""
+    """Take Flax's step, with an interval one shorter because Flax grows one step late."""
     ds = DynamicScale(
         growth_factor=hyper["growth_factor"],
         backoff_factor=hyper["backoff_factor"],
@@ -299,7 +298,7 @@ def flax_step(hyper, scale, count, loss, params):
 
 
 def jmp_step(hyper, scale, count, loss, params):
-    """Take JMP's step. Made anew each time, its object keeps the floor that `jit` would lose."""
+    """Take JMP's step. A new object at each step keeps the floor, which `jit` would lose."""
     interval, factor, floor = (hyper[n] for n in ("growth_interval", "growth_factor", "min_scale"))
     ls = jmp.DynamicLossScale(scale, count, interval, factor, floor)
     grads = ls.unscale(jax.grad(lambda params: ls.scale(loss(params)))(params))
@@ -309,7 +308,7 @@ def jmp_step(hyper, scale, count, loss, params):
 
 
 def train_keras(hyper, steps):
-    """Train with Keras, whose optimizer has its numbers in variables."""
+    """Train with Keras, whose optimizer keeps its state in variables."""
     os.environ.setdefault("KERAS_BACKEND", "jax")
     import keras  # noqa: PLC0415, it takes seconds
 
@@ -318,7 +317,7 @@ def train_keras(hyper, steps):
     tx.dynamic_growth_steps = hyper["growth_interval"]
     names = [variable.path.split("/", 1)[1] for variable in tx.variables]
     count, scale = names.index("step_counter"), names.index("dynamic_scale")
-    applied = names.index("iteration", 1)  # the first is the wrapper's own, which stays 0
+    applied = names.index("iteration", 1)  # the first belongs to the wrapper and stays 0
 
     def step(carry, given):
         params, state = carry
@@ -371,7 +370,7 @@ def draw_what_peers_have(rng, growth, floor):
 
 
 def assert_same(ours, theirs):
-    """Compare [cases, steps] of everything that the other side has."""
+    """Compare [cases, steps] of everything that the peer returns."""
     for name, array in theirs.items():
         assert array.dtype == ours[name].dtype
         np.testing.assert_array_equal(ours[name], array, name)
@@ -394,7 +393,7 @@ def test_random_runs_are_those_of_a_live_peer(peer):
     ours = jax.device_get(OURS(hyper, steps))
     theirs = jax.device_get(jax.jit(jax.vmap(train))(hyper, steps))
     assert_same(ours, theirs)
-    # In float16 some steps overflow that nobody spoilt: there the loss scale decides on them.
+    # In float16, some good steps overflow too, depending on the loss scale.
     skipped = np.diff(ours["total_skipped"], axis=1, prepend=0) > 0
     unspoilt = skipped & np.isfinite(steps.grad) & hyper["half"][:, None]
     assert unspoilt.any(axis=1).sum() > CASES / 20
@@ -441,7 +440,7 @@ def test_in_a_million_steps_none_is_miscounted_and_no_bound_is_crossed(name):
     hyper, *frequencies = LONG[name]
     policy, steps = ols.DynamicLossScale(**hyper), 1_000_000
     flags = np.random.default_rng(len(name)).random((steps, 2)) >= frequencies
-    # A stretch in which every step overflows, and one in which none does: from bound to bound.
+    # A stretch where every step overflows and one where none does move it from bound to bound.
     flags[100_000:101_000] = (False, True)
     flags[200_000:260_000] = True
 
@@ -457,7 +456,7 @@ def test_in_a_million_steps_none_is_miscounted_and_no_bound_is_crossed(name):
     assert (ours[:, 0].min(), ours[:, 0].max()) == bounds
 
 
-# The skip alone, beside Optax's own
+# The skip alone, compared with Optax's own
 
 
 def test_apply_if_finite_gives_up_and_applies_nan_where_ours_skips():

@@ -1,7 +1,7 @@
-"""When the loss scale changes: the rule against its oracle, and what names a policy.
+"""When the loss scale changes: the rule against its oracle, and the ways to specify a policy.
 
-Here the rule is proved: for policies of every kind, every sequence of flags gives what the oracle
-in `reference.py` gives, which is written from the contract.
+These tests prove the rule. For policies of every kind, every sequence of flags gives the result of
+the oracle in `reference.py`, which is written from the contract.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from reference import INT32_MAX, Reference, dynamic_step, fixed_step, trajectory
 
 import optax_lossscale as ols
 
-# Small numbers, so that ten steps reach every branch, bound and refill.
+# Small hyper-parameters let ten steps reach every branch, bound and reset.
 BRISK = {"initial_scale": 64, "growth_interval": 2}
 DYNAMIC = {
     "default": {},
@@ -63,8 +63,8 @@ SLOW = pytest.mark.slow  # all of them together
 T, F = True, False
 GOOD, BAD_GRADS, BAD_LOSS, ALL_BAD = (T, T), (F, T), (T, F), (F, F)  # grads_finite, loss_finite
 KINDS = {"T": GOOD, "F": BAD_GRADS, "L": BAD_LOSS, "B": ALL_BAD}
-# Every sequence of ten flags; every one of seven with bad losses, and of five with all four kinds,
-# each followed by finite steps.
+# All sequences of ten flags, of seven with bad losses, and of five with all four kinds, each
+# followed by finite steps.
 SEQUENCES = [
     *itertools.product([GOOD, BAD_GRADS], repeat=10),
     *(s + (GOOD,) * 3 for s in itertools.product([GOOD, BAD_GRADS, BAD_LOSS], repeat=7)),
@@ -146,14 +146,14 @@ def test_it_grows_on_exactly_the_nth_finite_step(interval):
         (1, "LLTL", "32 16 16 8"),
         (2, "LLLTL", "64 32 16 16 16"),
         (3, "LLLLTLL", "64 64 32 16 16 16 16"),
-        (2, "FLBL", "32 16 8 4"),  # every skipped step counts towards it
+        (2, "FLBL", "32 16 8 4"),  # every skipped step counts
         (3, "FLBL", "32 32 16 8"),
         (2, "BFB", "64 32 16"),
         (INT32_MAX, "LLBBLL", "64 64 64 64 64 64"),  # the rule of the first edition
     ],
 )
 def test_a_loss_that_is_not_finite_backs_off_once_the_patience_is_spent(patience, kinds, scales):
-    """T: all is finite; F: the gradients are not; L: the loss is not; B: neither is."""
+    """T: all finite. F: bad gradients. L: bad loss. B: both bad."""
     policy = ols.DynamicLossScale(64, loss_patience=patience)
     state = policy.init()
     for kind, scale in zip(kinds, scales.split(), strict=True):
@@ -225,11 +225,11 @@ def test_a_config_survives_json(policy):
     assert type(policy).from_config(config) == policy
 
 
-# What names a policy
+# Ways to specify a policy
 
 
 class Halving:
-    """A user's own policy, which satisfies the Protocol and inherits from nothing."""
+    """A user-defined policy that satisfies the Protocol without inheritance."""
 
     skip_nonfinite = True
 

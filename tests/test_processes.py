@@ -1,7 +1,7 @@
-"""Two real processes, over JAX's own distributed runtime, do what one process does.
+"""Two real processes, with JAX's distributed runtime, give the results of one process.
 
-They talk over the loopback interface. They are started once, for all tests of this file, and are
-killed whatever happens.
+They communicate over the loopback interface. They start once for all tests in this file, and are
+always killed at the end.
 """
 
 import json
@@ -22,11 +22,11 @@ from process_worker import BAD_ROW, SAVED, TOLERANCE, example, one_device, shard
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 WORKER = Path(__file__).with_name("process_worker.py")
-TIMEOUT = 240  # for a machine that does other things; a run takes ten seconds
+TIMEOUT = 240  # for a busy machine; a run takes ten seconds
 
 
 def run_workers(directory, count, devices):
-    """Let some workers run to their end, and return their reports."""
+    """Run some workers to completion, and return their reports."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{free.getsockname()[1]}"
@@ -48,7 +48,7 @@ def run_workers(directory, count, devices):
                 )
             running.append(process)
         end = time.monotonic() + TIMEOUT
-        # As soon as one has failed, the others wait for it to no avail.
+        # If one fails, the others would wait for it forever.
         while time.monotonic() < end and {p.poll() for p in running} <= {None, 0}:
             if all(p.poll() == 0 for p in running):
                 break
@@ -64,7 +64,7 @@ def run_workers(directory, count, devices):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Return what two processes with two devices each report, and where their checkpoints are."""
+    """Return the reports of two processes with two devices each, and their checkpoint folder."""
     directory = tmp_path_factory.mktemp("processes")
     reports = run_workers(directory, 2, devices=2)
     assert [report["devices"] for report in reports] == [[2, 4]] * 2
@@ -73,7 +73,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone():
-    """What one device does with the same batches: the params, and the counts after each step."""
+    """The results of one device on the same batches: the params, and the counts of each step."""
     (params, _), seen = one_device(BAD_ROW)
     assert [s[4] for s in seen] == [0, 1, 1, 1, 2, 2, 3, 3]
     return params, seen
@@ -111,8 +111,8 @@ def test_the_example_is_the_same_on_one_process_and_on_two(run):
     reports, directory = run
     first, second = (report["example"] for report in reports)
     assert "on 4 devices of 2 processes, from step 0" in first
-    assert second == ""  # one process speaks for both
-    # Alone, it has nothing left to do but to read what they have saved.
+    assert second == ""  # only one process prints
+    # The training is complete, so a single process only restores the checkpoint.
     with jax.numpy_rank_promotion("allow"):
         then = example(directory / "example")
     assert f"on {jax.device_count()} devices of 1 processes, from step 3" in then

@@ -1,10 +1,10 @@
-"""What holds for every pytree, policy and loss scale, tried on drawn ones.
+"""Properties of every pytree, policy and loss scale, tested on random ones.
 
-Trees are of any structure, with leaves of every kind and dtype. Their numbers are drawn as bits, so
-that subnormal numbers, negative zeros and the largest finite ones are among them, and NaN of every
-payload. NumPy says what is right. The draws are the same in every run.
+Trees have any structure, with leaves of every kind and dtype. Their numbers are drawn as bits and
+include subnormal numbers, negative zeros, the largest finite numbers, and NaN with any payload.
+NumPy is the oracle. The draws are the same in every run.
 
-A drawn tree is compiled once and then filled with many numbers.
+Each tree is compiled once and then filled with many numbers.
 """
 
 import dataclasses
@@ -27,14 +27,14 @@ import optax_lossscale as ols
 
 
 def examples(number):
-    """Try so many draws, the same ones in every run, however slow the machine is."""
+    """Try this many draws, the same in every run, without a time limit."""
     return settings(
         max_examples=number,
         derandomize=True,
         deadline=None,
         database=None,
-        # Shrinking would take minutes, where every try is compiled anew. Add `Phase.shrink` to
-        # look for the smallest draw that fails.
+        # Shrinking would take minutes, because every try compiles. Add `Phase.shrink` to find the
+        # smallest failing draw.
         phases=[Phase.generate],
         suppress_health_check=[HealthCheck.too_slow],
     )
@@ -42,7 +42,7 @@ def examples(number):
 
 # -- numbers ------------------------------------------------------------------------------------
 
-# The smallest magnitude, as bits, that is not finite. Above it are the NaNs.
+# The smallest non-finite magnitude, as bits. NaN lies above it.
 NOT_FINITE = {
     "float16": 0x7C00,
     "bfloat16": 0x7F80,
@@ -53,13 +53,13 @@ NOT_FINITE = {
 }
 PARTS = {"complex64": "float32", "complex128": "float64"}
 DTYPES = [*NOT_FINITE, *PARTS]
-# Some of 2**16 elements or more, which XLA:CPU is given in groups: along each axis, and in none.
+# `LARGE` arrays are checked in groups on XLA:CPU: along each axis, or without groups.
 SHAPES = [(), (3,), (2, 3), (0,), (2, 0)]
 LARGE = [(2**16,), (2**16 + 1,), (256, 257), (257, 256), (3, 256, 128)]
 
 
 def part_dtype(dtype):
-    """Return the dtype of the real numbers that an array of `dtype` is made of."""
+    """Return the dtype of the real parts of an array of `dtype`."""
     return np.dtype(PARTS.get(str(dtype), dtype))
 
 
@@ -70,7 +70,7 @@ def as_bits(array):
 
 
 def finite_array(dtype, shape, seed):
-    """Return an array of finite numbers: the extreme ones first, then any."""
+    """Return an array of finite numbers, extreme ones first."""
     part = part_dtype(dtype)
     array = np.zeros(shape, dtype)
     words = as_bits(array)
@@ -86,7 +86,7 @@ def finite_array(dtype, shape, seed):
 
 
 def with_bad_number(array, where, kind, negative=False):
-    """Return a copy in which the number at the fraction `where` is NaN or infinite."""
+    """Return a copy with NaN or infinity at the fraction `where` of its elements."""
     array = np.array(array)
     part = part_dtype(array.dtype)
     words = as_bits(array)
@@ -97,13 +97,13 @@ def with_bad_number(array, where, kind, negative=False):
 
 
 def widened(array):
-    """Return an array in double precision, where NumPy knows everything about it."""
-    with np.errstate(invalid="ignore"):  # what NumPy says to some NaNs
+    """Return an array in double precision, which NumPy fully supports."""
+    with np.errstate(invalid="ignore"):  # NumPy warns about some NaNs
         return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
 
 
 def is_finite(array):
-    """NumPy's answer."""
+    """Return NumPy's answer."""
     return bool(np.isfinite(widened(np.asarray(array))).all())
 
 
@@ -191,9 +191,9 @@ def overwrites(path):
 
 
 def split(tree):
-    """Return the numbers in `tree`, by key path, and a function that puts others in their place.
+    """Return the numbers in `tree` by key path, and a function that replaces them.
 
-    What no transformation of JAX takes, such as strings, is not among the numbers.
+    Leaves that JAX transformations reject, such as strings, are excluded.
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     numbers = {path: np.asarray(leaf) for path, leaf in leaves if has_numbers(leaf)}
@@ -214,7 +214,7 @@ def calm(tree):
 
 
 def beside_another(transform):
-    """Return what a batch of two gives for the first, when the other is calm."""
+    """Return the first result of a batch of two, whose second element is finite."""
 
     def through(fun):
         def run(args):
@@ -251,7 +251,7 @@ def promoted(array):
 
 
 def unscaled_by_numpy(array, loss_scale):
-    """Return what `unscale_and_check` must make of an array of numbers."""
+    """Return the expected result of `unscale_and_check` for an array of numbers."""
     array = promoted(array)
     parts = array.reshape(-1).view(part_dtype(array.dtype))
     with np.errstate(all="ignore"):
@@ -260,7 +260,7 @@ def unscaled_by_numpy(array, loss_scale):
 
 
 def assert_same_numbers(actual, expected, given):
-    """Compare bit for bit, but for what XLA:CPU flushes to zero and the signs of complex zeros."""
+    """Compare bits, except numbers that XLA:CPU flushes to zero and signs of complex zeros."""
     actual = np.asarray(actual)
     assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
     if not is_finite(expected):
@@ -282,7 +282,7 @@ def assert_counts(report, numbers):
     names = {jax.tree_util.keystr(path): array for path, array in numbers.items()}
     assert report.keys() >= names.keys()
     for name, counts in report.items():
-        wide = widened(names.get(name, np.zeros(0)))  # what is left has no elements
+        wide = widened(names.get(name, np.zeros(0)))  # the others have no elements
         expected = (np.isnan(wide).sum(), (np.isinf(wide) & ~np.isnan(wide)).sum(), wide.size)
         assert tuple(map(int, counts)) == expected, name
 
@@ -416,7 +416,7 @@ def test_the_state_is_found_at_any_depth_and_only_alone(tree, path, n):
 
 
 def with_any_bits(state):
-    """Return an optimizer's state whose floats are extreme finite ones, the last an infinity."""
+    """Return an optimizer's state of extreme finite floats, the last one infinite."""
 
     def replace(leaf):
         if not has_numbers(leaf):

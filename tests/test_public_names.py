@@ -1,4 +1,4 @@
-"""The public names, and the architecture: which module may import what."""
+"""The public names, and the architecture: which modules may import which."""
 
 import ast
 import graphlib
@@ -19,7 +19,7 @@ PACKAGE = Path(inspect.getfile(ols)).parent
 PUBLIC_ROOMS = [ols, ols.diagnostics, ols.flax, ols.keras]
 PUBLIC = {name for room in PUBLIC_ROOMS for name in room.__all__}
 MOST_NAMES, MOST_ARROWS, MOST_LINES = 28, 35, 250
-# A room is a top-level module or package. It imports from the rows below it only.
+# A room is a top-level module or package. It imports only from the rows below it.
 ROWS = [
     [""],  # `optax_lossscale/__init__.py`
     ["diagnostics", "flax", "interop", "keras", "testing"],
@@ -29,8 +29,8 @@ ROWS = [
     ["_support"],
 ]
 ROW = {room: row for row, rooms in enumerate(ROWS) for room in rooms}
-OPEN_ROOMS = {"_support", "_state"}  # whose names are for every other room
-# The libraries that a module imports beside JAX, NumPy and the standard library.
+OPEN_ROOMS = {"_support", "_state"}  # every other room may use their names
+# The imports of a module other than JAX, NumPy and the standard library.
 LIBRARIES = {
     "_step.transform": {"optax"},
     "_support.checks": {"optax"},
@@ -41,7 +41,7 @@ LIBRARIES = {
     "keras.parts": {"optax"},
 }
 FLOAT16 = "<class 'jax.numpy.float16'>"
-# By name, how it is called; for a state its fields, which checkpoints hold.
+# The signature of each name; for a state its fields, which are part of checkpoints.
 TOP_LEVEL = {
     "DynamicLossScale": (
         "(initial_scale=32768.0, growth_interval=2000, growth_factor=2.0, backoff_factor=0.5, "
@@ -116,11 +116,11 @@ def test_every_public_name_has_a_docstring():
     assert bare == ["LossScaleLike"]  # an alias cannot hold one; docs/api/policies.md describes it
 
 
-# The rules. Each takes the folder of a package and returns what breaks the rule.
+# The rules. Each takes the folder of a package and returns the violations.
 
 
 def modules(package):
-    """Return the path of each module by its name from within the package: `_step.scale`."""
+    """Return the path of each module by its name within the package, such as `_step.scale`."""
     names = {
         path: path.relative_to(package).with_suffix("").parts for path in package.rglob("*.py")
     }
@@ -143,7 +143,7 @@ def imports(package):
 
 
 def own_imports(package):
-    """Yield the imports of the package's own modules and names, as they are named from within."""
+    """Yield the imports of the package's own modules and names, relative to the package."""
     known = modules(package)
     for importer, module, name in imports(package):
         root, _, inner = module.partition(".")
@@ -157,7 +157,7 @@ def room(module):
 
 
 def arrows(package):
-    """Return the pairs of rooms of which the first imports from the second."""
+    """Return the pairs of rooms where the first imports from the second."""
     pairs = {(room(importer), room(module)) for importer, module, _ in own_imports(package)}
     return {(importer, imported) for importer, imported in pairs if importer != imported}
 
@@ -186,7 +186,7 @@ def private_names_across_rooms(package):
 
 
 def libraries(package):
-    """Return, by module, the libraries that it imports beside JAX and NumPy."""
+    """Return, for each module, the libraries that it imports other than JAX and NumPy."""
     found = {}
     for importer, module, _ in imports(package):
         if room(module) not in {package.name, "jax", "numpy", *sys.stdlib_module_names}:
@@ -205,7 +205,7 @@ def inits_with_code(package):
     return {p.parent.name for p in paths for node in syntax(p).body if not isinstance(node, kinds)}
 
 
-# A sound package, and by rule: a file in it, the text that breaks the rule, and what is found.
+# A valid package, and for each rule: a file, the text that breaks it, and the violation.
 SOUND = {
     "__init__.py": '"""Tiny."""\nfrom tiny import diagnostics\n__all__ = ["diagnostics"]',
     "_support/tree.py": "import re\nimport jax.numpy\nfrom numpy import ndarray",

@@ -1,4 +1,4 @@
-"""Uses of Flax's `DynamicScale` in public programs: they do the same with ours in its place."""
+"""Uses of Flax's `DynamicScale` in public programs give the same results with ours."""
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +18,15 @@ def loss_fn(w):
 
 
 def step(ds, w=1.0, **options):
-    """Return a step on two parameters, without the object's own type."""
+    """Return the results of a step on two parameters, without class-specific types."""
     result = ds.value_and_grad(options.pop("fun", loss_fn), **options)(jnp.full(2, w))
     after = result.dynamic_scale
     return after.scale, after.fin_steps, *result[1:]
 
 
 def both_steps(ds):
-    """Return a step that is finite and one that overflows."""
-    # In Flax a Python float would take the dtype of `minimum_scale`, float16 for one.
+    """Return the results of a finite step and of one that overflows."""
+    # In Flax, a Python float would take the dtype of `minimum_scale`, such as float16.
     return [step(ds.replace(scale=jnp.float32(scale))) for scale in (8, 2**20)]
 
 
@@ -54,7 +54,7 @@ def in_scan(lib):
     def body(ds, _):
         return ds.value_and_grad(loss_fn)(jnp.ones(2)).dynamic_scale, None
 
-    # Flax's own needs arrays from the start to be carried.
+    # Flax's own class can be carried only if it starts with arrays.
     start = lib.DynamicScale(fin_steps=jnp.int32(0), scale=jnp.float32(8))
     return jax.tree.leaves(jax.lax.scan(body, start, length=3)[0])
 

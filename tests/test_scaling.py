@@ -18,7 +18,7 @@ F32_MAX = float(np.finfo(np.float32).max)
 FP8 = sorted(
     name for name in dir(jnp) if name.startswith("float8") and hasattr(getattr(jnp, name), "dtype")
 )
-SMALL_FLOATS = ["float16", "bfloat16", "float32", *FP8]  # which become float32
+SMALL_FLOATS = ["float16", "bfloat16", "float32", *FP8]  # promoted to float32
 BAD = {"inf": np.inf, "-inf": -np.inf, "nan": np.nan}
 POWERS_OF_TWO = [2.0**-126, 2.0**-24, 0.5, 1.0, 2.0, 2.0**15, 2.0**24, 2.0**126]
 OTHER_SCALES = [3.0, 10.0, 0.1, 1000.0, 65504.0, 1.9999999, 1e-30, 7e37]
@@ -26,7 +26,7 @@ OTHER_SCALES = [3.0, 10.0, 0.1, 1000.0, 65504.0, 1.9999999, 1e-30, 7e37]
 
 @pytest.fixture
 def silent():
-    """Turn the warning about float16 losses off, where it is not the point."""
+    """Ignore the warning about float16 losses in tests of other behaviour."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The loss is float16", UserWarning)
         yield
@@ -122,7 +122,7 @@ def test_another_loss_scale_is_within_one_unit_in_the_last_place(loss_scale):
     true, finite = unscale(grads, state_of(loss_scale))
     quotient = grads / np.float32(loss_scale)
     assert np.max(np.abs(np.asarray(true) - quotient) / np.spacing(np.abs(quotient))) <= 1
-    # It is the reciprocal that is taken once, in float32.
+    # The reciprocal is computed once, in float32.
     np.testing.assert_array_equal(true, grads * (np.float32(1) / np.float32(loss_scale)))
     assert bool(finite)
 
@@ -255,7 +255,7 @@ def test_the_shards_of_the_named_axes_agree(axis_name, check_vma):
         _, same = ols.unscale_and_check([replicated], ols.init(), axis_name=axis_name)
         return finite[None], same
 
-    # With check_vma, the specs of what comes out say too that the named axes agree.
+    # With check_vma, the output specs also show that the named axes agree.
     out_specs = P(tuple({"a", "b"} - {*names})), P()
     mapped = jax.shard_map(
         check, mesh=mesh, in_specs=(P(("a", "b")), P()), out_specs=out_specs, check_vma=check_vma

@@ -1,4 +1,4 @@
-"""The state: its type is a fixed point, it survives every container, and it is found in each."""
+"""The state: its type never changes, it survives every container, and is found in each."""
 
 import pickle
 
@@ -16,7 +16,7 @@ import optax_lossscale as ols
 
 DTYPES = ("float32", "int32", "int32", "int32", "int32")
 STRONG = [(dtype, (), False) for dtype in DTYPES]
-# No field at its default, no two alike.
+# No field has its default, and no two are equal.
 VALUES = (12.5, 3, 2, 5, 7)
 
 POLICIES = {
@@ -34,7 +34,7 @@ def state():
 
 
 def types_of(state):
-    """Return the dtype, the shape and whether it is weakly typed, of each field."""
+    """Return the dtype, the shape and the weak type of each field."""
     assert type(state) is ols.LossScaleState
     return [(str(field.dtype), field.shape, field.weak_type) for field in state]
 
@@ -62,7 +62,7 @@ def test_the_type_of_the_state_is_a_fixed_point(policy, runner):
         after = update(state, jnp.asarray(flag))
         assert types_of(after) == STRONG
         assert [str(jax.typeof(x)) for x in after] == [str(jax.typeof(x)) for x in state]
-        # A Python number that was set does not stay one.
+        # A Python number becomes an array.
         by_hand = state._replace(loss_scale=1024.0, growth_count=0)
         assert types_of(policy.update(by_hand, flag)) == STRONG
 

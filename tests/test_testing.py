@@ -31,7 +31,7 @@ def squared(x):
     return x * x
 
 
-# Its second derivative is not defined: the loss scale can be changed, and not differentiated.
+# It has no second derivative: the loss scale can be changed but not differentiated.
 squared.defvjp(lambda x: (x * x, np.float32(2) * x), lambda residual, g: (g * residual,))
 
 
@@ -58,7 +58,7 @@ def nnx(dtype):
 
 
 def equinox(dtype):
-    model = eqx.nn.MLP(3, 1, 2, 1, key=jax.random.key(1))  # holds functions beside arrays
+    model = eqx.nn.MLP(3, 1, 2, 1, key=jax.random.key(1))  # holds functions as well as arrays
 
     def loss_fn(model):
         model = jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, model)
@@ -107,14 +107,14 @@ def test_a_right_step_passes_and_each_mistake_is_named(framework, dtype):
     ]:
         with pytest.raises(AssertionError, match=message):
             assert_scaled_once(mistake, state, params)
-    # `calibrate` sets the loss scale in the same way.
+    # `calibrate` also sets the loss scale this way.
     found = ols.diagnostics.calibrate(right, state, params)
     assert ols.all_finite(right(found, params))
     twice = found._replace(loss_scale=2 * found.loss_scale)
     assert found.loss_scale == 2.0**24 or not ols.all_finite(right(twice, params))
 
 
-# --- What is measured.
+# --- The measurement.
 
 
 @pytest.mark.parametrize("loss_scale", [2.0**-100, 3000.7, 2.0**100])
@@ -183,8 +183,8 @@ def test_an_array_that_is_zero_or_infinite_at_some_loss_scales_is_judged_at_othe
         jax.random.key(0),
         "relu",
         jnp.zeros((0, 3)),
-        jnp.zeros(3),  # a gradient of zero says nothing
-        {"_overwrite_with_gradient": {"scale": jnp.ones(3)}},  # what Flax's fp8 layers keep
+        jnp.zeros(3),  # a zero gradient is not judged
+        {"_overwrite_with_gradient": {"scale": jnp.ones(3)}},  # metadata of Flax's fp8 layers
     ],
     ids=["None", "float0", "integers", "key", "name", "empty", "zeros", "fp8 metadata"],
 )

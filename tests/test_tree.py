@@ -1,4 +1,4 @@
-"""What holds for any pytree: whether it is finite, and choosing between two of them."""
+"""Pytrees: the check for finite numbers, and the choice between two trees."""
 
 import re
 
@@ -40,12 +40,12 @@ BAD = {"inf": np.inf, "-inf": -np.inf, "nan": np.nan}
 
 @jax.jit
 def each_finite(tree):
-    """Return `all_finite` of each array by itself, all compiled together."""
+    """Return `all_finite` of each array, all compiled together."""
     return jax.tree.map(ols.all_finite, tree)
 
 
 def largest(shapes, dtypes):
-    """Return arrays of the largest finite number, which overflow every sum and norm."""
+    """Return arrays of the largest finite number, whose sums and norms overflow."""
     return {
         f"{dtype} {shape}": np.full(shape, jnp.finfo(dtype).max, jnp.dtype(dtype))
         for shape in shapes
@@ -54,7 +54,7 @@ def largest(shapes, dtypes):
 
 
 def assert_found_anywhere(arrays, positions):
-    """Put each kind of bad number into all arrays, at one position after the other."""
+    """Put each kind of bad number into all arrays, at one position at a time."""
     assert all(each_finite(arrays).values())
     for i, position in enumerate(positions):
         bad = list(BAD.values())[i % 3]
@@ -68,7 +68,7 @@ def assert_found_anywhere(arrays, positions):
 
 
 def verdict(tree):
-    """Return `all_finite` after a look at its type."""
+    """Return `all_finite`, and check the type of the result."""
     finite = ols.all_finite(tree)
     assert isinstance(finite, jax.Array)
     assert (finite.shape, finite.dtype) == ((), jnp.bool_)
@@ -128,7 +128,7 @@ NOT_NUMBERS = {
     "strings": np.array(["nan"]),
     "objects": np.array([np.nan, None], object),
     "datetime": np.datetime64("NaT", "s"),
-    # And what is empty.
+    # Empty trees and arrays.
     "containers": {"a": [], "b": ((), None)},
     "zero-size": jnp.zeros((0, 3)),
     "zero-size float16": np.zeros((3, 0), np.float16),
@@ -155,8 +155,8 @@ def test_numbers_of_python_and_numpy_are_looked_at(bad):
         ((256, 256), "float16", ["8x2x16x256"]),  # 2**16 elements
         ((256, 256), "float32", ["8x2x16x256"]),
         ((256, 255), "float32", []),
-        ((257, 257), "float32", []),  # which nothing divides
-        # XLA:CPU reads a transposed product against its order in memory where the last is split.
+        ((257, 257), "float32", []),  # no group size divides it
+        # If the last axis is split, XLA:CPU reads a transposed product against its memory order.
         ((512, 8, 64), "bfloat16", ["16x2x16x8x64"]),
     ],
 )
@@ -167,7 +167,7 @@ def test_large_arrays_are_split_into_groups_before_their_last_axis(shape, dtype,
 
 
 SPLIT = {
-    # What each shape becomes for eight devices, and which axis the groups are.
+    # The grouped shape for eight devices, and the axis of the groups.
     (256, 3): (1, (-1, 2, 16, 3)),
     (128, 3): (1, (-1, 1, 16, 3)),
     (64, 3): (1, (-1, 1, 8, 3)),
@@ -279,5 +279,5 @@ def test_a_leaf_other_than_an_array_passes_through_if_both_trees_have_it(leaf):
         chosen = ols.tree_where(pred, {"a": leaf, "w": np.ones(1)}, {"a": leaf, "w": np.zeros(1)})
         assert chosen["a"] is leaf
         assert chosen["w"].tolist() == [float(pred)]
-    # They may be equal without being one object.
+    # They may be equal but different objects.
     assert ols.tree_where(True, (("a", "b")[0] * 2, 0.5), ("aa", 1 / 2)) == ("aa", 0.5)

@@ -1,4 +1,4 @@
-"""What a type checker says about the package, as it is installed, and about calls to it."""
+"""What a type checker reports about the installed package, and about calls to it."""
 
 import importlib.util
 import json
@@ -39,24 +39,24 @@ pytestmark = [
 def pyright(tmp_path_factory):
     """Return a function that runs pyright beside an installed copy of the package.
 
-    An editable package is not judged as one that users install: pyright does not ask for its
-    `py.typed`, and infers what is not annotated.
+    In an editable install, pyright does not require `py.typed` and infers missing annotations, so
+    the results would differ from those of users.
     """
     environment = tmp_path_factory.mktemp("environment")
     venv.create(environment, with_pip=False)
     folders = {"base": str(environment)}
     site = Path(sysconfig.get_path("purelib", "venv", folders))
     shutil.copytree(PACKAGE, site / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
-    # A path in a .pth file comes after the folder that it lies in: the copy is found first.
+    # A path in a .pth file follows its own folder on the path, so the copy is found first.
     (site / "what_is_installed_here.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
-    # `--verifytypes` ignores `--pythonpath`: it takes the first Python of the PATH.
+    # `--verifytypes` ignores `--pythonpath` and uses the first Python on PATH.
     path = os.pathsep.join((sysconfig.get_path("scripts", "venv", folders), os.environ["PATH"]))
     env = {**os.environ, "PATH": path}
-    env.pop("PYTHONPATH", None)  # a checkout on it would be judged instead
+    env.pop("PYTHONPATH", None)  # a checkout on it would be checked instead
 
     def run(cwd, *arguments):
         command = [sys.executable, "-m", "pyright", "--outputjson", *arguments]
-        done = subprocess.run(  # noqa: S603, no argument comes from outside
+        done = subprocess.run(  # noqa: S603, no untrusted arguments
             command, cwd=cwd, env=env, capture_output=True, text=True, check=False
         )
         assert done.stdout, done.stderr
@@ -90,7 +90,7 @@ def test_right_calls_have_their_types_and_wrong_ones_are_rejected(pyright, tmp_p
         (Path(finding["file"]).name, finding["range"]["start"]["line"] + 1, finding["message"])
         for finding in output["generalDiagnostics"]
     ]
-    # A wrong type and a wrong call that is accepted are found; nothing else is.
+    # Only a wrong type and a wrongly accepted call are reported.
     assert [place for *place, _ in found] == [["wrong.py", 4], ["wrong.py", 5]], found
     assert "assert_type" in found[0][2]
     assert "Unnecessary" in found[1][2]

@@ -1,8 +1,8 @@
-"""The calls that users make, and the types they get: read by a type checker, never run.
+"""The calls that users make, and their types: read by a type checker, never run.
 
 `test_typing.py` has pyright check this file against an installed copy of the package. A line with
-`pyright: ignore` is a call that must be rejected, by the rule that it names: were it accepted, the
-comment would be reported as unnecessary.
+`pyright: ignore` must be rejected under the rule that it names. If pyright accepts the call, it
+reports the comment as unnecessary.
 """
 
 from collections.abc import Callable
@@ -106,7 +106,7 @@ def wrapper(params: Params, x: jax.Array) -> None:
 
 
 class BatchNormState(TrainState):
-    batch_stats: Any  # a user's own field
+    batch_stats: Any  # a user-defined field
 
 
 def flax_states(apply_fn: Callable[..., Any], params: Params, x: jax.Array) -> None:

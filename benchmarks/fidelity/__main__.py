@@ -1,10 +1,10 @@
-"""Train in float32, bfloat16, float16, and float16 with loss scaling, and compare what was learnt.
+"""Train in float32, bfloat16, float16, and float16 with loss scaling, and compare the results.
 
     python -m benchmarks.fidelity
 
-Writes `training.json` (every number), `training.md` (the table) and `training.png` into the output
-folder. `--write docs/training.md` replaces the table in that page, and puts the numbers and the
-picture beside it. The numbers are saved after each seed; `--resume` goes on from there.
+Writes `training.json` (all numbers), `training.md` (the table) and `training.png` to the output
+folder. `--write docs/training.md` updates the table in that page, and the numbers and the picture
+that belong to it. The numbers are saved after each seed, and `--resume` continues from there.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from benchmarks.fidelity.training import SCALED, WAYS, make_train, ways
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train, or take the numbers of an earlier run, and write what came out."""
+    """Train, or load the numbers of an earlier run, and write the results."""
     args = parse(argv)
     args.output.mkdir(parents=True, exist_ok=True)
     file = args.output / "training.json"
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"Written to {args.output}: training.md, training.json, training.png")
     if args.write:
         report.write(results, args.write)
-        print(f"Written to {args.write}, and beside it")
+        print(f"Updated {args.write}, its numbers and its picture")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -52,15 +52,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--seeds", type=int, default=8, help="how often each is trained, 2 or more")
-    add("--quick", action="store_true", help="a few steps of each task, to see that it runs")
-    add("--resume", action="store_true", help="keep the runs that the output folder holds")
-    add("--results", type=Path, help="a training.json to take instead of training")
+    add("--seeds", type=int, default=8, help="number of seeds, at least 2")
+    add("--quick", action="store_true", help="train each task for a few steps only, as a check")
+    add("--resume", action="store_true", help="continue the run in the output folder")
+    add("--results", type=Path, help="training.json to load instead of training")
     add("--output", type=Path, default=Path("output/fidelity"), help="folder for the results")
-    add("--write", type=Path, help="page whose table to replace")
+    add("--write", type=Path, help="page to update")
     args = parser.parse_args(argv)
     if args.seeds < 2:
-        parser.error(f"--seeds must be at least 2, got {args.seeds}: one has no interval")
+        parser.error(f"--seeds must be at least 2, got {args.seeds}: one seed gives no interval")
     return args
 
 
@@ -107,7 +107,7 @@ def measure(*, seeds: int, quick: bool, file: Path, resume: bool) -> Results:
 
 
 def take_up(results: Results, earlier: Results) -> None:
-    """Put the runs of an earlier start into the results, which must be of the same tasks."""
+    """Copy the runs of an interrupted start into the results; the tasks must be the same."""
 
     def facts(results: Results) -> tuple:
         tasks = [task | {"runs": list(task["runs"])} for task in results["tasks"]]
@@ -121,13 +121,13 @@ def take_up(results: Results, earlier: Results) -> None:
 
 
 def parameters(task: Task) -> int:
-    """Return how many numbers are learnt."""
+    """Return the number of parameters."""
     shapes = jax.eval_shape(lambda: task.init(jax.random.key(0)))
     return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
 def environment() -> Results:
-    """Say with what it is trained."""
+    """Return the date, the machine and the versions."""
     packages = "jax", "jaxlib", "optax", "flax", "scikit-learn"
     return {
         "date": time.strftime("%Y-%m-%d"),

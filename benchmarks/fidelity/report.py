@@ -1,4 +1,4 @@
-"""What the runs gave: intervals, the table of docs/training.md, and the picture."""
+"""The results: intervals, the table of docs/training.md, and the picture."""
 
 import json
 import math
@@ -15,10 +15,10 @@ from scipy import stats
 from benchmarks.fidelity.training import BFLOAT16, FLOAT16, FLOAT32, SCALED
 
 Results = dict[str, Any]
-BEGIN = "<!-- fidelity: from here on `make fidelity` writes -->"
-END = "<!-- fidelity: up to here -->"
+BEGIN = "<!-- fidelity: `make fidelity` writes this part -->"
+END = "<!-- fidelity: end -->"
 
-# Colours that the colour-blind can tell apart (Okabe and Ito), those of `make demo`.
+# The colour-blind-safe palette of `make demo` (Okabe and Ito).
 STYLES = {
     FLOAT32: {"color": "#999999", "linewidth": 5},
     BFLOAT16: {"color": "#009e73", "linewidth": 1.8, "linestyle": ":"},
@@ -28,18 +28,18 @@ STYLES = {
 
 
 class Interval(NamedTuple):
-    """A mean, and how far its confidence interval reaches to either side."""
+    """A mean, and half the width of its confidence interval."""
 
     mean: float
     margin: float
 
     def contains(self, value: float) -> bool:
-        """Say whether a value lies within; a bound does."""
+        """Return whether the interval contains a value; the bounds count as inside."""
         return abs(value - self.mean) <= self.margin
 
 
 def interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
-    """Return the mean with its interval by Student's t, for two values or more."""
+    """Return the mean of two or more values, with its interval by Student's t."""
     n = len(values)
     quantile = stats.t.ppf((1 + confidence) / 2, n - 1)
     return Interval(float(np.mean(values)), float(quantile * np.std(values, ddof=1) / n**0.5))
@@ -51,14 +51,14 @@ def final(task: Results, way: str) -> np.ndarray:
 
 
 def difference(task: Results, way: str) -> Interval:
-    """Return how far a way is above float32, seed by seed."""
+    """Return the difference between a way and float32, paired by seed."""
     return interval(final(task, way) - final(task, FLOAT32))
 
 
 def block(results: Results) -> str:
-    """Return the table and what belongs to it, as Markdown."""
+    """Return the table and its notes, as Markdown."""
     head = [
-        "learnt", "computed in", "result", "minus float32, same seed", "zero gradient entries",
+        "task", "computed in", "result", "minus float32, same seed", "zero gradient entries",
         "skipped steps", "final loss scale",
     ]  # fmt: skip
     body = [row(task, way) for task in results["tasks"] for way in task["runs"]]
@@ -68,7 +68,7 @@ def block(results: Results) -> str:
 
 
 def row(task: Results, way: str) -> list[str]:
-    """Return the cells of one task learnt in one way."""
+    """Return the table row of one task in one way."""
     runs = task["runs"][way]
     decimals = task["decimals"]
     result = interval(final(task, way))
@@ -87,27 +87,27 @@ def row(task: Results, way: str) -> list[str]:
 
 
 def span(values: Sequence[float]) -> str:
-    """Return the smallest and the largest, once if they are the same."""
+    """Return the range of the values, or the value if all are the same."""
     low, high = min(values), max(values)
     return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
 
 def summary(results: Results) -> str:
-    """Say in how many tasks a way cannot be told from float32."""
+    """Describe the intervals, and count the tasks where a way agrees with float32."""
     counts = []
     for way in (BFLOAT16, FLOAT16, SCALED):
         tasks = [task for task in results["tasks"] if way in task["runs"]]
         near = sum(difference(task, way).contains(0) for task in tasks)
         counts.append(f"{near} of {len(tasks)} cases with {way}")
     return (
-        "Mean and 95 % confidence interval over "
+        "Means with 95 % confidence intervals over "
         f"{len(results['tasks'][0]['runs'][FLOAT32])} seeds, by Student's t. The interval of the "
-        f"difference to float32 contains zero in {', '.join(counts)}."
+        f"difference from float32 contains zero in {', '.join(counts)}."
     )
 
 
 def circumstances(results: Results) -> str:
-    """Say with what, and for how long it was trained."""
+    """Describe the machine, the versions, the sizes and the text."""
     environment, text = results["environment"], results["text"]
     versions = ", ".join(f"{name} {number}" for name, number in environment["versions"].items())
     sizes = {
@@ -116,16 +116,16 @@ def circumstances(results: Results) -> str:
     }
     return (
         f"{environment['date']}, {environment['device']}, {environment['cores']} cores, "
-        f"{versions}; {results['processor_seconds'] / 60:.0f} minutes of processor time. "
+        f"{versions}; {results['processor_seconds'] / 60:.0f} minutes of CPU time. "
         f"Sizes: {'; '.join(sorted(sizes))}. "
-        f"The text to train on has {text['train_characters']:,} characters, that to test on "
-        f"{text['test_characters']:,}; the SHA-256 of the two, joined, begins with "
+        f"The training text has {text['train_characters']:,} characters and the test text "
+        f"{text['test_characters']:,}. The SHA-256 of the two, joined, begins with "
         f"`{text['sha256'][:16]}`."
     )
 
 
 def replaced(page: str, text: str) -> str:
-    """Return the page with other text between its two markers."""
+    """Return the page with the text between its two markers replaced."""
     if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
         raise ValueError(f"the page must hold the lines {BEGIN!r} and {END!r}, in this order")
     before, _, rest = page.partition(BEGIN)
@@ -142,14 +142,14 @@ def write(results: Results, page: Path) -> None:
 
 
 def to_json(results: Results) -> str:
-    """Return the results as JSON, with six decimals and a list of numbers on one line."""
+    """Return the results as JSON, with six decimals and each list of numbers on one line."""
     rounded = json.loads(json.dumps(results), parse_float=lambda text: round(float(text), 6))
     indented = json.dumps(rounded, indent=1)
     return re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), indented) + "\n"
 
 
 def draw(results: Results, path: Path) -> None:
-    """Draw learning curves, and below how far two ways end from float32."""
+    """Draw learning curves, and below them the final differences from float32."""
     tasks = results["tasks"]
     columns = len({task["metric"] for task in tasks})
     rows = -(-len(tasks) // columns)
@@ -177,7 +177,7 @@ def _draw_curves(ax: Axes, task: Results) -> None:
 
 
 def _draw_differences(ax: Axes, tasks: Sequence[Results]) -> None:
-    """Draw every seed as a dot, and the interval of their mean; float16 alone is off the chart."""
+    """Draw each seed as a dot, and the interval of the mean. Float16 alone is off the chart."""
     labels = []
     for task in tasks:
         for way in (BFLOAT16, SCALED):

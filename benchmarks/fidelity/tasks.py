@@ -1,4 +1,4 @@
-"""What is learnt: handwritten digits, a photograph, and text, which all come with scikit-learn."""
+"""The tasks: handwritten digits, a photograph, and text, all from scikit-learn."""
 
 import ast
 import hashlib
@@ -20,33 +20,33 @@ from examples import digits as digits_example
 Params = Any
 Data = Any
 
-FREQUENCIES = 64  # of the photograph's coordinates, each with its sine and its cosine
-DEVIATION = 10.0  # of these frequencies
-SHRINK = 4  # the photograph's sides
+FREQUENCIES = 64  # of the photograph's coordinates, each with a sine and a cosine
+DEVIATION = 10.0  # standard deviation of these frequencies
+SHRINK = 4  # divides the photograph's sides
 CONTEXT = 64  # characters that the language model sees
 
 
 class Task(NamedTuple):
-    """One thing to learn, and how it is told whether it was learnt."""
+    """A task, and how its result is measured."""
 
     name: str
     weight: float  # of the loss
     metric: str
-    decimals: int  # in which the metric is shown
+    decimals: int  # of the metric in the table
     steps: int
     evaluations: int  # spread evenly over the steps, the last at the end
     tx: optax.GradientTransformation
     data: Data
-    init: Callable[[jax.Array], Params]  # of a random key; float32
+    init: Callable[[jax.Array], Params]  # from a random key; float32
     loss_fn: Callable[[Params, Data, jax.Array, Any], jax.Array]  # key of the step, dtype
     evaluate: Callable[[Params, Data], jax.Array]  # in float32
 
 
 def all_tasks(*, quick: bool = False) -> list[Task]:
-    """Return each task at loss weight 1 and at a small one; if `quick`, each once for a few steps.
+    """Return each task at loss weight 1 and at a small one; if `quick`, once, for a few steps.
 
-    The small weights are the share of one pixel in 100,000, of a pixel in the photograph at its
-    full size, and of one batch among 512 whose losses are averaged.
+    The small weights are the share of one pixel among 100,000, of a pixel in the full-size
+    photograph, and of one batch in an average over 512.
     """
     if quick:
         tasks = digits(1e-5), photograph(1), text(1, blocks=1)
@@ -61,14 +61,14 @@ def all_tasks(*, quick: bool = False) -> list[Task]:
 def adam_epsilon(weight: float) -> float:
     """Return Adam's epsilon for a loss of this weight.
 
-    Adam's step does not depend on the weight otherwise: in exact arithmetic a task is learnt in the
-    same way at every weight, and what differs is what the number format loses.
+    Otherwise, Adam's step does not depend on the weight. In exact arithmetic, training is then the
+    same at every weight, and any difference comes from the number format.
     """
     return 1e-8 * weight
 
 
 def shown(weight: float) -> str:
-    """Return a weight as people write it."""
+    """Return a weight as readable text."""
     return f"1/{1 / weight:g}" if 1e-4 < weight < 1 else f"{weight:g}".replace("e-0", "e-")
 
 
@@ -104,7 +104,7 @@ def digits(weight: float) -> Task:
 
 
 class Painter(nn.Module):
-    """Colours of points, from the Fourier features of their coordinates."""
+    """Predicts the colours of points from the Fourier features of their coordinates."""
 
     dtype: Any
 
@@ -118,7 +118,7 @@ class Painter(nn.Module):
 
 
 def photograph(weight: float) -> Task:
-    """Learn one photograph by heart; every step sees all of its pixels."""
+    """Fit one photograph. Each step uses all of its pixels."""
     image = load_sample_image("china.jpg")[: 104 * SHRINK, : 160 * SHRINK] / np.float32(255)
     height, width, channels = (side // by for side, by in zip(image.shape, (4, 4, 1), strict=True))
     image = image.reshape(height, SHRINK, width, SHRINK, channels).mean((1, 3))
@@ -151,7 +151,7 @@ def photograph(weight: float) -> Task:
 def attention(
     query: jax.Array, key: jax.Array, value: jax.Array, *, mask: jax.Array, **_: Any
 ) -> jax.Array:
-    """Attend with both products in the type of the query, and the softmax in float32.
+    """Compute attention with both products in the query's dtype and the softmax in float32.
 
     Flax's own `force_fp32_for_softmax` computes the second product in float32 too.
     """
@@ -161,7 +161,7 @@ def attention(
 
 
 class LanguageModel(nn.Module):
-    """A small transformer over characters, normalised before each part."""
+    """A small pre-norm transformer over characters."""
 
     dtype: Any
     characters: int
@@ -231,7 +231,7 @@ def text(weight: float, *, blocks: int = 2, batch: int = 16, tested: int = 128) 
 
 
 def corpus() -> tuple[str, str]:
-    """Return scikit-learn's docstrings in ASCII: those to train on, and every tenth file's."""
+    """Return scikit-learn's docstrings in ASCII: to train on, and to test on (every tenth file)."""
     root = Path(sklearn.__file__).parent
     paths = [path for path in root.rglob("*.py") if "tests" not in path.relative_to(root).parts]
     texts = ["\n\n".join(docstrings(path)) for path in sorted(paths)]
@@ -251,7 +251,7 @@ def docstrings(path: Path) -> list[str]:
 
 
 def corpus_facts() -> dict[str, Any]:
-    """Say which text it was: another version of scikit-learn has another one."""
+    """Identify the text, which depends on the version of scikit-learn."""
     train, test = corpus()
     return {
         "train_characters": len(train),

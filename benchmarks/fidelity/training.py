@@ -1,4 +1,4 @@
-"""The ways to train, and a run in one of them."""
+"""The ways to train, and how to run one."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,9 +11,9 @@ import optax_lossscale as ols
 from benchmarks.fidelity.tasks import Task
 from examples.digits import zero_share
 
-# What the forward and backward passes compute in, and the loss scale. `None` scales and checks
-# nothing. By default the scale grows after 2000 finite steps, more than a run has here. After 25 it
-# climbs until steps overflow and are skipped, far more often than in long training.
+# The dtype of the forward and backward passes, and the loss scale. `None` neither scales nor
+# checks. The default growth interval is 2000 finite steps, longer than these runs. With 25, the
+# scale climbs until steps overflow and are skipped, far more often than in long training.
 FLOAT32, BFLOAT16, FLOAT16, SCALED = "float32", "bfloat16", "float16", "float16 + loss scaling"
 WAYS = {
     FLOAT32: (jnp.float32, None),
@@ -24,12 +24,12 @@ WAYS = {
 
 
 def ways(task: Task) -> list[str]:
-    """Return the ways to learn a task; bfloat16, with float32's range, minds no small weight."""
+    """Return the ways to train a task. bfloat16 has float32's range, so weight 1 is enough."""
     return [way for way in WAYS if way != BFLOAT16 or task.weight == 1]
 
 
 class Run(NamedTuple):
-    """What one seed gave."""
+    """The result of one seed."""
 
     curve: list[float]  # the metric at each evaluation
     zero_share: float  # of the gradients' entries, over all steps
@@ -38,7 +38,7 @@ class Run(NamedTuple):
 
 
 def make_train(task: Task, way: str) -> Callable[[int, Callable[[], Any]], Run]:
-    """Return a function that trains from a seed, and calls another after each evaluation."""
+    """Return a function that trains from a seed, and calls a callback after each evaluation."""
     dtype, loss_scale = WAYS[way]
     tx = ols.with_loss_scaling(task.tx, loss_scale)
     chunk = task.steps // task.evaluations

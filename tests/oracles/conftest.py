@@ -1,8 +1,8 @@
-"""Libraries too large for the test group: collected where they are installed, by `make oracles`."""
+"""Tests of libraries too large for the test group: `make oracles` installs and runs them."""
 
 import importlib.util
 
-# The record scripts hold no tests, and need libraries that no group installs.
+# The record scripts contain no tests, and need libraries that no group installs.
 collect_ignore_glob = ["record_*.py"]
 if not importlib.util.find_spec("torch"):
     collect_ignore_glob.append("test_torch.py")

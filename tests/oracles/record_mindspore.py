@@ -1,6 +1,6 @@
-"""Records what MindSpore's loss-scale managers and scalers do on the CPU, once, as JSON.
+"""Record the results of MindSpore's loss-scale managers and scalers on the CPU as JSON.
 
-Run it where MindSpore is installed, away from the project's own environment:
+Run it in a separate environment with MindSpore:
 
     pip install mindspore
     python tests/oracles/record_mindspore.py
@@ -44,7 +44,7 @@ def record_manager(policy, steps):
 
 
 def record_cell(policy, steps):
-    """Record the cell that the manager hands to the training step."""
+    """Record the cell that the manager passes to the training step."""
     cell = amp.DynamicLossScaleManager(*arguments_of(policy)).get_update_cell()
     scale = ms.Parameter(ms.Tensor(policy["initial_scale"], ms.float32), name="scale")
 
@@ -61,7 +61,7 @@ def standing(scaler):
 
 
 def record_scaler(policy, steps):
-    """Record the functional scaler, which counts as we do."""
+    """Record the functional scaler, which counts as this library does."""
     scaler = amp.DynamicLossScaler(*arguments_of(policy))
 
     def step(multiplier):
@@ -72,7 +72,7 @@ def record_scaler(policy, steps):
 
 
 def train(name, arrays, policy, steps):
-    """Record the weights after each step of the functional loop, a bad step dropped."""
+    """Record the weights after each step of the functional loop, which drops bad steps."""
     inner = recording.INNER[name]
     w, b = (ms.Parameter(ms.Tensor(arrays[n], ms.float32), name=n) for n in "wb")
     x, y = (ms.Tensor(arrays[n], ms.float32) for n in "xy")
@@ -103,11 +103,11 @@ def train(name, arrays, policy, steps):
 
 
 def train_often(*problem):
-    """Return what most of five trainings gave.
+    """Return the most common result of five trainings.
 
-    About one in thirty differs from all others, from the step after a move of the scaler on, as if
-    the loss had been scaled by the loss scale before it. That is MindSpore's, with and without
-    `launch_blocking`, and not its rule.
+    About one in thirty differs from the others after a change of the loss scale, as if the loss
+    were scaled by the previous value. This happens in MindSpore with and without
+    `launch_blocking`, and is not part of its rule.
     """
     runs = [train(*problem) for _ in range(5)]
     common = max(runs, key=runs.count)

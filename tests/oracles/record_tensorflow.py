@@ -1,6 +1,6 @@
-"""Records what TensorFlow's loss scales and tf.keras' LossScaleOptimizer do, once, as JSON.
+"""Record the results of TensorFlow's loss scales and tf.keras' LossScaleOptimizer as JSON.
 
-Run it where TensorFlow is installed, away from the project's own environment:
+Run it in a separate environment with TensorFlow:
 
     pip install tensorflow-cpu tf_keras     # or an older TensorFlow alone, with its own tf.keras
     python tests/oracles/record_tensorflow.py
@@ -21,7 +21,7 @@ import tensorflow as tf
 v1 = tf.compat.v1
 keras = tf.keras
 if getattr(keras, "__version__", "").startswith("3"):
-    # Keras 2 is a package of its own since TensorFlow 2.16.
+    # Keras 2 is a separate package since TensorFlow 2.16.
     import tf_keras as keras
 LossScaleOptimizer = keras.mixed_precision.LossScaleOptimizer
 
@@ -78,7 +78,7 @@ def record_optimizer(policy, steps, inner):
     def step(multiplier):
         before = variable.numpy()
         update(tf.constant(multiplier, tf.float32))
-        applied = int((variable.numpy() != before).any())  # NaN is not NaN
+        applied = int((variable.numpy() != before).any())  # NaN differs from itself
         return {**standing(optimizer), "applied": applied}
 
     return recording.record(type(optimizer).__name__, policy, steps, step)
@@ -90,7 +90,7 @@ def loss_of(arrays, w, b, multiplier):
 
 
 def train_keras(make, inner, arrays, policy, steps):
-    """Record the weights after each step, scaled and unscaled by the wrapper's own functions."""
+    """Record the weights after each step, scaled and unscaled by the wrapper's functions."""
     optimizer = wrap(make(**inner), policy)
     w, b = (tf.Variable(arrays[n], dtype=tf.float32) for n in "wb")
 
@@ -136,7 +136,7 @@ def main():
     if hasattr(keras.optimizers, "legacy"):
         modules.append(keras.optimizers.legacy)
     draw, fixed = recording.draw_runs, recording.fixed
-    # Exponents up to 125: without a ceiling of its own TensorFlow stops below float32's infinity.
+    # Exponents up to 125: TensorFlow has no ceiling, but stops below float32's infinity.
     trajectories = [
         *(record_class(*run) for run in draw(1, 90)),
         *(record_class(*run) for run in draw(2, 20, (2.0, 4.0), (110, 125))),

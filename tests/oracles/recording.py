@@ -1,8 +1,8 @@
-"""What the record scripts share: the runs that they draw, and the file that they write.
+"""Shared by the record scripts: the random runs, and the file format.
 
-It needs the standard library alone, and a Python as old as 3.8, because old releases of the
-recorded libraries need that. Each file in `recorded` is what one script wrote, in an environment
-of its own that held nothing but what is named here and what that requires:
+It uses the standard library only and supports Python 3.8, which old releases of the recorded
+libraries require. One script wrote each file in `recorded`, in a separate environment with only
+these packages and their dependencies:
 
 | file                 | script               | Python | installed                               |
 | -------------------- | -------------------- | ------ | --------------------------------------- |
@@ -10,11 +10,11 @@ of its own that held nothing but what is named here and what that requires:
 | tensorflow-2.21.json | record_tensorflow.py | 3.11   | tensorflow-cpu==2.21.0 tf_keras==2.21.0 |
 | mindspore-2.10.json  | record_mindspore.py  | 3.11   | mindspore==2.10.0                       |
 
-The command is `python tests/oracles/<script>`. Run again with the same versions it writes the same
-bytes, except for what other versions of Python and NumPy put into `versions`.
+The command is `python tests/oracles/<script>`. With the same versions, it writes the same bytes
+again, except for the versions of Python and NumPy in `versions`.
 
-TensorFlow 2.4 still has the loss scales of `tf.mixed_precision.experimental`; they are those of
-`tf.compat.v1.mixed_precision`, which are recorded. 2.21's Keras 2 is the package `tf_keras`.
+TensorFlow 2.4 still has the loss scales of `tf.mixed_precision.experimental`. They are the same as
+the recorded ones of `tf.compat.v1.mixed_precision`. For 2.21, Keras 2 is the package `tf_keras`.
 """
 
 import json
@@ -24,7 +24,7 @@ import platform
 import random
 import struct
 
-# A step is a letter: what every gradient is multiplied by.
+# The multiplier of every gradient in a step, by the letter of the step.
 STEP = {"T": 1.0, "n": math.nan, "+": math.inf, "-": -math.inf}
 RECORDED = pathlib.Path(__file__).parent / "recorded"
 INNER = {
@@ -49,14 +49,14 @@ def fixed(start, skip_nonfinite):
 
 
 def draw_steps(rng, interval):
-    """Draw steps with overflows: balanced with the growth, rare, frequent, none, or only."""
+    """Draw steps with overflows: balanced with growth, rare, frequent, none, or all."""
     bad = rng.choice([1 - 0.5 ** (1 / interval)] * 3 + [0.03, 0.2, 0.6, 0.0, 1.0])
     return "".join(rng.choice("n+-") if rng.random() < bad else "T" for _ in range(40))
 
 
 def draw_runs(seed, count, factors=(2.0, 2.0, 2.0, 4.0, 8.0, 3.0), exponents=(0, 24)):
     """Draw the policies and the steps of `count` runs."""
-    rng = random.Random(seed)  # noqa: S311, reproducible and no secret
+    rng = random.Random(seed)  # noqa: S311, reproducible, not secret
     for _ in range(count):
         interval = rng.choice([1, 1, 2, 2, 3, 5, 10])
         start = float(2 ** rng.randint(*exponents)) * rng.choice([1.0, 1.0, 1.0, 1.3])
@@ -66,7 +66,7 @@ def draw_runs(seed, count, factors=(2.0, 2.0, 2.0, 4.0, 8.0, 3.0), exponents=(0,
 
 def draw_problem(seed, factor):
     """Draw a linear regression and its start, a policy, and the steps."""
-    rng = random.Random(seed)  # noqa: S311, reproducible and no secret
+    rng = random.Random(seed)  # noqa: S311, reproducible, not secret
 
     def matrix(rows, columns):
         return [[round(rng.uniform(-2, 2), 3) for _ in range(columns)] for _ in range(rows)]
@@ -78,14 +78,14 @@ def draw_problem(seed, factor):
 
 
 def record(kind, policy, steps, step, **rest):
-    """Record a run: `step(multiplier)` takes a step and returns what to record, by name."""
+    """Record a run: `step(multiplier)` takes a step and returns the results by name."""
     after = [step(STEP[letter]) for letter in steps]
     columns = {name: [each[name] for each in after] for name in after[0]}
     return {"kind": kind, **rest, "policy": policy, "steps": steps, **columns}
 
 
 def shortest(number):
-    """Return a float32 as the shortest decimal that rounds to it, which keeps the files small."""
+    """Return the shortest decimal that rounds to a float32, to keep the files small."""
     number = float(number)
     for digits in range(1, 18):
         short = float(f"{number:.{digits}g}")
@@ -95,7 +95,7 @@ def shortest(number):
 
 
 def bits(number):
-    """Return the float32 that is nearest, as bytes, or nothing where there is none."""
+    """Return the nearest float32 as bytes, or empty bytes if there is none."""
     try:
         return struct.pack("f", number)
     except OverflowError:

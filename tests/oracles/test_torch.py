@@ -1,4 +1,4 @@
-"""Compares with torch's own GradScaler, on the CPU: `make oracles` installs torch and runs this."""
+"""A comparison with torch's GradScaler on the CPU. `make oracles` installs torch and runs this."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def scaler_with(**arguments):
 
 
 def run_torch(scaler, flags):
-    """Return the loss scale and the count after each step whose gradient is finite, or is not."""
+    """Return the loss scale and the count after each step, given whether its gradient is finite."""
     after = []
     for finite in flags:
         weight = torch.nn.Parameter(torch.ones(()))
@@ -31,7 +31,7 @@ def run_torch(scaler, flags):
 
 
 def run_ours(policy, state, flags):
-    """Return the same of ours, and the state."""
+    """Return the same for this library, and the final state."""
 
     def step(state, finite):
         state = policy.update(state, finite)
@@ -66,8 +66,8 @@ def test_torch_and_what_it_became_move_at_the_same_step_there_and_back(seed):
         theirs = run_torch(each, flags)
         np.testing.assert_array_equal(ours[:, 1], theirs[:, 1])
         moves = np.sum(np.diff(theirs[:, 0]) != 0)
-        assert moves >= 10  # or the comparison says nothing
-        # One unit in the last place for each move, where the factors are no powers of two.
+        assert moves >= 10  # otherwise the comparison is empty
+        # One unit in the last place per move if the factors are not powers of two.
         rtol = 2**-23 * (moves + 37) if factor == 3 else 0
         np.testing.assert_allclose(ours[:, 0], theirs[:, 0], rtol)
 
@@ -100,11 +100,11 @@ def test_at_the_bottom_torch_goes_on_to_zero():
     assert ours == [2.0**-126] * 26
 
 
-# The same network in both, from one start on one data set. In float32 nothing overflows by itself,
-# so random steps are spoilt. In float16 every activation and every gradient on its way back is
-# rounded to float16, and most overflows come from the loss scale itself: what one step does to it
-# decides which later steps overflow. There the rest is float64, so that the two libraries round to
-# the same float16 although they add up in another order.
+# The same network in both libraries, with the same start and data. In float32 nothing overflows on
+# its own, so random steps get bad gradients. In float16, every activation and gradient is rounded
+# to float16, and most overflows come from the loss scale itself: its change at one step determines
+# which later steps overflow. All other arithmetic is then float64, so that both libraries round to
+# the same float16 although they sum in different orders.
 
 STEPS, BATCH = 150, 16
 SHAPES = {"b0": (12,), "b1": (3,), "w0": (5, 12), "w1": (12, 3)}
@@ -115,9 +115,9 @@ OPTIMIZERS = {
     ),
     "adam": (lambda params: torch.optim.Adam(params, lr=0.02), lambda: optax.adam(0.02)),
 }
-# How far the parameters may lie apart at any step, relative to the largest of them: a few times ten
-# roundings, of 2**-24 in float32 and 2**-53 in float64. Optax computes Adam's 1 - 0.999**t in
-# float32, whose first value is known to 6e-5; the step takes its square root, which halves that.
+# The tolerance of the parameters at any step, relative to the largest: a few tens of roundings, of
+# 2**-24 in float32 and 2**-53 in float64. Optax computes Adam's 1 - 0.999**t in float32, with a
+# relative error of 6e-5 at first. The step takes the square root, which halves the error.
 TOLERANCES = {
     ("float32", "sgd"): 2**-24 * 40,
     ("float32", "adam"): 3e-5,
@@ -127,7 +127,7 @@ TOLERANCES = {
 
 
 class Problem:
-    """The network's start, its data, what is added to its gradients, and the scaler's numbers."""
+    """The initial network, the data, the terms added to the gradients, and the policy."""
 
     def __init__(self, kind, seed):
         rng = np.random.default_rng(seed)
@@ -142,7 +142,7 @@ class Problem:
             array = self.spoil[rng.choice(list(SHAPES))][step]
             array.flat[rng.integers(array.size)] = rng.choice([np.inf, -np.inf, np.nan])
         self.scaler = scaler_with(
-            # In float16 far too high, and soon too high again.
+            # In float16 far too high at first, and soon again.
             init_scale=2.0 ** rng.integers(20, 24) if self.half else 2.0 ** rng.integers(4, 12),
             growth_factor=2.0 ** rng.integers(1, 3),
             backoff_factor=0.5 ** rng.integers(1, 3),
@@ -183,7 +183,7 @@ def train_torch(problem, make_optimizer):
 
 
 def train_ours(problem, make_optimizer):
-    """Return the same of the wrapper, told nothing but what torch is told."""
+    """Return the same for the wrapper, with the same inputs as torch."""
     policy, start = interop.from_torch_state_dict(problem.scaler.state_dict())
     tx = ols.with_loss_scaling(make_optimizer(), policy)
 
@@ -223,7 +223,7 @@ def test_a_network_trains_as_in_torch(kind, name, seed, request):
     theirs, their_moves = train_torch(problem, in_torch)
     np.testing.assert_array_equal(our_moves, their_moves)
     assert (np.abs(ours - theirs).max(1) / np.abs(theirs).max(1)).max() < TOLERANCES[kind, name]
-    # It was a training, with steps of both kinds, and more overflows than were made in float16.
+    # Both kinds of steps occurred; in float16, more steps overflowed than were made bad.
     skipped = their_moves[-1, 2]
     assert len(set(their_moves[:, 0])) > 3
     assert (skipped > len(problem.spoilt) + 5) if problem.half else skipped == len(problem.spoilt)

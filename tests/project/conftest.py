@@ -1,4 +1,4 @@
-"""What the tests of the examples, the benchmarks, the documents and the packaging share."""
+"""Shared by the tests of the examples, the benchmarks, the documents and the packaging."""
 
 import os
 import shutil
@@ -15,19 +15,19 @@ sys.path.insert(0, str(ROOT))  # benchmarks/ and examples/ are not installed
 
 @pytest.fixture(scope="module", autouse=True)
 def _promotion():
-    """Promote as users do, in place of the strictness of the tests of the package."""
+    """Use the standard promotion of users instead of the strict one of the package tests."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 
 @pytest.fixture(autouse=True)
 def _replayed():
-    """Treat small states as users have them, too."""
+    """Keep the default treatment of small states."""
 
 
 @pytest.fixture(scope="module")
 def quickly_compiled():
-    """Compile with few optimizations: for programs this small, compiling takes longest."""
+    """Compile with few optimizations, because compilation dominates for programs this small."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
@@ -35,7 +35,7 @@ def quickly_compiled():
 
 @pytest.fixture(scope="session")
 def python():
-    """Return a function that runs Python in a folder and returns what it prints, and its errors."""
+    """Return a function that runs Python in a folder and returns its stdout and stderr."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     env |= {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
@@ -52,7 +52,7 @@ def python():
 
 @pytest.fixture(scope="session")
 def files():
-    """List what git tracks, and what it would with `git add --all`."""
+    """List the files that git tracks, and those that `git add --all` would add."""
     git = shutil.which("git")
     if git is None or not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")

@@ -49,11 +49,11 @@ def assert_optaxs(kind, before, state, grads, steps):
     for _ in range(steps):
         updates, opt_state = tx.update(grads, opt_state, expected)
         expected = optax.apply_updates(expected, updates)
-    # What was added is about 1e-3; Keras adds Adam's epsilon elsewhere.
+    # The updates are about 1e-3. Keras adds Adam's epsilon in another place.
     rtol = 2e-2 if issubclass(kind, KerasAlone) else 1e-3
     for p, a, e in zip(before, state.params, expected, strict=True):
         np.testing.assert_allclose(a - p, e - p, rtol=rtol, atol=1e-7)
-    # Adam hardly minds a factor on its gradients, but its first moment does.
+    # A wrong scale of the gradients hardly changes Adam's step, but it changes the first moment.
     moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.shape == SHAPES[0]]
     moment = (1 - 0.9**steps) * grads[0]
     assert any(np.allclose(leaf, moment, rtol=1e-2) for leaf in moments)
@@ -76,7 +76,7 @@ def test_an_overflow_is_skipped_by_all_who_say_so_and_later_steps_are_optaxs(kin
     scale = workloads.LOSS_SCALE if kind.scales else 1.0
     if kind.skips:
         jax.tree.map(np.testing.assert_array_equal, bad.params, workload.params)
-        state = bad  # in which only the loss scale has changed
+        state = bad  # only the loss scale has changed
         scale = scale / 2 if kind.scales else scale
     else:
         assert not np.isfinite(bad.params[0]).all()

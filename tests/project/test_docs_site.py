@@ -1,4 +1,4 @@
-"""The documentation as a site: it builds without a warning, is complete, and asks no other host.
+"""The documentation site builds without warnings, is complete, and loads from no other host.
 
 Needs the group `docs`, which `make test` does not install.
 """
@@ -23,7 +23,7 @@ for needed in ("sphinx", "myst_parser", "furo"):
 pytestmark = pytest.mark.slow
 
 DOCS = Path(__file__).parents[2] / "docs"
-# As `make docs` does: a link to nowhere and a picture that is missing are warnings, and so errors.
+# As in `make docs`: broken links and missing pictures are warnings, and warnings are errors.
 SPHINX = "-m", "sphinx", "-W", "--keep-going", "-n", "-E", "-b", "html"
 
 
@@ -38,7 +38,7 @@ def test_every_page_and_every_public_name_is_there(site):
     pages = [path.relative_to(DOCS).with_suffix(".html") for path in DOCS.rglob("*.md")]
     assert Path("api/flax.html") in pages
     assert [page for page in pages if not (site / page).exists()] == []
-    # The inventory, which other projects link by: four lines of text, then compressed ones.
+    # The inventory for links from other projects: four lines of text, then compressed data.
     inventory = zlib.decompress((site / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode()
     entries = {line.split(" ")[0] for line in inventory.splitlines() if " py:" in line}
     for module in (ols, ols.diagnostics, ols.flax, ols.keras):

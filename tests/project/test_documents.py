@@ -1,4 +1,4 @@
-"""The documents, set-up files and examples agree, and name no machine."""
+"""The documents, set-up files and examples agree, and do not name any machine."""
 
 import os
 import re
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 COMMANDS = ["README.md", "BUILD.md", "CONTRIBUTING.md", ".ci/run", ".github/workflows/ci.yml"]
 
-# A letter stands in brackets so that no pattern matches itself.
+# One letter is in brackets so that the pattern does not match itself.
 NAMES_A_MACHINE = re.compile(
     r"pyp[i]\.org|pythonhoste[d]\.org|registry\.npmj[s]|anacond[a]\.(?:org|com)"
     r"|(?<![\w.~])/(?:wor[k]|roo[t]|hom[e]|User[s]|tmp/ven[v]|op[t]/py\w*)(?![\w-])"
@@ -42,7 +42,7 @@ def test_the_readme_is_short_and_shows_the_minimal_example():
     readme = read("README.md")
     assert readme.count("\n") < 150
     _docstring, _, code = read("examples/minimal.py").partition('"""\n\n')
-    assert f"```python\n{code}```\n" in readme  # where it runs, and its output is compared
+    assert f"```python\n{code}```\n" in readme  # runs there, with its output compared
 
 
 def test_links_within_the_project_lead_somewhere():

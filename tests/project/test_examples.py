@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quickly_compiled")]
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FLOAT32, FLOAT16, SCALED = "float32", "float16", "float16 + loss scaling"
 SMALL, ONE = 1e-5, 1.0
-# Final accuracies as the demonstration should give them.
+# Final accuracies of a correct demonstration.
 RIGHT = {
     (SMALL, FLOAT32): 0.978,
     (SMALL, FLOAT16): 0.167,
@@ -36,7 +36,7 @@ def is_picture(path):
 def test_digits_trains_and_draws(python, tmp_path):
     options = "--epochs=10", "--seeds=2"
     out, err = python("-W", "error", EXAMPLES / "digits.py", *options, cwd=tmp_path)
-    assert err == ""  # no progress bar where nobody looks
+    assert err == ""  # no progress bar without a terminal
     rows = [line for line in out.splitlines() if line.count("%") == 5]
     assert [re.search(r"(-|2\*\*[\d.]+)$", row)[0][0] for row in rows] == [*"--2--2"]
     assert "picture: output/digits.png" in out
@@ -50,7 +50,7 @@ def test_digits_exits_with_an_error_when_training_was_too_short(monkeypatch, tmp
     monkeypatch.setattr("sys.argv", arguments)
     with pytest.raises(SystemExit, match="at loss weight 1, float32 reached"):
         runpy.run_path(str(EXAMPLES / "digits.py"), run_name="__main__")
-    assert is_picture(tmp_path / "a.png")  # to see why
+    assert is_picture(tmp_path / "a.png")  # shows the reason
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_digits_names_each_number_that_is_wrong(case, accuracy, message):
     assert problems(RIGHT) == []
     (found,) = problems(RIGHT | {case: accuracy})
     assert message in found
-    # All three at the same low accuracy are not right either.
+    # Equal but low accuracies are wrong too.
     found = problems(dict.fromkeys(RIGHT, 0.5) | {(SMALL, FLOAT16): 0.1})
     assert [message.partition(" reached")[0][-7:] for message in found] == ["float32", "float32"]
 
@@ -77,14 +77,14 @@ def test_a_framework_example_learns_and_skips_steps(name):
     result = load(name)["main"](["--epochs=6"])
     assert result.skipped >= 3
     assert result.accuracy > 0.8
-    assert getattr(result, "kept", True)  # what a skipped step must not change
+    assert getattr(result, "kept", True)  # a skipped step must not change these
 
 
 def test_both_ways_to_accumulate_learn():
     results = load("gradient_accumulation")["main"](["--epochs=6"])
     windows = 6 * (1437 // 128)
     assert results["window"].applied + results["window"].skipped == windows
-    # A bad micro-batch is dropped alone: the windows shift.
+    # Only the bad micro-batch is dropped, so the windows shift.
     assert results["wrapped"].applied == (4 * windows - results["wrapped"].skipped) // 4
     for result in results.values():
         assert result.skipped >= 3
@@ -93,7 +93,7 @@ def test_both_ways_to_accumulate_learn():
 
 @pytest.fixture
 def train_transformer(tmp_path, capsys):
-    """Return a function that trains the sharded transformer up to a step, in its smallest size."""
+    """Return a function that trains the sharded transformer up to a given step, at a tiny size."""
     main = load("sharded_transformer")["main"]
     size = "--layers=1", "--width=64", "--length=64", "--heads=2", "--generate=20"
     options = *size, "--horizon=80", "--rate=0.01", f"--checkpoints={tmp_path / 'saved'}"
@@ -119,7 +119,7 @@ def test_the_sharded_transformer_resumes_and_learns_more_than_frequencies(train_
     problems, out, skipped_in_all = train_transformer(80)
     assert problems == []
     assert "from step 10" in out
-    assert skipped <= skipped_in_all <= skipped + 3  # the scale is part of what was saved
+    assert skipped <= skipped_in_all <= skipped + 3  # the loss scale was saved too
 
 
 @pytest.mark.exhaustive
@@ -130,7 +130,7 @@ def test_diagnose_finds_each_of_three_causes_and_draws_them(tmp_path, capsys):
     causes = ["of the entries to zero", "1. The forward pass", "3. The batch or the parameters"]
     found = ["suggest_scale`: 2**", "layer: params['second']", "['images']: 5748 NaN"]
     for section, *expected in zip(sections, symptoms, causes, found, strict=True):
-        for text in [*expected, "accuracy 9"]:  # fixed
+        for text in [*expected, "accuracy 9"]:  # after the fix
             assert text in section
     names = [path.name for path in tmp_path.iterdir() if is_picture(path)]
     assert sorted(names) == ["gradient_exponents.png", "loss_scale.png"]

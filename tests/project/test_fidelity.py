@@ -1,4 +1,4 @@
-"""What docs/training.md shows is what was measured, and can be measured again."""
+"""docs/training.md shows the stored measurements, and they can be reproduced."""
 
 import functools
 import json
@@ -34,7 +34,7 @@ def all_tasks():
 
 
 def run_digits(output, *options):
-    """Run the command for a few steps of the first task only."""
+    """Run the command for a few steps of the first task."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "all_tasks", lambda quick: tasks.all_tasks(quick=quick)[:1])
         command.main(["--quick", "--seeds=2", f"--output={output}", *options])
@@ -42,7 +42,7 @@ def run_digits(output, *options):
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory):
-    """The folder into which a few steps of the digits wrote."""
+    """The output folder of a few steps of the digits."""
     output = tmp_path_factory.mktemp("short")
     run_digits(output)
     return output
@@ -53,11 +53,11 @@ def assert_trained(task):
     assert list(task["runs"]) == [w for w in training.WAYS if not small or w != training.BFLOAT16]
     for way, runs in task["runs"].items():
         first, second = runs
-        assert first["curve"] != second["curve"]  # another seed
+        assert first["curve"] != second["curve"]  # different seeds
         for one in runs:
             assert len(one["curve"]) == 2
             assert np.isfinite(one["curve"]).all()
-            # Too short to grow: each skipped step, and nothing else, has moved the scale.
+            # The run is too short for growth, so only skipped steps change the loss scale.
             assert one["loss_scale"] == (2**15 if way == SCALED else 1) * 0.5 ** one["skipped"]
 
 
@@ -141,7 +141,7 @@ def test_the_page_shows_the_stored_numbers_and_those_are_of_the_tasks_as_they_ar
             assert len(runs) == len(STORED["tasks"][0]["runs"][FLOAT32]) >= 8  # seeds
             assert {len(one["curve"]) for one in runs} == {task.evaluations}
             assert way == SCALED or not any(one["skipped"] for one in runs)
-    # Otherwise nothing would be said about the skip.
+    # Otherwise the page would not cover skipped steps.
     assert any(one["skipped"] for task in STORED["tasks"] for one in task["runs"][SCALED])
 
 
@@ -150,7 +150,7 @@ def test_a_run_made_again_gives_the_stored_result(all_tasks):
     task = all_tasks[2]
     again = training.make_train(task, SCALED)(0, lambda: None)
     stored = STORED["tasks"][2]["runs"][SCALED][0]
-    # Another processor or XLA rounds elsewhere, and a run is not that stable.
+    # Another processor or XLA rounds differently, and training amplifies the differences.
     assert again.curve[-1] == pytest.approx(stored["curve"][-1], abs=2)
     assert abs(math.log2(again.loss_scale) - math.log2(stored["loss_scale"])) <= 2
 
@@ -162,7 +162,7 @@ def test_the_text_is_the_stored_one():
 
 
 def products(jaxpr):
-    """Return the type of every matrix product, in the functions that are called too."""
+    """Return the dtypes of all matrix products, including those in called functions."""
     found = set()
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
@@ -177,7 +177,7 @@ def products(jaxpr):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_every_product_forward_and_backward_is_in_the_format(all_tasks, dtype):
     key = jax.random.key(0)
-    for task in all_tasks[::2]:  # each at one of its weights
+    for task in all_tasks[::2]:  # each task at one weight
         params = jax.eval_shape(task.init, key)
         grad = jax.grad(lambda params, task=task: task.loss_fn(params, task.data, key, dtype))
         assert products(jax.make_jaxpr(grad)(params).jaxpr) == {jnp.dtype(dtype)}, task.name
@@ -189,14 +189,14 @@ def test_at_the_small_weight_float16_failed_scaling_repaired_it_and_float32_is_t
     lost, scaled = report.difference(small, FLOAT16), report.difference(small, SCALED)
     assert not lost.contains(0)
     assert abs(scaled.mean) + scaled.margin < 0.1 * (abs(lost.mean) - lost.margin)
-    if what != "digits":  # whose weight is no power of two
-        # Squares that are subnormal at the small weight are all that may differ.
+    if what != "digits":  # its weight is not a power of two
+        # Only squares that are subnormal at the small weight may differ.
         both = report.final(one, FLOAT32), report.final(small, FLOAT32)
         np.testing.assert_allclose(*both, rtol=0, atol=0.1 ** one["decimals"] / 10)
 
 
 def test_the_interval_is_students():
-    # With one degree of freedom the quantile of 97.5 % is 12.706, that of 75 % is 1.
+    # With one degree of freedom, the 97.5 % quantile is 12.706 and the 75 % quantile is 1.
     assert report.interval([1.0, 3.0]) == pytest.approx((2, 12.706205))
     assert report.interval([1.0, 3.0], 0.5) == pytest.approx((2, 1))
     assert report.interval([2.0, 2.0, 2.0]) == (2.0, 0.0)

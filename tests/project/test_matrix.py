@@ -1,4 +1,4 @@
-"""The versions that `make matrix` tests are those that the project promises."""
+"""`make matrix` tests the versions that the project supports."""
 
 import re
 import tomllib
@@ -14,7 +14,7 @@ PYTHONS = re.findall(r"Python :: (3\.\d+)", str(PROJECT["project"]["classifiers"
 
 
 def pins(path, python):
-    """Return the version of each distribution that a file pins for this Python on Linux."""
+    """Return the versions that a file pins for this Python on Linux, by distribution."""
     environment = {"python_full_version": f"{python}.99", "sys_platform": "linux"}
     lines = (ROOT / path).read_text("utf-8").splitlines()
     requirements = [Requirement(line) for line in lines if not line.lstrip().startswith("#")]

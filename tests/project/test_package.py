@@ -1,4 +1,4 @@
-"""The wheel and the sdist: what is in them, what they say, and use of them without the checkout."""
+"""The wheel and the sdist: their contents, their metadata, and their use without the checkout."""
 
 import re
 import shutil
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 NAME = "optax_lossscale"
 STEM = f"{NAME}-{ols.__version__}"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-# What lies about in a checkout that is worked in, and must not be packed.
+# Files that a used checkout may contain and that must not be packed.
 LITTER = [
     ".venv/lib/left.py", ".nox/newest/left.py", ".hypothesis/left", ".pytest_cache/left",
     ".coverage", "build/left.py", "dist/left.whl", "output/left.png", "left.py",
@@ -31,7 +31,7 @@ LITTER = [
 def build(files, python, tmp_path_factory):
     """Return a function that builds in a folder, by default in a copy of the checkout with litter.
 
-    It calls the build backend as pip does, but with what is installed, and so without a network.
+    It calls the build backend as pip does, but with the installed packages and without a network.
     """
     checkout = tmp_path_factory.mktemp("checkout")
     for name in [*files, *LITTER]:

@@ -1,25 +1,25 @@
-"""Breaks the package in every small way and shows that some test fails each time.
+"""Break the package in every small way, and check that a test fails each time.
 
-    python tools/mutants                              everything, or what a run before has left
+    python tools/mutants                              all modules; continues an interrupted run
     python tools/mutants --module _policy/policies    one module
     python tools/mutants --changed                    the modules that differ from the last commit
 
-A mutant is the package with one change: see `changes.py`. The tests that execute its line run on
-it, first those that have killed its neighbours, then the fastest, until one fails. Doctests and
-the blocks of the documents count as tests; what is marked `exhaustive` does not.
+A mutant is the package with one change: see `changes.py`. The tests that execute the changed line
+run on the mutant until one fails: first those that killed its neighbours, then the fastest.
+Doctests and the code blocks of the documents count as tests. Tests marked `exhaustive` do not run.
 
-A mutant that no test kills must stand in `survivors.toml` with the reason: most often that it is no
-change. The exit status is 1 if a mutant survives without such an entry or an entry has no survivor,
-and 2 if all is well so far, but some mutant was not judged.
+A mutant that no test kills must be listed in `survivors.toml` with the reason, usually that the
+change has no effect. The exit status is 1 if a survivor is not listed or a listed mutant does not
+survive. It is 2 if there is no such error, but some mutants were not judged.
 
-This process imports JAX and what the tests import, once. Each run of tests is a fork of it, which
-imports the package, with the change, and the tests. A test that kills a mutant must pass by itself
-on the package as it is.
+This process imports JAX and the other dependencies of the tests once. Each run of tests is a fork
+that imports the package, with the change, and the tests. A test that kills a mutant must pass on
+its own on the unchanged package.
 
-What tests execute is recorded first, file by file, and again when the file or the module has
-changed. A function that JAX has traced for one test is not executed for the next one with the same
-shapes, so a record may lack a test: look twice before you call a survivor one. Records, kills,
-compiled programs and the log are in `output/mutants`; a run that was stopped goes on where it was.
+The tester first records the lines that tests execute, file by file, and again when the file or the
+module changes. JAX does not execute a function again that it has traced with the same shapes, so a
+record may lack a test: check twice before you list a survivor. Records, kills, compiled programs
+and the log are in `output/mutants`. An interrupted run continues where it stopped.
 """
 
 import argparse
@@ -68,7 +68,7 @@ OPTIONS = (
 
 
 def forked(log: Path, limit: float, work: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what `work` returns in a fork of this process; None if that dies or takes too long."""
+    """Run `work` in a fork and return its result, or None if the fork dies or takes too long."""
     with tempfile.TemporaryFile("w+") as answer:
         child = os.fork()
         if child:
@@ -83,7 +83,7 @@ def forked(log: Path, limit: float, work: Callable[..., Any], *arguments: Any) -
             warnings.resetwarnings()
             json.dump(work(*arguments), answer)
             answer.flush()
-        except BaseException:  # noqa: BLE001 - whatever it is, the log says so
+        except BaseException:  # noqa: BLE001 - the log shows any error
             traceback.print_exc()
         finally:
             sys.stdout.flush()
@@ -91,7 +91,7 @@ def forked(log: Path, limit: float, work: Callable[..., Any], *arguments: Any) -
 
 
 class _Watch:
-    """A plugin of pytest that notes how long each test took and which failed."""
+    """A pytest plugin that records the time of each test and the failures."""
 
     def __init__(self, coverage: Any = None) -> None:
         self.coverage = coverage
@@ -113,7 +113,7 @@ class _Watch:
 
 
 def _unit(test: str) -> str:
-    """Return what can run by itself: the blocks of a document build on each other."""
+    """Return what can run on its own: a test, or a whole document."""
     return _file(test) if _file(test).endswith(".md") else test
 
 
@@ -122,7 +122,7 @@ def _file(test: str) -> str:
 
 
 def record(file: str) -> dict[str, Any]:
-    """Run a file of tests; return how long each test takes and which lines it executes."""
+    """Run a test file; return the time of each test and the lines that it executes."""
     import pytest  # noqa: PLC0415 - the options do not need it
     from coverage import Coverage  # noqa: PLC0415
 
@@ -139,7 +139,7 @@ def record(file: str) -> dict[str, Any]:
 
 
 def first_failure(mutant: Mutant | None, stages: list[list[str]]) -> str:
-    """Run tests on a mutant, or on the package as it is; return the first that fails, or ""."""
+    """Run tests on a mutant, or on the unchanged package; return the first failure, or ""."""
     import pytest  # noqa: PLC0415
 
     original = SourceFileLoader.get_code
@@ -153,7 +153,7 @@ def first_failure(mutant: Mutant | None, stages: list[list[str]]) -> str:
     for stage in stages:
         watch = _Watch()
         code = pytest.main([*OPTIONS, "-x", *stage], plugins=[watch])
-        if code == pytest.ExitCode.USAGE_ERROR:  # the change may have given a test another name
+        if code == pytest.ExitCode.USAGE_ERROR:  # the change may have renamed a test
             code = pytest.main([*OPTIONS, "-x", *sorted(set(map(_file, stage)))], plugins=[watch])
         if code:
             return (watch.failed or stage)[0]
@@ -161,7 +161,7 @@ def first_failure(mutant: Mutant | None, stages: list[list[str]]) -> str:
 
 
 class Run:
-    """A run over mutants; all paths are relative to a copy of the tree, in which it works."""
+    """A run over mutants, in a copy of the tree. All paths are relative to the copy."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.log = options, options.output / "log"
@@ -169,39 +169,39 @@ class Run:
         self.end = time.monotonic() + 60 * options.minutes
         paths = sorted(path for path in Path().rglob("*") if path.suffix in {".py", ".md"})
         self.digests = {str(p): hashlib.sha256(p.read_bytes()).hexdigest()[:16] for p in paths}
-        self.seconds: dict[str, float] = {}  # that each test takes
-        # By path and row, the tests that execute it, and "" if it is executed at import.
+        self.seconds: dict[str, float] = {}  # of each test
+        # By path and row, the tests that execute it; "" means that the import does.
         self.lines: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
-        # By path and by scope, how often each test has killed a mutant of it.
+        # By path and by scope, the number of mutants that each test has killed.
         self.killers: dict[Any, Counter[str]] = defaultdict(Counter)
         self.trusted: dict[str, bool] = {}
 
     def record(self, file: str, changed: list[str]) -> dict[str, Any]:
-        """Record what a file of tests executes, unless nothing has changed since that was done."""
+        """Record the lines that a test file executes, unless the stored record is up to date."""
         store = self.options.output / f"{file.replace('/', '__')}.json"
         found = json.loads(store.read_text()) if store.exists() else {"digests": {}}
         read = [file, *(f for f in self.digests if f.startswith("tests/") and "/test_" not in f)]
         if any(found["digests"].get(path) != self.digests[path] for path in (*read, *changed)):
             found = forked(self.log, 3600, record, file)
-            if not found or found["code"] not in {0, 5}:  # 5 if there are no tests in it
+            if not found or found["code"] not in {0, 5}:  # 5: the file has no tests
                 raise SystemExit(f"{file} fails on the package as it is: see {self.log}")
             store.write_text(json.dumps(found | {"digests": self.digests}))
             print(f"recorded {file}", flush=True)
         return found
 
     def add(self, found: dict[str, Any]) -> None:
-        """Add what was recorded of a file."""
+        """Add the record of a file."""
         self.seconds |= found["seconds"]
         for path, lines in found["lines"].items():
             for row, tests in lines.items():
                 self.lines[path][int(row)].update(tests)
 
     def covering(self, mutant: Mutant) -> set[str]:
-        """Return the tests that can see a mutant.
+        """Return the tests that can detect a mutant.
 
-        What is executed at import only (a constant, a default, a decorator) is seen by those of the
-        function or class around it, and by those that execute nothing and look at the package; else
-        by those of its module, and of lines with its name.
+        For code that runs at import only (a constant, a default, a decorator), these are the tests
+        of the enclosing function or class, and those that inspect the package without executing it.
+        Without such a scope, they are the tests of the module and of lines that contain the name.
         """
         lines = self.lines[mutant.path]
         here, around = (
@@ -221,13 +221,13 @@ class Run:
         return tests - {""}
 
     def judge(self, mutant: Mutant, covering: set[str]) -> str | None:
-        """Return the test that kills a mutant, "" if it survives, None if the time is over."""
+        """Return the test that kills a mutant, "" if it survives, None if time runs out."""
         deaths = 0
         while time.monotonic() < self.end:
             killer = self.run(mutant, [*self.stages(mutant, covering)])
             if killer is None:
                 deaths += 1
-                if deaths == 2:  # once may be a slow machine
+                if deaths == 2:  # one may be due to a slow machine
                     return "a crash or the time limit"
             elif not killer or self.is_trusted(killer):
                 self.killers[mutant.path][killer] += 1
@@ -236,18 +236,23 @@ class Run:
         return None
 
     def stages(self, mutant: Mutant, tests: set[str]) -> Iterator[list[str]]:
-        """Yield what to run, the likeliest to fail first, as much as the budget allows."""
+        """Yield the tests to run within the budget, the likeliest to fail first."""
         near, far = self.killers[mutant.path, mutant.scope], self.killers[mutant.path]
         cost = {test: self.seconds[test] + 0.05 for test in tests if self.trusted.get(test, True)}
-        ordered = sorted(cost, key=lambda test: (cost[test] / (1 + near[test] + far[test]), test))
+        home = f"test_{Path(mutant.path).parts[1].strip('_').removesuffix('.py')}.py"
+
+        def rank(test: str) -> tuple[float, str]:
+            return cost[test] / (1 + near[test] + far[test] + 9 * (home in test)), test
+
+        ordered = sorted(cost, key=rank)
         while ordered and sum(map(cost.get, ordered)) > self.options.budget:
             ordered.pop()
-        # Importing a file of tests takes longer than most tests in it: one file alone is first.
+        # Importing a test file takes longer than most of its tests, so one file runs first.
         best = [test for test in ordered if _file(test) == _file(ordered[0])][:10]
         yield from filter(None, (best, [test for test in ordered if test not in best]))
 
     def is_trusted(self, test: str) -> bool:
-        """Return whether a test by itself passes on the package as it is."""
+        """Return whether a test passes on its own on the unchanged package."""
         if test not in self.trusted:  # a whole file passed when it was recorded
             self.trusted[test] = "::" not in test or self.run(None, [[test]]) == ""
             if not self.trusted[test]:
@@ -255,16 +260,16 @@ class Run:
         return self.trusted[test]
 
     def run(self, mutant: Mutant | None, stages: list[list[str]]) -> str | None:
-        """Return what `first_failure` returns in a fork, None if that dies."""
+        """Run `first_failure` in a fork and return its result, or None if the fork dies."""
         seconds = sum(self.seconds.get(test, 60) for stage in stages for test in stage)
         return forked(self.log, 60 + 10 * seconds, first_failure, mutant, stages)
 
     def seen(self, mutant: Mutant, killer: str) -> list[str | None]:
-        """Return what a kill depends on."""
+        """Return the digests of the files that a kill depends on."""
         return [self.digests.get(path) for path in (mutant.path, _file(killer))]
 
     def judge_all(self, mutants: list[Mutant], pool: ThreadPoolExecutor) -> dict[str, str]:
-        """Return the killer of each mutant that was judged; kills are remembered for next time."""
+        """Return the killer of each judged mutant, and store the kills for the next run."""
         store = self.options.output / "kills.json"
         kills = json.loads(store.read_text()) if store.exists() else {}
         results, todo = {}, {}
@@ -285,7 +290,7 @@ class Run:
 
 
 def main() -> int:
-    """Go through the mutants that were asked for; return the exit status."""
+    """Judge the requested mutants; return the exit status."""
     paths = (path.relative_to(ROOT) for path in sorted((ROOT / PACKAGE).rglob("*.py")))
     modules = {str(p.relative_to(PACKAGE).with_suffix("")): str(p) for p in paths}
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -331,7 +336,7 @@ def main() -> int:
 def _preload(output: Path) -> None:
     """Import what the tests import, except for the package."""
     os.environ |= {
-        "COVERAGE_CORE": "ctrace",  # it knows which test executes a line
+        "COVERAGE_CORE": "ctrace",  # it can record which test executes a line
         "JAX_COMPILATION_CACHE_DIR": str(output / "compiled"),
         "JAX_NUM_CPU_DEVICES": "8",  # as tests/conftest.py, but for doctests too
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -340,17 +345,17 @@ def _preload(output: Path) -> None:
         "PYTHONPATH": str(Path.cwd()),
     }
     sys.path.insert(0, str(Path.cwd()))
-    warnings.simplefilter("ignore")  # of imports and of forks; tests have filters of their own
+    warnings.simplefilter("ignore")  # from imports and forks; the tests set their own filters
     for name in PRELOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    gc.freeze()  # a collection in a fork would copy the memory of all that
+    gc.freeze()  # a collection in a fork would copy all of this memory
     if importlib.import_module("jax._src.xla_bridge").backends_are_initialized():
         raise SystemExit("an import has made JAX start its devices, which no fork survives")
 
 
 def _report(mutants: list[Mutant], results: dict[str, str]) -> int:
-    """Print what has become of the mutants, and return the exit status."""
+    """Print the results, and return the exit status."""
     tables = tomllib.loads(SURVIVORS.read_text("utf-8")) if SURVIVORS.exists() else {}
     listed = {f"{path} {change}": path for path, table in tables.items() for change in table}
     exist = {mutant.key: mutant for mutant in mutants}

@@ -1,8 +1,8 @@
-"""The small ways in which a module of Python is broken.
+"""The small changes to a Python module that make mutants.
 
-Left out, because nothing depends on them or another test proves them: docstrings, annotations,
-protocols, `__all__`, the version, what an exception or a warning says, f-strings, every string with
-a space in it, and the keywords below.
+Some code is left out because nothing depends on it or another test covers it: docstrings,
+annotations, protocols, `__all__`, the version, messages of exceptions and warnings, f-strings,
+strings that contain a space, and the keywords below.
 """
 
 import ast
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 KEYWORDS_LEFT_OUT = {
-    *("strict", "stacklevel"),  # guards against ourselves
+    *("strict", "stacklevel"),  # guards against our own mistakes
     *("color", "edgecolor", "facecolor", "linewidth", "alpha", "zorder", "width", "label"),
     *("fontsize", "ncols", "loc", "figsize", "layout", "title", "xlabel", "ylabel"),
 }
@@ -40,7 +40,7 @@ NAMES |= {"isfinite": "isnan", "int32": "int16", "nan": "inf", "inf": "nan"}
 NAMES |= {"inexact": "floating", "complexfloating": "floating"}
 
 Rows = tuple[int, int]  # the first and the last
-Change = tuple[Any, str, str]  # the node that is replaced, by what, and how that is told
+Change = tuple[Any, str, str]  # the node to replace, its replacement, and a description
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,21 +48,21 @@ class Mutant:
     """One change to one module."""
 
     path: str
-    change: str  # the function, what becomes what, and a number if there are several
-    line: str  # of source, on which the change begins
-    rows: Rows  # that are executed with it
-    scope: Rows  # of the function or class around it, or of the statement
-    bound: str  # the name that the outermost statement gives a value in the module
+    change: str  # the function, the change, and a number if there are several
+    line: str  # the source line where the change begins
+    rows: Rows  # executed together with the change
+    scope: Rows  # of the enclosing function or class, or of the statement
+    bound: str  # the name that the outermost statement binds in the module
     source: bytes = dataclasses.field(repr=False)  # of the module with the change
 
     @property
     def key(self) -> str:
-        """What tells it from all others, wherever its line stands."""
+        """A unique name that does not depend on the line number."""
         return f"{self.path} {self.change}"
 
 
 def mutants_of(path: str, source: bytes) -> list[Mutant]:
-    """Return every mutant of a module's source, in its order."""
+    """Return every mutant of a module, in the order of its source."""
     lines = source.splitlines(keepends=True)
     starts = [0, *itertools.accumulate(map(len, lines))]
     mutants: list[Mutant] = []
@@ -83,7 +83,7 @@ def mutants_of(path: str, source: bytes) -> list[Mutant]:
 
 
 def _walk(node: Any, function: str, scope: Rows, rows: Rows | None = None) -> Iterator[Any]:
-    """Yield what may be changed in a node, the outermost first, and where."""
+    """Yield the possible changes of a node, the outermost first, and their locations."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         function = f"{function}.{node.name}" if function else node.name
         scope, rows = _rows(node), None
@@ -141,7 +141,7 @@ def _changes(node: Any) -> Iterator[Change]:  # noqa: C901, PLR0912 - a case for
             for other in OPERATORS.get(type(node.op), ()):
                 swapped = ast.unparse(_with(node, op=other()))
                 yield node, swapped, swapped
-        # A comparison and a `not` are turned round as such.
+        # Comparisons and `not` have cases of their own.
         case ast.If() | ast.While() if not isinstance(node.test, ast.Compare | ast.UnaryOp):
             yield _negated(node.test)
         case ast.comprehension():
