@@ -11,10 +11,18 @@ from optax_lossscale._policy import (
     update,
 )
 from optax_lossscale._state import LossScaleState, loss_scale_state
+from optax_lossscale._step.cast import cast
 from optax_lossscale._step.differentiate import value_and_grad
 from optax_lossscale._step.finite import all_finite
+from optax_lossscale._step.masters import (
+    MasterWeightsState,
+    master_weights,
+    with_master_weights,
+)
 from optax_lossscale._step.scale import scale_loss, unscale_and_check
 from optax_lossscale._step.select import tree_where
+from optax_lossscale._step.skip import SkipIfState, skip_if
+from optax_lossscale._step.spike import Spike
 from optax_lossscale._step.transform import WithLossScalingState, with_loss_scaling
 
 __version__ = "0.1.0"
@@ -25,16 +33,23 @@ __all__ = [
     "LossScale",
     "LossScaleLike",
     "LossScaleState",
+    "MasterWeightsState",
+    "SkipIfState",
+    "Spike",
     "WithLossScalingState",
     "all_finite",
     "as_loss_scale",
+    "cast",
     "diagnostics",
     "init",
     "loss_scale_state",
+    "master_weights",
     "scale_loss",
+    "skip_if",
     "tree_where",
     "unscale_and_check",
     "update",
     "value_and_grad",
     "with_loss_scaling",
+    "with_master_weights",
 ]

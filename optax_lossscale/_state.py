@@ -11,7 +11,7 @@ from optax_lossscale._support.tree import PyTree, Tree, is_array
 
 
 class LossScaleState(NamedTuple):
-    """What loss scaling remembers from one step to the next.
+    """The state of loss scaling.
 
     The state is a pytree of five scalars. `update` returns a new one of the same type, so it can be
     carried through `jax.lax.scan`, donated, and saved by any checkpointer. The fields are part of
@@ -42,7 +42,7 @@ class LossScaleState(NamedTuple):
 
 
 def initial_state(loss_scale: float) -> LossScaleState:
-    """Return the state in which nothing has been counted yet."""
+    """Return a state with all counters at zero."""
     # One buffer for each counter: a buffer that occurs twice cannot be donated.
     return LossScaleState(
         loss_scale=jnp.asarray(loss_scale, jnp.float32),
@@ -54,7 +54,7 @@ def initial_state(loss_scale: float) -> LossScaleState:
 
 
 def strongly_typed(state: LossScaleState) -> LossScaleState:
-    """Return `state` with the dtypes of the contract, also where it holds Python numbers.
+    """Return `state` with the dtypes of the contract, even if it holds Python numbers.
 
     `optax.tree.set(opt_state, loss_scale=1024.0)` stores a Python float. It would be weakly
     typed: float16 next to a float16 loss, and one more compilation.
@@ -69,12 +69,17 @@ def strongly_typed(state: LossScaleState) -> LossScaleState:
 
 def as_field(name: str, value: Any) -> jax.Array:
     """Return the field `name` of a state in the dtype of the contract."""
-    # What an array holds is data: it may be traced, and looking would wait for the device.
+    # Array values are not checked: they may be traced, and reading them waits for the device.
     if name == "loss_scale":
         number = value if is_array(value) else checks.scale_number("state.loss_scale", value)
         return jnp.asarray(number, jnp.float32)
     number = value if is_array(value) else checks.count(f"state.{name}", value, least=0)
     return jnp.asarray(number, jnp.int32)
+
+
+def increment(count: jax.Array) -> jax.Array:
+    """Add one, and saturate at the largest int32."""
+    return jnp.where(count < checks.INT32_MAX, count + 1, count)
 
 
 def loss_scale_state(opt_state: PyTree) -> LossScaleState:

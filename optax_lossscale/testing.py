@@ -1,4 +1,4 @@
-"""For the users' own tests: is the loss scaled, and once?"""
+"""Helpers for users' tests: check that the loss is scaled exactly once."""
 
 import math
 from collections.abc import Callable

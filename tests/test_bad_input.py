@@ -18,6 +18,7 @@ import jmp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from flax.training.dynamic_scale import DynamicScale as TheirDynamicScale
 
 import optax_lossscale as ols
@@ -38,6 +39,9 @@ TX = ols.with_loss_scaling(SGD)
 STATE, OPT_STATE = ols.init(8.0), TX.init(PARAMS)
 COUNTS = STATE._fields[1:]
 EXPONENTS = diag.gradient_exponents(PARAMS)
+SKIPPED = ols.skip_if(SGD).init(PARAMS)
+SPIKES = ols.Spike().init(PARAMS)
+MASTERS = ols.with_master_weights(SGD)
 STATES, STACKED = jax.tree.map(lambda x: jnp.stack([x, x]), (STATE, EXPONENTS))
 TORCH = interop.to_torch_state_dict(DynamicLossScale(), STATE)
 DECAY = {"weight_decay": 0.1, "learning_rate": 0.1}
@@ -95,6 +99,31 @@ def keep(before, after):
     return tx.update(ONE, tx.init(ONE))
 
 
+@dataclasses.dataclass
+class Rule:
+    """A rule that answers `skip`, and whose state becomes `after`."""
+
+    skip: object
+    after: object = ()
+
+    def init(self, params):
+        del params
+        return ()
+
+    def update(self, *_):
+        return self.skip, self.after
+
+
+def skip(rule, **extra_args):
+    tx = ols.skip_if(SGD, rule)
+    return tx.update(PARAMS, tx.init(PARAMS), PARAMS, **extra_args)
+
+
+def master_step(params):
+    half = {"w": HALF}
+    return MASTERS.update(half, MASTERS.init(half), params)
+
+
 def apply(grads, **fields):
     return train_state(tx=SGD).replace(**fields).apply_gradients(grads=grads)
 
@@ -125,6 +154,7 @@ TABLE = {
         (traced(FixedLossScale), "scale", "...Trace..."),
         *given(DynamicLossScale, "initial_scale min_scale max_scale", "x"),
         *given(DynamicLossScale, "growth_factor backoff_factor", "x"),
+        *given(ols.Spike, "sigmas", "x"),
         *given(optimizer, "initial_scale", False),
         *given(optimizer, "clipnorm", jnp.sin),
         *given(optimizer, "weight_decay", jnp.sin, learning_rate=0.1),
@@ -155,10 +185,13 @@ TABLE = {
         *given(optimizer, "weight_decay", -0.1, learning_rate=jnp.sin),
         *given(optimizer, "learning_rate", -0.1, weight_decay=0.1),
         *given(optimizer, "ema_momentum", -0.1, 1.1),
+        *given(ols.Spike, "sigmas", -1.0, 0, 2.0**127),
     ],
     "TypeError: `{name}` must be an integer, got {got}. Use `int` to convert it.": [
         *given(DynamicLossScale, "growth_interval", None, "x", True, 1.5, jnp.int32(4)),
         *given(DynamicLossScale, "hysteresis loss_patience", 1.5),
+        *given(ols.Spike, "window warmup max_consecutive_skipped", 1.5),
+        *given(diag.is_stalled, "max_consecutive_skipped", True, opt_state=STATE),
         *given(check_health, "max_consecutive_skipped", True),
         *given(suggest_scale, "headroom", 1.5),
         *given(optimizer, "gradient_accumulation_steps", 2.5),
@@ -169,6 +202,9 @@ TABLE = {
     "ValueError: `{name}` must be at least ... and fit an int32, got {got}. Use an integer ...": [
         *given(DynamicLossScale, "growth_interval", 0, -1, 2**31, HUGE),
         *given(DynamicLossScale, "hysteresis loss_patience", 0),
+        *given(ols.Spike, "window", 1),
+        *given(ols.Spike, "warmup max_consecutive_skipped", 0),
+        *given(diag.is_stalled, "max_consecutive_skipped", -1, opt_state=STATE),
         *given(check_health, "max_consecutive_skipped", -1),
         *given(suggest_scale, "headroom", -1),
         *given(optimizer, "gradient_accumulation_steps", 1),
@@ -220,6 +256,8 @@ TABLE = {
         *given(fixed_update, "loss_finite", 1, state=STATE, grads_finite=True),
         *given(dynamic_update, "grads_finite", 1, state=STATE),
         *given(dynamic_update, "loss_finite", 1, state=STATE, grads_finite=True),
+        (lambda: skip(returning(1)), "rule", "1"),
+        (lambda: skip(Rule(1)), "rule", "1"),
     ],
     "ValueError: `{name}` must be a scalar, got shape {got}": [
         (lambda: choose(ONE, ONE, ONE > 0), "pred", "(1,). Reduce it with `jnp.all`, or map ..."),
@@ -236,11 +274,26 @@ TABLE = {
         (lambda: from_flax(scale=TWO), "ds.scale", "(2,). Take one replica: ..."),
         (lambda: from_flax(minimum_scale=TWO), "ds.minimum_scale", "(2,). Take one replica: ..."),
         (lambda: to_torch(STATES), "state.loss_scale", "(2,). Take one replica: ..."),
+        (lambda: skip(ols.Spike(), value=TWO), "value", "(2,). Take its mean."),
+        *(
+            (
+                lambda n=n: diag.check_health(SKIPPED._replace(**{n: TWO})),
+                f"opt_state.{n}",
+                "(2,). Take one replica: ...",
+            )
+            for n in ("consecutive_skipped", "total_skipped")
+        ),
     ],
     "TypeError: `state` must be a {name}, got {got}": [
         (lambda: fixed_update(tuple(STATE), True), "LossScaleState", "tuple. Find it in ..."),
         (lambda: dynamic_update(tuple(STATE), True), "LossScaleState", "tuple. Find it in ..."),
         (lambda: TX.update(PARAMS, STATE), "WithLossScalingState", "LossScaleState. Make it ..."),
+        (lambda: ols.skip_if(SGD).update(PARAMS, STATE), "SkipIfState", "LossScaleState. Make ..."),
+        (
+            lambda: MASTERS.update(PARAMS, STATE),
+            "MasterWeightsState",
+            "LossScaleState. Make it ...",
+        ),
     ],
     "ValueError: `{name}` must hold exactly one LossScaleState, got {got}. Wrap the whole ...": [
         (lambda: scale_loss(None), "state", "0 in a NoneType, found at: nowhere"),
@@ -261,10 +314,25 @@ TABLE = {
     "ValueError: `{name}` must hold exactly one EmaParamsState, got {got}. Build ...": [
         (lambda: keras.ema_params(PARAMS), "opt_state", "0 in a dict, found at: nowhere"),
     ],
+    "ValueError: `{name}` must hold exactly one MasterWeightsState, got {got}. Wrap the ...": [
+        (
+            lambda: ols.master_weights(OPT_STATE, PARAMS),
+            "opt_state",
+            "0 in a W..., found at: nowhere",
+        ),
+    ],
+    "ValueError: `{name}` must hold exactly one SkipIfState, got {got}. Pass the state ...": [
+        (
+            lambda: diag.metrics({"a": SKIPPED, "b": SKIPPED}),
+            "opt_state",
+            "2 in a dict, found at: `['a']`, `['b']`",
+        ),
+    ],
     # -- axes, optimizers, losses
     "TypeError: `{name}` must be the name of a mapped axis, ..., got {got}. Give the one ...": [
         *given(unscale, "axis_name", 3, True, ["x"], ("x", 0), ONE, state=STATE),
         *given(ols.with_loss_scaling, "axis_name", 3, inner=SGD),
+        *given(ols.skip_if, "axis_name", 3, inner=SGD),
         *given(DynamicScale().value_and_grad, "axis_name", 3, fun=jnp.sum),
     ],
     "ValueError: `{name}` must be the name of a mapped axis, ..., got {got}. Call the ...": [
@@ -274,6 +342,8 @@ TABLE = {
     ],
     "TypeError: `{name}` must be an optax.Gr... or an optax.Mu..., got {got}. Call ...": [
         *given(ols.with_loss_scaling, "inner", None, "x", optax.sgd, OPT_STATE),
+        *given(ols.skip_if, "inner", optax.sgd),
+        *given(ols.with_master_weights, "inner", optax.sgd),
         *given(train_state, "tx", optax.sgd),
         (lambda: keras.loss_scale_optimizer(optax), "inner", "<module ..."),
     ],
@@ -282,6 +352,34 @@ TABLE = {
     ],
     "TypeError: `{name}` must be what `with_loss_scaling` returns, got {got}. Make the ...": [
         *given(apply, "tx", SGD, optax.chain(TX), grads=PARAMS),
+    ],
+    # -- rules, masters and casts
+    "TypeError: `{name}` must be a function of ..., an object ..., got {got}. Use ...": [
+        *given(ols.skip_if, "rule", "x", 3, ols.Spike, inner=SGD),
+    ],
+    'TypeError: `{name}` must be "value", "grad_norm" or ..., got {got}. Leave it out ...': [
+        *given(ols.Spike, "of", None, 3),
+    ],
+    "ValueError: `warmup` must be at most `window`, got {got}. More values are never held.": [
+        (lambda: ols.Spike(window=4, warmup=5), "", "5 and 4"),
+    ],
+    "TypeError: `{name}` must be given to `update`, because {got} measures it. Call ...": [
+        (lambda: skip(ols.Spike()), "value", "Spike(of='value', ...)"),
+        (lambda: skip(ols.Spike("lag"), value=1.0), "lag", "Spike(of='lag', ...)"),
+    ],
+    "ValueError: `params` must be given to `update`, got None: ... Call ...": [
+        (lambda: MASTERS.update(PARAMS, MASTERS.init(PARAMS)), "", ""),
+    ],
+    "TypeError: `{name}` must be a floating-point type, got {got}. Use `jnp.float16` or ...": [
+        (lambda: ols.cast(PARAMS, "int8"), "dtype", "int8"),
+        (lambda: ols.cast(PARAMS, "complex64"), "dtype", "complex64"),
+        (lambda: ols.value_and_grad(jnp.sum, compute_dtype="int8"), "compute_dtype", "int8"),
+    ],
+    "ValueError: `keep` must be given together with `compute_dtype`, got `keep` alone. Say ...": [
+        (lambda: ols.value_and_grad(jnp.sum, keep=bool), "", ""),
+    ],
+    "TypeError: `tree` must not hold a stateful flax.nnx module, got {got}: ... Give ...": [
+        (lambda: ols.cast([nnx.BatchNorm(1, rngs=nnx.Rngs(0))], "float16"), "", "BatchNorm"),
     ],
     "ValueError: `inner` must not scale the loss itself, got a ... at `{got}` ... Call ...": [
         (lambda: ols.with_loss_scaling(TX).init(PARAMS), "", ".loss_scale_state"),
@@ -323,6 +421,8 @@ TABLE = {
         (lambda: choose(None, 1), "on_true", "the root of the tree"),
         (lambda: keep([1], [1, 1]), "inner", "`[1]`"),
         (lambda: apply({"v": ONE}), "grads", "`['v']`"),
+        (lambda: skip(Rule(TRUE, [1])), "rule", "`[0]`"),
+        (lambda: master_step({"v": HALF}), "params", "`['v']`"),
     ],
     "ValueError: `{name}` must keep its shapes, got {got}. ...": [
         (lambda: choose([ONE], [TWO]), "on_true", "(1,) for (2,) at `[0]`"),
@@ -330,6 +430,8 @@ TABLE = {
         (lambda: choose(ONE, jnp.float32(1)), "on_true", "(1,) for () at the root of the tree"),
         (lambda: keep(ONE, TWO), "inner", "(2,) for (1,) at the root of the tree"),
         (lambda: apply({"w": "x"}), "grads", "() for (1,) at `['w']`"),
+        (lambda: master_step({"w": HALF[None]}), "params", "(1, 1) for (1,) at `['w']`"),
+        (lambda: ols.Spike(window=2).update(SPIKES, 1, value=1.0), "state", "(128,) for (2,) ..."),
     ],
     "ValueError: the leaf at {name} must be an array in both ..., got {got}. Make it ...": [
         (lambda: choose({"a": "x"}, {"a": "y"}), "`['a']`", "'x' and 'y'"),
@@ -357,6 +459,11 @@ TABLE = {
     ],
     "TypeError: `{name}` must hold values, got traced arrays. {got}": [
         (traced(lambda n: health(growth_count=n)), "opt_state", "Call `check_health` ..."),
+        (
+            traced(lambda n: diag.check_health(SKIPPED._replace(total_skipped=n))),
+            "opt_state",
+            "Call `check_health` ...",
+        ),
         (traced(lambda n: diag.suggest_scale(EXPONENTS._replace(zero=n))), "exponents", "Ret..."),
         (traced(diag.plot_gradient_exponents), "exponents", "Return them ..."),
         (traced(lambda n: diag.format_nonfinite_report({"": (n, 0)})), "report", "Return it ..."),

@@ -32,6 +32,10 @@ ROW = {room: row for row, rooms in enumerate(ROWS) for room in rooms}
 OPEN_ROOMS = {"_support", "_state"}  # every other room may use their names
 # The imports of a module other than JAX, NumPy and the standard library.
 LIBRARIES = {
+    "_step.guard": {"optax"},
+    "_step.masters": {"optax"},
+    "_step.skip": {"optax"},
+    "_step.spike": {"optax"},
     "_step.transform": {"optax"},
     "_support.checks": {"optax"},
     "diagnostics.plot": {"matplotlib"},
@@ -54,18 +58,28 @@ TOP_LEVEL = {
     "LossScaleState": (
         "(loss_scale, growth_count, overflow_count, consecutive_skipped, total_skipped)"
     ),
+    "MasterWeightsState": "(master_weights, inner_state)",
+    "SkipIfState": "(rule_state, consecutive_skipped, total_skipped, inner_state)",
+    "Spike": "(of='value', *, window=128, sigmas=6.0, warmup=None, max_consecutive_skipped=None)",
     "WithLossScalingState": "(loss_scale_state, inner_state)",
     "all_finite": "(tree)",
     "as_loss_scale": "(loss_scale)",
+    "cast": "(tree, dtype, *, keep=None)",
     "diagnostics": None,
     "init": "(loss_scale='dynamic')",
     "loss_scale_state": "(opt_state)",
+    "master_weights": "(opt_state, params)",
     "scale_loss": "(loss, state)",
+    "skip_if": "(inner, rule=None, *, axis_name=None)",
     "tree_where": "(pred, on_true, on_false)",
     "unscale_and_check": "(grads, state, *, axis_name=None)",
     "update": "(state, grads_finite, loss_scale, *, loss_finite=True)",
-    "value_and_grad": "(fun, argnums=0, has_aux=False, *, transform=value_and_grad, **kwargs)",
+    "value_and_grad": (
+        "(fun, argnums=0, has_aux=False, *, compute_dtype=None, keep=None, "
+        "transform=value_and_grad, **kwargs)"
+    ),
     "with_loss_scaling": "(inner, loss_scale='dynamic', *, axis_name=None)",
+    "with_master_weights": "(inner)",
 }
 DIAGNOSTICS = {
     "FirstNonfinite": None,
@@ -77,6 +91,7 @@ DIAGNOSTICS = {
     "first_nonfinite": "(fun, *args, **kwargs)",
     "format_nonfinite_report": "(report)",
     "gradient_exponents": f"(grads, *, dtype={FLOAT16}, loss_scale=1.0)",
+    "is_stalled": "(opt_state, *, max_consecutive_skipped=50)",
     "metrics": "(opt_state)",
     "nonfinite_report": "(grads)",
     "plot_gradient_exponents": f"(exponents, ax=None, *, dtype={FLOAT16})",

@@ -105,6 +105,24 @@ def wrapper(params: Params, x: jax.Array) -> None:
     ols.with_loss_scaling(tx, axis_name=["data"])  # pyright: ignore[reportArgumentType]
 
 
+def other_wrappers(params: Params, x: jax.Array) -> None:
+    tx = ols.skip_if(ols.with_master_weights(optax.adam(1e-3)), ols.Spike("grad_norm", window=64))
+    assert_type(tx, optax.GradientTransformationExtraArgs)
+    ols.skip_if(optax.MultiSteps(tx, 2), lambda *_, **__: x > 1, axis_name="data")
+    opt_state = tx.init(params)
+    assert isinstance(opt_state, ols.SkipIfState)
+    assert_type(opt_state.total_skipped, jax.Array)
+    assert isinstance(opt_state.inner_state, ols.MasterWeightsState)
+    ols.master_weights(opt_state, params)
+    assert_type(ols.cast(params, jnp.float16, keep=lambda path: "norm" in path), Params)
+    ols.value_and_grad(loss_fn, compute_dtype="bfloat16", keep=None)
+    assert_type(diagnostics.is_stalled(opt_state, max_consecutive_skipped=9), jax.Array)
+
+    ols.Spike(3)  # pyright: ignore[reportArgumentType]
+    ols.Spike("value", 64)  # pyright: ignore[reportCallIssue]
+    ols.with_master_weights(optax.adam)  # pyright: ignore[reportArgumentType]
+
+
 class BatchNormState(TrainState):
     batch_stats: Any  # a user-defined field
 

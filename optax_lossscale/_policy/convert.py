@@ -1,4 +1,4 @@
-"""Whatever names a policy: a number, a word, a config."""
+"""Convert a number, a string or a config to a policy."""
 
 import numbers
 from collections.abc import Mapping

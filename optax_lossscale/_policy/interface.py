@@ -11,7 +11,7 @@ from optax_lossscale._state import LossScaleState
 
 @runtime_checkable
 class LossScale(Protocol):
-    """The interface of a policy: any object with these members is one.
+    """The interface of a policy. Any object with these members is a policy.
 
     `init` and `update` must be pure and traceable, and `update` must return a state of the same
     type, shapes and dtypes as its argument. The object itself holds Python values only and should

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from optax_lossscale._policy.interface import Configurable
-from optax_lossscale._state import LossScaleState, initial_state, strongly_typed
+from optax_lossscale._state import LossScaleState, increment, initial_state, strongly_typed
 from optax_lossscale._support import checks
 
 
@@ -142,7 +142,7 @@ class DynamicLossScale(Configurable):
         for name in ("growth_factor", "backoff_factor"):
             _set(self, name, checks.finite_number(name, getattr(self, name)))
         _set(self, "consecutive_hysteresis", bool(self.consecutive_hysteresis))
-        # Compared as the float32 that will be multiplied: 1 + 1e-9 is 1 there, and never grows.
+        # Compared in float32, where 1 + 1e-9 is 1 and the loss scale would never grow.
         if not checks.as_float32(self.growth_factor) > 1:
             raise ValueError(
                 f"`growth_factor` must be greater than 1 in float32, got {self.growth_factor}. "
@@ -182,7 +182,7 @@ class DynamicLossScale(Configurable):
         overflowed = ~(applied | forgiven)
 
         grow = counted.growth_count >= self.growth_interval
-        overflow_count = jnp.minimum(_increment(state.overflow_count), self.hysteresis)
+        overflow_count = jnp.minimum(increment(state.overflow_count), self.hysteresis)
         back_off = overflowed & (overflow_count >= self.hysteresis)
         refill = applied if self.consecutive_hysteresis else grow
         grown = jnp.minimum(state.loss_scale * self.growth_factor, self.max_scale)
@@ -199,15 +199,10 @@ class DynamicLossScale(Configurable):
 def _count_step(state: LossScaleState, applied: jax.Array) -> LossScaleState:
     """Count what every policy counts."""
     return state._replace(
-        growth_count=jnp.where(applied, _increment(state.growth_count), 0),
-        consecutive_skipped=jnp.where(applied, 0, _increment(state.consecutive_skipped)),
-        total_skipped=jnp.where(applied, state.total_skipped, _increment(state.total_skipped)),
+        growth_count=jnp.where(applied, increment(state.growth_count), 0),
+        consecutive_skipped=jnp.where(applied, 0, increment(state.consecutive_skipped)),
+        total_skipped=jnp.where(applied, state.total_skipped, increment(state.total_skipped)),
     )
-
-
-def _increment(count: jax.Array) -> jax.Array:
-    """Add one, and stay at the largest int32 instead of wrapping around."""
-    return jnp.where(count < checks.INT32_MAX, count + 1, count)
 
 
 def _set(policy: FixedLossScale | DynamicLossScale, name: str, value: object) -> None:

@@ -4,9 +4,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.typing import DTypeLike
 
 from optax_lossscale._state import current_scale
+from optax_lossscale._step.cast import cast_each
 from optax_lossscale._step.scale import scale_by
+from optax_lossscale._support import checks
 from optax_lossscale._support.tree import PyTree
 
 
@@ -15,6 +18,8 @@ def value_and_grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
+    compute_dtype: DTypeLike | None = None,
+    keep: Callable[[str], bool] | None = None,
     transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
     **kwargs: Any,
 ) -> Callable[..., tuple[Any, PyTree]]:
@@ -24,6 +29,11 @@ def value_and_grad(
       fun: The loss function, as for `jax.value_and_grad`. It knows nothing of loss scaling.
       argnums: Which arguments of `fun` to differentiate with respect to.
       has_aux: Whether `fun` returns `(loss, aux)`.
+      compute_dtype: What the floating-point arrays in all arguments of `fun` are cast to, inside
+        of what is differentiated: gradients have the dtypes of the parameters. None casts nothing.
+        See `cast`. Compute the loss itself in float32.
+      keep: Says of a path which array is not cast, as for `cast`. The paths begin anew in each
+        argument.
       transform: What differentiates: `jax.value_and_grad`, `flax.nnx.value_and_grad`,
         `equinox.filter_value_and_grad`, or another that takes `has_aux`.
       **kwargs: Passed on to `transform`.
@@ -36,7 +46,8 @@ def value_and_grad(
 
     Raises:
       TypeError: If `fun` returns a loss that is not floating-point, or does not return a pair with
-        `has_aux`; if `transform` does not return what `jax.value_and_grad` does.
+        `has_aux`; if `transform` does not return what `jax.value_and_grad` does; if `compute_dtype`
+        is not a floating-point type, or an argument is a stateful `flax.nnx` module to be cast.
       ValueError: If `state` holds no `LossScaleState`, or several.
 
     Examples:
@@ -46,6 +57,13 @@ def value_and_grad(
       >>> loss_and_grads(ols.init(8), jnp.array([1.0, 2.0]))
       (Array(5., dtype=float32), Array([16., 32.], dtype=float32))
     """
+    if compute_dtype is not None:
+        checks.floating("compute_dtype", compute_dtype)
+    elif keep is not None:
+        raise ValueError(
+            "`keep` must be given together with `compute_dtype`, got `keep` alone. Say what to "
+            "cast to, for example `compute_dtype=jnp.float16`."
+        )
     if argnums != 0:  # the default of every transform; Equinox's does not take the argument
         kwargs["argnums"] = argnums
 
@@ -53,6 +71,10 @@ def value_and_grad(
         loss_scale = current_scale("state", state)
 
         def scaled(*args: Any, **kwds: Any) -> tuple[Any, Any]:
+            if compute_dtype is not None:
+                cast_args = cast_each([*args, *kwds.values()], compute_dtype, keep)
+                args = tuple(cast_args[: len(args)])
+                kwds = dict(zip(kwds, cast_args[len(args) :], strict=True))
             value = fun(*args, **kwds)
             if has_aux and not (isinstance(value, (tuple, list)) and len(value) == 2):
                 raise TypeError(

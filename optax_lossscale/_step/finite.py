@@ -1,7 +1,7 @@
 """Whether all numbers of a tree are finite, and whether all devices agree that they are."""
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +87,7 @@ def _finite_in_groups(arrays: list[jax.Array]) -> jax.Array:
 
 
 def _grouping(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]] | None:
-    """Return a shape in which an axis is split into groups, and which axis the groups are.
+    """Return a shape in which an axis is split into groups, and the axis of the groups.
 
     The groups, `slices` of `group` elements, are two axes of the shape. They are taken from an
     axis that is not the last: most gradients of weights are transposed products, XLA:CPU fuses
@@ -112,12 +112,23 @@ def _grouping(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]] | None:
 
 def agree(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
     """Return whether `flag` holds on every member of the mapped axes, if there are any."""
+    return _reduce_over(jax.lax.pmin, flag, axis_name)
+
+
+def average(array: jax.Array, axis_name: AxisName | None) -> jax.Array:
+    """Return the mean over the members of the mapped axes, if there are any."""
+    return _reduce_over(jax.lax.pmean, array, axis_name)
+
+
+def _reduce_over(
+    reduce: Callable[..., jax.Array], array: jax.Array, axis_name: AxisName | None
+) -> jax.Array:
     if axis_name is None:
-        return flag
+        return array
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     try:
-        varying = tuple(name for name in names if _may_vary(flag, name))
-        return jax.lax.pmin(flag, varying) if varying else flag
+        varying = tuple(name for name in names if _may_vary(array, name))
+        return reduce(array, varying) if varying else array
     except NameError as error:  # what JAX raises for an axis that is not mapped
         raise ValueError(
             f"`axis_name` must be the name of a mapped axis, or a tuple of them, got "
@@ -126,10 +137,10 @@ def agree(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
         ) from error
 
 
-def _may_vary(flag: jax.Array, name: Hashable) -> bool:
+def _may_vary(array: jax.Array, name: Hashable) -> bool:
     # `shard_map` with `check_vma` keeps in the type over which axes a value varies, and the `pmin`
     # of jax 0.12 refuses the others. The index of an axis varies over it, and so does what is
-    # computed from it: if that is another type, the flag does not. (JAX's versions disagree on the
+    # computed from it: if that is another type, the array does not. (JAX's versions disagree on the
     # type's attribute.)
-    varying = jnp.full(flag.shape, jax.lax.axis_index(name) < 0)
-    return jax.typeof(flag | varying) == jax.typeof(flag)
+    index = jnp.full(array.shape, jax.lax.axis_index(name) < 0, array.dtype)
+    return jax.typeof(array + index) == jax.typeof(array)

@@ -1,4 +1,4 @@
-"""Evaluating a jaxpr such that the old state is kept where a flag is false, and never copied.
+"""Evaluate a jaxpr, keeping the old state without a copy where a flag is false.
 
 `jnp.where(pred, new, old)` on what an optimizer step returns is right, and is the oracle of this
 module; XLA:CPU (seen in jaxlib 0.10.2) makes it slow. It computes Adam's new moments a second time
@@ -12,8 +12,8 @@ count of 0 is 0/0. Where `pred` is false, it therefore reads what the equations 
 and the new one make of the leaf that was kept, and of gradients of zero. So everything is computed
 from one consistent state, and where `pred` is false, the derivative is that of keeping the state.
 
-The module can go when XLA:CPU writes the outputs that share a computation in one loop, as XLA:TPU
-does: `test_plain_where_on_the_outputs_copies_the_state` fails then.
+The module can be removed once XLA:CPU writes the outputs that share a computation in one loop, as
+XLA:TPU does: `test_plain_where_on_the_outputs_copies_the_state` fails then.
 """
 
 import functools
@@ -24,16 +24,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jax.extend import core
 
 from optax_lossscale._support.tree import is_inexact
 
-# What is never evaluated twice: a loop may not end and a callback may raise on numbers that no step
-# makes; the others cost more than the copy of a leaf.
+# Operations that are evaluated only once. Loops may not end, and callbacks may raise, on numbers
+# that no step produces. The others cost more than copying a leaf.
 _ONCE = frozenset(
     ["while", "scan", "cond", "pure_callback", "dot_general", "conv_general_dilated", "sort"]
 )
+
+_READ_AS_KEPT = "optax_lossscale: read as kept"
 
 # Equations that lead from an old leaf, whose position comes first, to the new one.
 _Path = tuple[int, list[core.JaxprEqn]]
@@ -79,6 +82,9 @@ def replay_where(
             # Under `shard_map` one leaf may vary over axes over which the other does not, and the
             # equations were traced for their types.
             if jax.typeof(choice) == var.aval == old_vars[leaf].aval:
+                if eqn.params.get("name") == _READ_AS_KEPT:
+                    values[var] = kept[leaf] = read_as_kept(choice)
+                    continue
                 kept[leaf] = choice
                 replaced = {
                     v: jnp.zeros_like(values[v])
@@ -93,6 +99,15 @@ def replay_where(
     for leaf, array in enumerate(old):
         outputs[leaf] = kept[leaf] if leaf in kept else jnp.where(pred, outputs[leaf], array)
     return outputs
+
+
+def read_as_kept(leaf: jax.Array) -> jax.Array:
+    """Return a new leaf, marked: what reads it may be given the old one where `pred` is false.
+
+    Without the mark, that reads what the leaf's own equations make of the old leaf. They are
+    evaluated again, and XLA:CPU writes the large arrays among their inputs to memory.
+    """
+    return checkpoint_name(leaf, _READ_AS_KEPT)
 
 
 def constant_unless(pred: jax.Array, array: Any) -> Any:
@@ -113,8 +128,8 @@ def _early_choices(
     a constant, and the gradients are not read once more.
     """
     leaves = _leaves_read_later(jaxpr, len(old))
-    # What a variable is made from, as bits: gradients are the first, and the old leaves follow, if
-    # not through a leaf that is chosen early.
+    # The sources of each variable, as bits: the first for gradients, then one for each old leaf,
+    # except through leaves that are chosen early.
     origins = dict.fromkeys(grads, 1) | {var: 2 << leaf for leaf, var in enumerate(old)}
     made_by: dict[core.Var, int] = {}
 
@@ -147,7 +162,7 @@ def _early_choices(
 
 
 def _leaves_read_later(jaxpr: core.Jaxpr, leaves: int) -> dict[core.Var, int]:
-    """Return the variables that are new leaves, no scalars, and read by equations."""
+    """Return the new leaves, other than scalars, that equations read."""
     made = {var for eqn in jaxpr.eqns for var in eqn.outvars}.intersection(_read_by(jaxpr.eqns))
     found: dict[core.Var, int] = {}
     for leaf, var in enumerate(jaxpr.outvars[:leaves]):
@@ -166,7 +181,7 @@ def _may_repeat(eqn: core.JaxprEqn) -> bool:
 
 
 def _read_by(eqns: Iterable[core.JaxprEqn]) -> dict[core.Var, None]:
-    """Return the variables that the equations read, each once and in their order."""
+    """Return the variables that the equations read, without duplicates, in order."""
     return dict.fromkeys(var for eqn in eqns for var in _variables(eqn.invars))
 
 

@@ -114,8 +114,8 @@ def unscale_and_check(
     """
     checks.axis_names(axis_name)
     unscaled = unscale_by(grads, current_scale("state", state))
-    # The reciprocal is positive and finite, so what came as NaN or infinite still is: one check, of
-    # the unscaled gradients, covers both.
+    # The reciprocal is positive and finite, so NaN and infinity are preserved. One check of the
+    # unscaled gradients covers both.
     return unscaled, agree(all_finite(unscaled), axis_name)
 
 
@@ -129,7 +129,7 @@ def unscale_by(grads: Tree, loss_scale: jax.Array) -> Tree:
         value = at_least_float32(leaf)
         return value * reciprocal.astype(value.dtype)
 
-    # An overflow is what the check is about to look for, no error to stop at.
+    # An overflow here is not an error. The check below detects it.
     with jax.debug_nans(False), jax.debug_infs(False):
         return jax.tree_util.tree_map_with_path(multiply, grads)
 

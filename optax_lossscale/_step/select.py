@@ -66,8 +66,8 @@ def update_where(
 
     closed = None
     if isinstance(pred, Tracer) and _is_large(old):
-        # Some code runs in its caller's trace alone: a write to an `nnx.Variable`, for example. An
-        # error with any other cause comes again from the call below.
+        # Some code runs only in its caller's trace, such as a write to an `nnx.Variable`. The call
+        # below raises any other error again.
         with contextlib.suppress(Exception):
             closed = jax.make_jaxpr(traced)(given, old)
     if closed is None:
@@ -150,7 +150,7 @@ def zero_unless(pred: jax.Array, tree: Tree) -> Tree:
 
 
 def negative_zero_unless(pred: jax.Array, updates: Tree) -> Tree:
-    """Return `updates` as they are, or, where `pred` is false, such that adding them is nothing."""
+    """Return `updates`, or updates without effect where `pred` is false."""
 
     def select(leaf: Any) -> Any:
         is_number = is_inexact(leaf) or (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.integer))
@@ -168,7 +168,7 @@ def _split(tree: PyTree) -> tuple[list[Any], Callable[[list[Any]], PyTree], Any]
     leaves, treedef = jax.tree.flatten(tree)
     is_traced = [is_array(leaf) and leaf.dtype != jax.dtypes.float0 for leaf in leaves]
     arrays = [leaf for leaf, traced in zip(leaves, is_traced, strict=True) if traced]
-    # Nothing that outlives the trace may hold its tracers.
+    # Objects that outlive the trace must not hold its tracers.
     rest = [None if traced else leaf for leaf, traced in zip(leaves, is_traced, strict=True)]
 
     def join(arrays: list[Any]) -> PyTree:

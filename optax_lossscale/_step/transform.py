@@ -1,28 +1,21 @@
 """Loss scaling around any Optax optimizer."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+import warnings
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from optax_lossscale._policy import LossScaleLike, as_loss_scale
 from optax_lossscale._state import LossScaleState, current_scale
 from optax_lossscale._step.finite import agree, all_finite
+from optax_lossscale._step.guard import Guarded, apply, apply_where, as_arrays
+from optax_lossscale._step.masters import MasterWeightsState
 from optax_lossscale._step.scale import unscale_by
-from optax_lossscale._step.select import negative_zero_unless, update_where, zero_unless
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import AxisName
-from optax_lossscale._support.tree import (
-    KeyPath,
-    Tree,
-    is_array,
-    is_inexact,
-    leaves_of_type,
-    path_name,
-)
+from optax_lossscale._support.tree import leaves_of_type, path_name
 
 
 class WithLossScalingState(NamedTuple):
@@ -36,31 +29,6 @@ class WithLossScalingState(NamedTuple):
 
     loss_scale_state: LossScaleState
     inner_state: optax.OptState
-
-
-class LossScaling(optax.GradientTransformationExtraArgs):
-    """What `with_loss_scaling` returns: an optimizer that can also say whether it applied a step.
-
-    Attributes:
-      update_and_flag: As `update`, with one more result: whether the step was applied. `bool[]`.
-    """
-
-    update_and_flag: Callable[..., tuple[optax.Updates, WithLossScalingState, jax.Array]]
-
-    def __new__(cls, init: Any, update_and_flag: Any) -> Self:
-        """Build the transformation whose `update` leaves the flag out."""
-
-        def update_fn(
-            updates: optax.Updates,
-            state: optax.OptState,
-            params: optax.Params | None = None,
-            **extra_args: Any,
-        ) -> tuple[optax.Updates, WithLossScalingState]:
-            return update_and_flag(updates, state, params, **extra_args)[:2]
-
-        self = super().__new__(cls, init, update_fn)
-        self.update_and_flag = update_and_flag
-        return self
 
 
 def with_loss_scaling(
@@ -131,26 +99,14 @@ def with_loss_scaling(
                 f"{path_name(path)} of its state. Call `with_loss_scaling` once, around the whole "
                 "optimizer."
             )
+        if _has_float16(params) and not any(leaves_of_type(inner_state, MasterWeightsState)):
+            warnings.warn(
+                "`params` are float16, and no float32 master weights are kept: an update below "
+                "1/2048 of a weight is lost. Use `with_loss_scaling(with_master_weights(inner))`, "
+                "or keep the parameters in float32 and cast them in the loss function.",
+                stacklevel=2,
+            )
         return WithLossScalingState(policy.init(), inner_state)
-
-    def inner_update(
-        grads: optax.Updates,
-        inner_state: optax.OptState,
-        params: optax.Params | None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, optax.OptState]:
-        try:
-            updates, new_state = inner.update(grads, inner_state, params, **extra_args)
-        except (TypeError, ValueError) as error:
-            dtypes = [jnp.result_type(p) for p in jax.tree.leaves(params) if is_inexact(p)]
-            if any(jnp.finfo(dtype).bits < 32 for dtype in dtypes):
-                error.add_note(
-                    "`params` are of a smaller type than float32, and the unscaled gradients are "
-                    "float32, which `inner` may not take together. Keep the parameters in float32, "
-                    "and cast them inside the loss function."
-                )
-            raise
-        return updates, _cast_like(new_state, inner_state)
 
     def update_and_flag(
         updates: optax.Updates,
@@ -164,65 +120,23 @@ def with_loss_scaling(
                 "`init` of this transformation; put the state of a plain optimizer into its "
                 "`inner_state`."
             )
-        scale_state, inner_state = state.loss_scale_state, _as_arrays(state.inner_state)
+        scale_state, inner_state = state
         grads = unscale_by(updates, current_scale("state", scale_state))
         if not policy.skip_nonfinite:
-            updates, inner_state = inner_update(grads, inner_state, params, **extra_args)
+            updates, inner_state = apply(inner, grads, as_arrays(inner_state), params, **extra_args)
             new_scale_state = policy.update(scale_state, grads_finite=True)
             return updates, WithLossScalingState(new_scale_state, inner_state), jnp.asarray(True)
         # One collective for both flags.
         flags = jnp.stack([all_finite(grads), all_finite(extra_args.get("value"))])
         grads_finite, loss_finite = agree(flags, axis_name)
         applied = grads_finite & loss_finite
-        extra_args = zero_unless(applied, extra_args)
-        updates, inner_state = update_where(
-            applied, lambda g, s: inner_update(g, s, params, **extra_args), grads, inner_state
-        )
+        updates, inner_state = apply_where(applied, inner, grads, inner_state, params, **extra_args)
         new_scale_state = policy.update(scale_state, grads_finite, loss_finite=loss_finite)
-        updates = negative_zero_unless(applied, updates)
         return updates, WithLossScalingState(new_scale_state, inner_state), applied
 
-    return LossScaling(init_fn, update_and_flag)
+    return Guarded(init_fn, update_and_flag)
 
 
-def _as_arrays(state: Tree) -> Tree:
-    """Return `state` with arrays for numbers of Python and NumPy, as `jax.jit` does."""
-
-    def convert(leaf: Any) -> Any:
-        if isinstance(leaf, (np.ndarray, np.generic)):
-            is_number = leaf.dtype.kind not in "OSU" and leaf.dtype != jax.dtypes.float0
-        else:
-            is_number = isinstance(leaf, (int, float, complex))
-        return jnp.asarray(leaf) if is_number else leaf
-
-    return jax.tree.map(convert, state)
-
-
-def _cast_like(new: Tree, old: Tree) -> Tree:
-    """Return the new state of the inner optimizer with the dtypes of the old one.
-
-    Optax promotes: Adam's float16 moments become float32 when they meet float32 gradients. The
-    state would change its type from one step to the next, which `jax.lax.scan` refuses and
-    `jax.jit` compiles twice.
-    """
-    checks.same_structure(
-        "inner", new, old, "Keep what changes in the state in arrays of a fixed shape."
-    )
-
-    def cast(path: KeyPath, new_leaf: Any, old_leaf: Any) -> Any:
-        if not is_array(old_leaf):
-            return new_leaf
-        checks.same_shape(
-            "inner", path, new_leaf, old_leaf, "Give it the parameters it was initialized with."
-        )
-        if is_array(new_leaf) and new_leaf.dtype == old_leaf.dtype:
-            return new_leaf
-        if is_inexact(new_leaf) and not jnp.issubdtype(old_leaf.dtype, jnp.inexact):
-            raise TypeError(
-                "`inner` must keep the kind of numbers in its state, got "
-                f"{jnp.result_type(new_leaf)} for {old_leaf.dtype} at {path_name(path)}. Start "
-                "with the type that it becomes."
-            )
-        return jnp.asarray(new_leaf, old_leaf.dtype)
-
-    return jax.tree_util.tree_map_with_path(cast, new, old)
+def _has_float16(params: optax.Params) -> bool:
+    # A `jax.ShapeDtypeStruct` has a dtype, too.
+    return any(getattr(leaf, "dtype", None) == jnp.float16 for leaf in jax.tree.leaves(params))

@@ -1,1 +1,1 @@
-"""What every room needs: checks of arguments, and pytrees."""
+"""Shared helpers: argument checks and pytrees."""

@@ -144,7 +144,7 @@ def concrete(name: str, tree: PyTree, remedy: str) -> None:
 
 
 def axis_names(axis_name: AxisName | None) -> None:
-    """Refuse what cannot name axes, whether or not they are mapped."""
+    """Reject values that cannot be axis names."""
     for name in axis_name if isinstance(axis_name, tuple) else (axis_name,):
         # An integer would stand for an axis of the array.
         if not isinstance(name, Hashable) or isinstance(name, numbers.Integral):
@@ -153,6 +153,17 @@ def axis_names(axis_name: AxisName | None) -> None:
                 f"them, got {axis_name!r}. Give the one that `jax.shard_map`, `jax.pmap` or "
                 "`jax.vmap` maps over."
             )
+
+
+def floating(name: str, dtype: DTypeLike) -> np.dtype:
+    """Return a floating-point type."""
+    kind = jnp.dtype(dtype)
+    if not jnp.issubdtype(kind, jnp.floating):
+        raise TypeError(
+            f"`{name}` must be a floating-point type, got {kind}. Use `jnp.float16` or "
+            "`jnp.bfloat16`."
+        )
+    return kind
 
 
 def small_float(dtype: DTypeLike) -> np.dtype:

@@ -1,8 +1,8 @@
-"""What a person asks when training goes wrong.
+"""Diagnostics for training that fails.
 
-Which layer overflowed, is the loss scale too small, is the loss itself broken, why does nothing
-learn: one function for each. Functions of gradients run inside `jax.jit` and never wait for the
-device; functions that answer in words or pictures run on the host.
+There is one function for each question: which layer overflowed, is the loss scale too small, is the
+loss itself broken, why does nothing learn. Functions of gradients run inside `jax.jit` and never
+wait for the device. Functions that return text or draw plots run on the host.
 """
 
 from optax_lossscale.diagnostics.calibration import calibrate
@@ -12,13 +12,14 @@ from optax_lossscale.diagnostics.exponents import (
     suggest_scale,
 )
 from optax_lossscale.diagnostics.first import FirstNonfinite, first_nonfinite
-from optax_lossscale.diagnostics.health import LossScaleStalledError, check_health, metrics
+from optax_lossscale.diagnostics.health import LossScaleStalledError, check_health
 from optax_lossscale.diagnostics.nonfinite import (
     NonfiniteCounts,
     format_nonfinite_report,
     nonfinite_report,
 )
 from optax_lossscale.diagnostics.plot import plot_gradient_exponents
+from optax_lossscale.diagnostics.progress import is_stalled, metrics
 
 __all__ = [
     "FirstNonfinite",
@@ -30,6 +31,7 @@ __all__ = [
     "first_nonfinite",
     "format_nonfinite_report",
     "gradient_exponents",
+    "is_stalled",
     "metrics",
     "nonfinite_report",
     "plot_gradient_exponents",

@@ -29,7 +29,7 @@ def calibrate(
     loss_scale: LossScaleLike = "dynamic",
     axis_name: AxisName | None = None,
 ) -> LossScaleState:
-    """Find the loss scale to start with, so that training need not skip its first steps.
+    """Find the loss scale to start with, so that training does not skip its first steps.
 
     It is the largest power of two, within the bounds of the policy, at which the gradients are
     finite, found by bisection: five evaluations of the gradients for the default bounds, in one

@@ -20,7 +20,7 @@ EXPONENTS = np.arange(-149, 128)
 
 
 class GradientExponents(NamedTuple):
-    """How large gradients are, from `gradient_exponents`; two add by `jax.tree.map`.
+    """The exponents of gradients, from `gradient_exponents`. Add two with `jax.tree.map`.
 
     Attributes:
       histogram: Elements by floor(log2(|g|)), from -149 (the smallest float32) to 127. Zeros, NaN

@@ -1,4 +1,4 @@
-"""Log loss scaling, and say why training stalls."""
+"""Say why training stalls."""
 
 import math
 import warnings
@@ -14,50 +14,12 @@ from optax_lossscale._state import (
 )
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import LARGEST_SCALE, SMALLEST_SCALE
-from optax_lossscale._support.tree import PyTree
+from optax_lossscale._support.tree import PyTree, leaves_of_type
+from optax_lossscale.diagnostics.progress import skip_counts
 
 
 class LossScaleStalledError(RuntimeError):
     """Training makes no progress: `check_health` found too many skipped steps in a row."""
-
-
-def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
-    """Return what is worth logging at every step.
-
-    Nothing is copied and nothing is waited for. Call it in the compiled step and return what it
-    gives; between two steps it works too, unless the next step is given the state's buffers to
-    overwrite (`donate_argnums`).
-
-    Args:
-      opt_state: A `LossScaleState`, or an optimizer's state that holds exactly one.
-
-    Returns:
-      `loss_scale` (float32[]), `grads_finite` (bool[], whether the last step was applied),
-      `growth_count`, `consecutive_skipped` and `total_skipped` (int32[]). With
-      `skip_nonfinite=False` every step is applied unchecked, so `grads_finite` is always true.
-
-    Raises:
-      ValueError: If `opt_state` holds no `LossScaleState`, or several.
-
-    Examples:
-      >>> import optax_lossscale as ols
-      >>> state = ols.update(ols.init(), False, "dynamic")
-      >>> for name, value in ols.diagnostics.metrics(state).items():
-      ...     print(name, value)
-      loss_scale 16384.0
-      grads_finite False
-      growth_count 0
-      consecutive_skipped 1
-      total_skipped 1
-    """
-    state = strongly_typed(loss_scale_state(opt_state))
-    return {
-        "loss_scale": state.loss_scale,
-        "grads_finite": state.consecutive_skipped == 0,
-        "growth_count": state.growth_count,
-        "consecutive_skipped": state.consecutive_skipped,
-        "total_skipped": state.total_skipped,
-    }
 
 
 def check_health(
@@ -70,7 +32,8 @@ def check_health(
     the start, and one now and then. Dozens in a row mean that something else is wrong.
 
     Args:
-      opt_state: A `LossScaleState`, or an optimizer's state that holds exactly one.
+      opt_state: A `LossScaleState`, or an optimizer's state that holds exactly one, or the state
+        of `skip_if`, or both.
       max_consecutive_skipped: The number of skipped steps in a row that is still healthy. More
         raise the error.
       loss_scale: What `with_loss_scaling` was given. Where the policy's bounds lie is part of the
@@ -95,6 +58,11 @@ def check_health(
     """
     limit = checks.count("max_consecutive_skipped", max_consecutive_skipped, least=0)
     policy = None if loss_scale is None else as_loss_scale(loss_scale)
+    skips = skip_counts(opt_state)
+    if skips:
+        _check_skips(skips, limit)
+        if not any(leaves_of_type(opt_state, LossScaleState)):
+            return
     state = _on_host(loss_scale_state(opt_state))
     scale, skipped = state.loss_scale.item(), state.consecutive_skipped.item()
     bounds = bounds_of(policy)
@@ -120,6 +88,13 @@ def check_health(
             "raise `max_scale`. `gradient_exponents` shows which.",
             stacklevel=2,
         )
+
+
+_OUTSIDE = (
+    "Call `check_health` outside of `jax.jit`, on the state that the compiled step returned; "
+    "`is_stalled` works inside."
+)
+_REPLICA = "Take one replica: `x[0]` of every leaf."
 
 
 _FORWARD = (
@@ -168,6 +143,26 @@ _UNKNOWN = (
 )
 
 
+_RULE = (
+    "The rule of `skip_if` rejects every step, for example because the loss has reached a new "
+    "level for good: let `Spike` accept it with `max_consecutive_skipped`."
+)
+
+
+def _check_skips(skips: dict[str, jax.Array], limit: int) -> None:
+    """Raise an error if `skip_if` has skipped too many steps in a row."""
+    checks.concrete("opt_state", skips, _OUTSIDE)
+    for name, count in skips.items():
+        checks.scalar(f"opt_state.{name}", count, _REPLICA)
+    in_a_row, total = (jax.device_get(count).item() for count in skips.values())
+    if in_a_row > limit:
+        causes = enumerate((_FORWARD, _BACKWARD, _INPUT, _RULE), start=1)
+        raise LossScaleStalledError(
+            f"`skip_if` has skipped the last {in_a_row} steps ({total} since the start). Likely "
+            "causes, the likeliest first:\n" + "\n".join(f"  {i}. {cause}" for i, cause in causes)
+        )
+
+
 def _likely_causes(state: LossScaleState, policy: LossScale | None) -> tuple[str, ...]:
     """Order the causes of many skipped steps by how well they agree with the state."""
     bounds = bounds_of(policy)
@@ -190,7 +185,7 @@ def _likely_causes(state: LossScaleState, policy: LossScale | None) -> tuple[str
 
 
 def bounds_of(policy: LossScale | None) -> tuple[float, float] | None:
-    """Return between which float32 numbers the loss scale moves, if it is known to."""
+    """Return the float32 bounds of the loss scale, if they are known."""
     bounds = getattr(policy, "min_scale", None), getattr(policy, "max_scale", None)
     return None if None in bounds else (float(np.float32(bounds[0])), float(np.float32(bounds[1])))
 
@@ -202,13 +197,9 @@ def _starts_at(policy: LossScale) -> float:
 
 
 def _on_host(state: LossScaleState) -> LossScaleState:
-    checks.concrete(
-        "opt_state",
-        state,
-        "Call `check_health` outside of `jax.jit`, on the state that the compiled step returned.",
-    )
+    checks.concrete("opt_state", state, _OUTSIDE)
     for name, field in state._asdict().items():
-        checks.scalar(f"opt_state.{name}", field, "Take one replica: `x[0]` of every leaf.")
+        checks.scalar(f"opt_state.{name}", field, _REPLICA)
     # On the host from here on, where comparing moves nothing to the device (`jax_transfer_guard`).
     state = LossScaleState(*(np.asarray(jax.device_get(f)) for f in strongly_typed(state)))  # pyright: ignore[reportArgumentType]
     # Neither training nor a policy makes these, but damaged checkpoints and manual edits do. Above

@@ -140,7 +140,7 @@ def average_params(
 
 
 def accumulated(tx: optax.GradientTransformation, steps: int) -> optax.GradientTransformation:
-    """Return `tx` on the mean of the gradients of so many steps."""
+    """Return `tx` applied to the mean gradient of this many steps."""
     multi_steps = optax.MultiSteps(tx, every_k_schedule=steps)
 
     def update_fn(

@@ -1,0 +1,153 @@
+"""A rule for `skip_if`: skip what stands out from the steps before it."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lossscale._state import increment
+from optax_lossscale._support import checks
+from optax_lossscale._support.tree import at_least_float32, is_inexact
+
+
+class SpikeState(NamedTuple):
+    """The state of a `Spike`.
+
+    Attributes:
+      values: The last accepted values, the newest last, and zeros before the first one.
+        `float32[window]`.
+      held: The number of values, up to `window`. `int32[]`.
+      consecutive_skipped: Spikes in a row that were skipped. `int32[]`.
+    """
+
+    values: jax.Array
+    held: jax.Array
+    consecutive_skipped: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Spike:
+    """Skip a step whose loss, or another measure, is far above that of the steps before it.
+
+    A step is skipped if its measure exceeds the mean of the last accepted values by more than
+    `sigmas` of their standard deviations. Skipped values are not remembered. A measure that is NaN
+    or infinite is always skipped, and counts for nothing else.
+
+    Args:
+      of: What is measured: `"value"`, the loss; `"grad_norm"`, the Euclidean norm of all gradients;
+        or the name of another extra argument of `update`, a scalar.
+      window: The number of accepted values that are remembered. At least 2.
+      sigmas: The number of standard deviations. Positive.
+      warmup: The number of values that are accepted before the first one is skipped; None for half
+        of the window. Between 1 and `window`.
+      max_consecutive_skipped: The number of spikes skipped in a row after which the next value is
+        accepted and remembered, so that a new level is learnt; None for no such limit.
+
+    Raises:
+      TypeError: If an argument is of the wrong type; from `update`, if the extra argument `of` is
+        missing.
+      ValueError: If an argument is out of bounds; from `update`, if the measure is not a scalar, or
+        the state belongs to another `window`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> import optax_lossscale as ols
+      >>> tx = ols.skip_if(optax.sgd(1.0), ols.Spike(window=8))
+      >>> opt_state = tx.init(jnp.zeros(2))
+      >>> for loss in [1.0, 1.1, 0.9, 1.0, 1.1, 7.0, 1.0]:
+      ...     _, opt_state = tx.update(jnp.ones(2), opt_state, value=loss)
+      >>> print(opt_state.total_skipped)
+      1
+    """
+
+    of: str = "value"
+    _: dataclasses.KW_ONLY
+    window: int = 128
+    sigmas: float = 6.0
+    warmup: int | None = None
+    max_consecutive_skipped: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        if not isinstance(self.of, str):
+            raise TypeError(
+                f'`of` must be "value", "grad_norm" or the name of an extra argument, got '
+                f"{self.of!r}. Leave it out to measure the loss."
+            )
+        window = checks.count("window", self.window, least=2)
+        checks.between("sigmas", self.sigmas, float(jnp.finfo(jnp.float32).tiny), 2.0**126)
+        if self.warmup is not None and checks.count("warmup", self.warmup) > window:
+            raise ValueError(
+                f"`warmup` must be at most `window`, got {self.warmup} and {window}. More values "
+                "are never held."
+            )
+        if self.max_consecutive_skipped is not None:
+            checks.count("max_consecutive_skipped", self.max_consecutive_skipped)
+
+    def init(self, params: optax.Params) -> SpikeState:
+        """Return the state before the first step."""
+        del params
+        return SpikeState(
+            values=jnp.zeros(self.window, jnp.float32),
+            held=jnp.zeros((), jnp.int32),
+            consecutive_skipped=jnp.zeros((), jnp.int32),
+        )
+
+    def update(
+        self, state: SpikeState, grads: optax.Updates, params: Any = None, **extra_args: Any
+    ) -> tuple[jax.Array, SpikeState]:
+        """Say whether to skip the step, and remember its measure if not."""
+        del params
+        return self.judge(state, self.measure(grads, extra_args))
+
+    def measure(self, grads: optax.Updates, extra_args: dict[str, Any]) -> jax.Array:
+        """Return what is compared. `float32[]`."""
+        if self.of == "grad_norm":
+            arrays = [at_least_float32(g) for g in jax.tree.leaves(grads) if is_inexact(g)]
+            return jnp.asarray(optax.tree.norm(arrays), jnp.float32)
+        value = extra_args.get(self.of)
+        if value is None:
+            raise TypeError(
+                f"`{self.of}` must be given to `update`, because {self} measures it. Call "
+                f"`tx.update(grads, opt_state, params, {self.of}=...)`."
+            )
+        checks.scalar(self.of, value, "Take its mean.")
+        return jnp.asarray(value, jnp.float32)
+
+    def judge(self, state: SpikeState, measure: jax.Array) -> tuple[jax.Array, SpikeState]:
+        """Compare a measure with the state."""
+        checks.same_shape(
+            "state",
+            (),
+            state.values,
+            jnp.empty(self.window),
+            "Start anew with `init`: it was made with another `window`.",
+        )
+        is_number = jnp.isfinite(measure)
+        measure = jnp.where(is_number, measure, 0)
+        is_held = jnp.arange(self.window) >= self.window - state.held
+        n = jnp.maximum(state.held, 1).astype(jnp.float32)
+        mean = jnp.sum(state.values) / n  # those that are not held are zero
+        deviation = jnp.sqrt(jnp.sum(jnp.where(is_held, (state.values - mean) ** 2, 0)) / n)
+        # Equal values have no deviation, but their mean is rounded.
+        deviation = jnp.maximum(deviation, jnp.finfo(jnp.float32).eps * jnp.abs(mean))
+        warmup = self.window // 2 if self.warmup is None else self.warmup
+        is_spike = (state.held >= warmup) & (measure > mean + self.sigmas * deviation)
+        if self.max_consecutive_skipped is not None:
+            is_spike &= state.consecutive_skipped < self.max_consecutive_skipped
+        accepted = is_number & ~is_spike
+        values = jnp.concatenate([state.values[1:], measure[None]])
+        return ~accepted, SpikeState(
+            values=jnp.where(accepted, values, state.values),
+            held=jnp.where(accepted, jnp.minimum(state.held + 1, self.window), state.held),
+            consecutive_skipped=jnp.where(
+                accepted,
+                0,
+                jnp.where(
+                    is_number, increment(state.consecutive_skipped), state.consecutive_skipped
+                ),
+            ),
+        )

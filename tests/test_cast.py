@@ -1,0 +1,160 @@
+"""Casting trees, and casting what a loss function is given."""
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import optax_lossscale as ols
+
+TREE = {
+    "w": jnp.ones(2),
+    "half": jnp.ones(2, jnp.bfloat16),
+    "norm": {"scale": np.ones(2, np.float32)},
+    "steps": jnp.zeros((), jnp.int32),
+    "mask": jnp.array([True]),
+    "z": jnp.ones(1, jnp.complex64),
+    "key": jax.random.key(0),
+    "float": 1.5,
+    "none": None,
+    "name": "x",
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, "float32", jnp.float8_e4m3fn])
+def test_floating_point_arrays_are_cast_and_nothing_else(dtype):
+    cast = ols.cast(TREE, dtype)
+    for name in ("w", "half"):
+        assert cast[name].dtype == jnp.dtype(dtype)
+    assert cast["norm"]["scale"].dtype == jnp.dtype(dtype)
+    for name in ("steps", "mask", "z", "key", "float", "none", "name"):
+        assert cast[name] is TREE[name]
+
+
+def test_keep_names_paths_as_keystr_writes_them():
+    paths = []
+    cast = ols.cast(TREE, jnp.float16, keep=lambda path: paths.append(path) or "norm" in path)
+    assert cast["norm"]["scale"] is TREE["norm"]["scale"]
+    assert cast["w"].dtype == jnp.float16
+    assert paths == ["['half']", "['norm']['scale']", "['w']"]
+    assert ols.cast(jnp.ones(2), jnp.float16, keep=lambda path: not path).dtype == jnp.float32
+
+
+def test_a_keep_that_names_nothing_is_warned_of():
+    with pytest.warns(UserWarning, match=r"`keep` names none .*\['w'\]"):
+        assert (
+            ols.cast({"w": jnp.ones(1)}, jnp.float16, keep=lambda _: False)["w"].dtype == "float16"
+        )
+    assert ols.cast({"n": 1}, jnp.float16, keep=lambda _: False) == {"n": 1}
+
+
+def loss(params, batch, *, weight):
+    hidden = jnp.tanh(batch["x"] @ params["w"]) * params["norm"][None]
+    return jnp.mean((hidden.sum(-1) - batch["y"]).astype(jnp.float32) ** 2) * weight.astype(
+        jnp.float32
+    )
+
+
+PARAMS = {"w": jnp.linspace(-1, 1, 12).reshape(3, 4), "norm": jnp.linspace(0.5, 1, 4)}
+BATCH = {"x": jnp.linspace(0, 1, 6).reshape(2, 3), "y": jnp.array([1.0, -1.0])}
+WEIGHT = jnp.float32(0.3)
+
+
+def by_hand(params, batch, weight, keep_norm=False):
+    dtype = jnp.float16
+    cast = {n: p if keep_norm and n == "norm" else p.astype(dtype) for n, p in params.items()}
+    batch = jax.tree.map(lambda x: x.astype(dtype), batch)
+    return loss(cast, batch, weight=weight.astype(dtype))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("keep_norm", [False, True])
+@pytest.mark.integration
+def test_the_bits_are_those_of_casting_by_hand(keep_norm, compiled):
+    run = jax.jit if compiled else lambda f: f
+    keep = (lambda path: path == "['norm']") if keep_norm else None
+    state = ols.init(1024)
+    cast = ols.value_and_grad(loss, compute_dtype=jnp.float16, keep=keep)
+    hand = ols.value_and_grad(by_hand)
+    found = run(lambda p, b: cast(state, p, b, weight=WEIGHT))(PARAMS, BATCH)
+    expected = run(lambda p, b: hand(state, p, b, WEIGHT, keep_norm))(PARAMS, BATCH)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert jax.tree.map(jnp.result_type, found[1]) == jax.tree.map(jnp.result_type, PARAMS)
+
+
+def test_argnums_and_aux_pass_through():
+    def fun(x, y):
+        return jnp.sum((x * y).astype(jnp.float32)), (x.dtype, y.dtype)
+
+    cast = ols.value_and_grad(fun, argnums=(0, 1), has_aux=True, compute_dtype=jnp.bfloat16)
+    (_, dtypes), grads = cast(ols.init(2), jnp.float32(3), jnp.float16(5))
+    assert dtypes == (jnp.bfloat16, jnp.bfloat16)
+    assert [(g.dtype, float(g)) for g in grads] == [(jnp.float32, 10), (jnp.float16, 6)]
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+@pytest.mark.parametrize("framework", ["linen", "equinox", "nnx state"])
+def test_a_model_trains_in_half_precision(framework):
+    x = jnp.linspace(-1, 1, 32).reshape(8, 4)
+    y = jnp.sin(x.sum(-1, keepdims=True))
+    seen = []
+
+    def error(prediction, y):
+        seen.append(prediction.dtype)
+        return jnp.mean((prediction - y).astype(jnp.float32) ** 2)
+
+    transform = {}
+    if framework == "linen":
+        model = nn.Dense(1)
+        params = model.init(jax.random.key(0), x)
+
+        def loss_fn(params, x, y):
+            return error(model.apply(params, x), y)
+
+    elif framework == "equinox":
+        params = eqx.nn.MLP(4, 1, 8, 1, key=jax.random.key(0))
+        transform = {"transform": eqx.filter_value_and_grad}
+
+        def loss_fn(model, x, y):
+            return error(jax.vmap(model)(x), y)
+
+    else:
+        graph, params = nnx.split(nnx.Linear(4, 1, rngs=nnx.Rngs(0)))
+
+        def loss_fn(params, x, y):
+            return error(nnx.merge(graph, params)(x), y)
+
+    tx = ols.with_loss_scaling(optax.adam(0.05))
+    arrays = eqx.filter(params, eqx.is_inexact_array)
+    opt_state = tx.init(arrays)
+    loss_and_grads = ols.value_and_grad(loss_fn, compute_dtype=jnp.float16, **transform)
+
+    @eqx.filter_jit
+    def step(params, opt_state):
+        value, grads = loss_and_grads(opt_state, params, x, y)
+        updates, opt_state = tx.update(grads, opt_state, arrays, value=value)
+        return eqx.apply_updates(params, updates), opt_state, value
+
+    params, opt_state, first = step(params, opt_state)
+    for _ in range(40):
+        params, opt_state, last = step(params, opt_state)
+    assert set(seen) == {jnp.dtype("float16")}
+    assert last < 0.5 * first
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(eqx.filter(params, eqx.is_inexact_array))}
+    assert dtypes == {jnp.dtype("float32")}
+
+
+def test_a_stateful_nnx_module_is_refused_with_the_remedy():
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=r"`tree` must not hold a stateful .*Linear.*`dtype=jnp"):
+        ols.cast({"model": model}, jnp.float16)
+    cast = ols.value_and_grad(
+        lambda m: m(jnp.ones((1, 2))).sum(), compute_dtype=jnp.float16, transform=nnx.value_and_grad
+    )
+    with pytest.raises(TypeError, match="stateful"):
+        cast(ols.init(2), model)

@@ -1,0 +1,415 @@
+"""The exact skip: any rule, any context, and no trace of a skipped step."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import optax_lossscale as ols
+
+pytestmark = pytest.mark.integration
+
+PARAMS = {"w": jnp.linspace(-1, 1, 12).reshape(3, 4), "b": jnp.array([-0.0, 0.5])}
+STEPS = 80
+
+
+def assert_same_bits(a, b):
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(bits(x), bits(y)), a, b)
+
+
+def bits(x):
+    array = np.asarray(x)
+    return array.view(f"u{array.itemsize}") if array.dtype.kind == "f" else array
+
+
+def gradients(seed):
+    keys = iter(jax.random.split(jax.random.key(seed), 2))
+    return jax.tree.map(lambda p: jax.random.normal(next(keys), p.shape), PARAMS)
+
+
+LOSSES = 2 + 0.1 * np.sin(np.arange(STEPS, dtype=np.float32) ** 2)
+GRADS = [gradients(seed) for seed in range(STEPS)]
+
+
+def spoil(nan_at=None, spike_at=None):
+    """Return losses and gradients of 80 steps, with a NaN and a spike in their places."""
+    losses, grads = LOSSES.copy(), list(GRADS)
+    if nan_at is not None:
+        grads[nan_at] = {**grads[nan_at], "b": jnp.array([1.0, jnp.nan])}
+    if spike_at is not None:
+        losses[spike_at] = 40
+    return losses, grads
+
+
+def train(tx, losses, grads, *, loop="jit", scale=1.0):
+    """Return the parameters and state after all steps, in one of several loops."""
+
+    def step(carry, given):
+        params, state = carry
+        loss, grad = given
+        grad = jax.tree.map(lambda g: g * scale, grad)
+        updates, state = tx.update(grad, state, params, value=loss)
+        return (optax.apply_updates(params, updates), state), None
+
+    carry = PARAMS, tx.init(PARAMS)
+    if loop == "scan":
+        return jax.lax.scan(step, carry, (losses, jax.tree.map(lambda *g: jnp.stack(g), *grads)))[0]
+    step = jax.jit(step) if loop == "jit" else step
+    for given in zip(losses, grads, strict=True):
+        carry, _ = step(carry, given)
+    return carry
+
+
+def above(limit):
+    return lambda *_, value: value > limit
+
+
+def without(skipped, losses, grads):
+    kept = [i for i in range(len(losses)) if i not in skipped]
+    return losses[kept], [grads[i] for i in kept]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["jit", "scan"])
+@pytest.mark.parametrize("inner", [optax.adamw(0.1), optax.MultiSteps(optax.adam(0.1), 2)])
+def test_a_nan_and_a_spike_among_80_steps_are_two_skips_without_a_trace(inner, loop):
+    losses, grads = spoil(nan_at=70, spike_at=75)
+    tx = ols.skip_if(inner, ols.Spike(window=32))
+    params, state = train(tx, losses, grads, loop=loop)
+    assert state.total_skipped == 2
+    expected, expected_state = train(tx, *without([70, 75], losses, grads), loop=loop)
+    assert_same_bits(params, expected)
+    assert_same_bits(state.inner_state, expected_state.inner_state)
+
+
+@pytest.mark.slow
+def test_a_finite_step_is_the_inner_optimizers_to_the_bit():
+    inner = optax.adamw(0.1)
+    # Not compiled: XLA rounds two programs differently.
+    params, state = train(ols.skip_if(inner), LOSSES[:5], GRADS[:5], loop="eager")
+    expected, expected_state = train(inner, LOSSES[:5], GRADS[:5], loop="eager")
+    assert_same_bits((params, state.inner_state), (expected, expected_state))
+    assert (state.rule_state, int(state.total_skipped)) == (optax.EmptyState(), 0)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("where", ["grads", "value"])
+def test_a_step_that_is_not_finite_is_skipped_without_a_rule(where, bad):
+    tx = ols.skip_if(optax.adam(0.1))
+    params, state = train(tx, LOSSES[:3], GRADS[:3])
+    grads = {**GRADS[3], "b": jnp.array([bad, 1.0])} if where == "grads" else GRADS[3]
+    value = bad if where == "value" else 1.0
+    for skipped in (1, 2):
+        updates, after = tx.update(grads, state, params, value=value)
+        assert_same_bits(optax.apply_updates(params, updates), params)
+        assert_same_bits(after.inner_state, state.inner_state)
+        assert all(np.signbit(u).all() and not np.any(u) for u in jax.tree.leaves(updates))
+        assert (after.consecutive_skipped, after.total_skipped) == (skipped, skipped)
+        state = after
+    _, state = tx.update(GRADS[3], state, params, value=1.0)
+    assert (state.consecutive_skipped, state.total_skipped) == (0, 2)
+
+
+def test_a_rule_with_a_state_sees_zeros_and_keeps_its_state_on_a_step_that_is_not_finite():
+    seen = []
+
+    class Countdown:
+        def init(self, params):
+            return {"left": jnp.asarray(2, jnp.int32), "size": len(params)}
+
+        def update(self, state, grads, params, **extra_args):
+            seen.append((grads["b"], params["b"], extra_args["value"]))
+            return state["left"] == 0, {**state, "left": state["left"] - 1}
+
+    tx = ols.skip_if(optax.sgd(1.0), Countdown())
+    state = tx.init(PARAMS)
+    _, state = tx.update({**PARAMS, "b": jnp.array([jnp.inf, 1])}, state, PARAMS, value=jnp.nan)
+    assert not np.any(seen[0][0])
+    assert seen[0][2] == 0
+    assert state.rule_state["left"] == 2
+    skipped = []
+    for _ in range(3):
+        _, state = tx.update(PARAMS, state, PARAMS, value=1.0)
+        skipped.append(int(state.consecutive_skipped))
+    assert skipped == [0, 0, 1]
+
+
+def test_a_rule_may_use_params_and_any_extra_argument():
+    def rule(grads, params, *, limit, **_):
+        return optax.tree.norm(grads) > limit * optax.tree.norm(params)
+
+    tx = ols.skip_if(optax.sgd(1.0), rule)
+    state = tx.init(PARAMS)
+    update = jax.jit(lambda s, limit: tx.update(PARAMS, s, PARAMS, limit=limit)[1])
+    state = update(state, 0.5)
+    assert state.total_skipped == 1
+    assert update(state, 2.0).consecutive_skipped == 0
+
+
+def spikes(rule, values):
+    """Return for each value whether the rule skips it."""
+
+    def step(state, value):
+        skip, state = rule.update(state, {"w": value}, None, value=value, other=value)
+        return state, skip
+
+    return jax.lax.scan(step, rule.init(None), jnp.asarray(values, jnp.float32))
+
+
+def written_rule(values, window=128, sigmas=6.0, warmup=None, max_consecutive_skipped=None):
+    """Return what the contract says, in float64, one value after the other."""
+    held, skips, in_a_row = [], [], 0
+    for value in values:
+        ready = len(held) >= (window // 2 if warmup is None else warmup)
+        skip = ready and value > np.mean(held) + sigmas * np.std(held)
+        if max_consecutive_skipped is not None:
+            skip = skip and in_a_row < max_consecutive_skipped
+        in_a_row = in_a_row + 1 if skip else 0
+        held = held if skip else [*held, value][-window:]
+        skips.append(bool(skip))
+    return skips
+
+
+@pytest.mark.parametrize("of", ["value", "grad_norm", "other"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"window": 8},
+        {"window": 9, "sigmas": 2.0, "warmup": 3},
+        {"window": 4, "sigmas": 1.0, "warmup": 4, "max_consecutive_skipped": 2},
+        {"window": 2, "sigmas": 1.5, "warmup": 1, "max_consecutive_skipped": 1},
+    ],
+    ids=str,
+)
+def test_a_spike_is_what_the_written_rule_says(arguments, of):
+    random = np.random.default_rng(0)
+    values = random.normal(3, 0.5, 300).clip(0.1)
+    values[random.random(300) < 0.2] *= 4
+    values[200:] += 8
+    _, skips = spikes(ols.Spike(of, **arguments), values)
+    expected = written_rule(values.astype(np.float32), **arguments)
+    assert skips.tolist() == expected
+    assert 0 < sum(expected) < 300
+
+
+def test_the_defaults_of_a_spike():
+    assert ols.Spike() == ols.Spike("value", window=128, sigmas=6.0, warmup=None)
+    values = [1.0, 1.1] * 32 + [9.0]
+    assert not spikes(ols.Spike(), values[2:])[1][-1]  # half the window is the warm-up
+    assert spikes(ols.Spike(), values)[1].tolist() == [False] * 64 + [True]
+
+
+def test_a_new_level_is_learnt_only_if_that_is_asked_for():
+    values = np.r_[LOSSES, 10 + LOSSES[:40], 100]
+    _, never = spikes(ols.Spike(window=32), values)
+    assert never[80:].all()
+    _, learnt = spikes(ols.Spike(window=32, max_consecutive_skipped=3), values)
+    assert learnt[80:84].tolist() == [True, True, True, False]
+    assert not learnt[100:120].any()
+    assert learnt[120]
+
+
+def test_equal_values_are_no_spikes_in_spite_of_their_rounded_mean():
+    for value in (0.1, 1e-30, 3e4, -0.7):
+        assert not spikes(ols.Spike(window=7, warmup=1), [value] * 50)[1].any()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_measure_that_is_not_finite_is_skipped_and_never_remembered(bad):
+    rule = ols.Spike("other", window=4, warmup=1, max_consecutive_skipped=1)
+    state, skips = spikes(rule, [1, 1, bad, 1, bad])
+    assert skips.tolist() == [False, False, True, False, True]
+    assert state.values.tolist() == [0, 1, 1, 1]
+    assert (state.held, state.consecutive_skipped) == (3, 0)
+
+
+@pytest.mark.parametrize("order", ["outside", "inside"])
+def test_spikes_and_overflows_are_skipped_together(order):
+    losses, grads = spoil(nan_at=60, spike_at=70)
+    rule, inner = ols.Spike(window=32), optax.adam(0.1)
+    policy = ols.FixedLossScale(8)
+    if order == "inside":
+        tx = ols.with_loss_scaling(ols.skip_if(inner, rule), policy)
+    else:
+        tx = ols.skip_if(ols.with_loss_scaling(inner, policy), rule)
+    params, state = train(tx, losses, grads, scale=8.0)
+    expected, _ = train(inner, *without([60, 70], losses, grads))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), params, expected)
+    scaling = ols.loss_scale_state(state)
+    # Outside, it hides the overflow from the loss scale: it belongs inside.
+    skips = state.inner_state if order == "inside" else state
+    found = int(skips.total_skipped), int(scaling.total_skipped)
+    assert found == {"inside": (1, 1), "outside": (2, 0)}[order]
+
+
+def test_around_a_skip_multi_steps_accumulates_what_is_skipped():
+    tx = optax.MultiSteps(ols.skip_if(optax.sgd(1.0), ols.Spike(window=4)), 2)
+    params, state = train(tx, LOSSES[:10], GRADS[:10])
+    expected, _ = train(optax.MultiSteps(optax.sgd(1.0), 2), LOSSES[:10], GRADS[:10])
+    assert_same_bits(params, expected)
+    assert state.inner_opt_state.total_skipped == 0
+
+
+def four_devices():
+    auto = jax.sharding.AxisType.Auto
+    return jax.make_mesh((4,), ("i",), axis_types=(auto,), devices=jax.devices()[:4])
+
+
+def members(runner, tx, grads, losses):
+    """Take a step on four members of an axis, and return their states."""
+
+    def step(grads, loss):
+        params = jnp.zeros(2)
+        return tx.update(grads, tx.init(params), params, value=loss)[1]
+
+    if runner == "vmap":
+        return jax.vmap(step, axis_name="i")(grads, losses)
+
+    def shard(grads, loss):
+        return jax.tree.map(lambda x: x[None], step(grads[0], loss[0]))
+
+    mapped = jax.shard_map(
+        shard,
+        mesh=four_devices(),
+        in_specs=P("i"),
+        out_specs=P("i"),
+        check_vma=runner == "check_vma",
+    )
+    return jax.jit(mapped)(grads, losses)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runner", ["vmap", "shard_map", "check_vma"])
+@pytest.mark.parametrize("rule", ["none", "function", "spike"])
+def test_all_members_of_an_axis_skip_together(rule, runner):
+    rules = {
+        "none": None,
+        "function": above(3),
+        "spike": ols.Spike(window=2, warmup=1),
+    }
+    tx = ols.skip_if(optax.sgd(1.0, momentum=0.9), rules[rule], axis_name="i")
+    bad = jnp.ones((4, 2)).at[2, 0].set(jnp.nan)
+    assert members(runner, tx, bad, jnp.ones(4)).total_skipped.tolist() == [1] * 4
+    losses = jnp.array([1.0, 2.0, 3.0, 6.0])
+    state = members(runner, tx, jnp.ones((4, 2)), losses)
+    assert state.total_skipped.tolist() == [int(rule == "function")] * 4
+    if rule == "spike":  # the mean of the losses
+        np.testing.assert_array_equal(state.rule_state.values, [[0, 3]] * 4)
+
+
+@pytest.mark.parametrize("rule", [None, above(3), ols.Spike()])
+def test_there_is_one_collective(rule):
+    tx = ols.skip_if(optax.adam(0.1), rule, axis_name="i")
+
+    def step(grads, state, loss):
+        return tx.update(grads, state, value=loss[0])
+
+    specs = {"mesh": four_devices(), "in_specs": (P("i"), P(), P("i")), "out_specs": (P("i"), P())}
+    mapped = jax.jit(jax.shard_map(step, check_vma=False, **specs))
+    grads, loss = jnp.ones((4, 2)), jnp.ones(4)
+    text = mapped.lower(grads, tx.init(grads[:1]), loss).compile().as_text()
+    assert text.count(" all-reduce(") == 1
+
+
+@pytest.mark.slow
+def test_the_derivative_through_a_skipped_step_is_that_of_the_applied_steps():
+    losses, grads = spoil(nan_at=1, spike_at=None)
+    losses[3] = 50
+
+    def last(rate, losses, grads):
+        inner = optax.adam(rate)
+        tx = ols.skip_if(inner, above(10))
+        params, _ = train(tx, losses, grads, loop="eager")
+        return optax.tree.sum(jax.tree.map(jnp.square, params))
+
+    expected = jax.grad(last)(0.1, *without([1, 3], losses[:5], grads[:5]))
+    found = jax.jit(jax.grad(functools.partial(last, losses=losses[:5], grads=grads[:5])))(0.1)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_step_takes_next_to_no_memory():
+    shapes = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 6
+
+    def temporary(tx):
+        state = jax.eval_shape(tx.init, shapes)
+
+        def step(params, state, grads, loss):
+            updates, state = tx.update(grads, state, params, value=loss)
+            return optax.apply_updates(params, updates), state
+
+        loss = jax.ShapeDtypeStruct((), jnp.float32)
+        compiled = jax.jit(step, donate_argnums=(0, 1)).lower(shapes, state, shapes, loss).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    params = 6 * 256 * 256 * 4
+    plain = temporary(optax.adamw(1e-3))
+    for rule in (None, ols.Spike(), ols.Spike("grad_norm")):
+        assert temporary(ols.skip_if(optax.adamw(1e-3), rule)) <= plain + 0.02 * params
+    assert temporary(optax.apply_if_finite(optax.adamw(1e-3), 3)) >= plain + params
+
+
+def test_metrics_health_and_the_flag_for_loops_count_the_skips():
+    tx = ols.skip_if(optax.sgd(1.0), above(0))
+    states = [tx.init(PARAMS), ols.with_loss_scaling(tx, 8.0).init(PARAMS)]
+    alone, both = (
+        optax.tree.set(state, consecutive_skipped=jnp.int32(0), total_skipped=jnp.int32(0))
+        for state in states
+    )
+    counts = {"consecutive_skipped": 51, "total_skipped": 52}
+    stalled = alone._replace(**{name: jnp.int32(count) for name, count in counts.items()})
+    assert ols.diagnostics.metrics(stalled) == counts
+    assert not jax.jit(ols.diagnostics.is_stalled)(alone)
+    assert jax.jit(ols.diagnostics.is_stalled)(stalled)
+    assert not ols.diagnostics.is_stalled(stalled, max_consecutive_skipped=51)
+    ols.diagnostics.check_health(alone)
+    with pytest.raises(
+        ols.diagnostics.LossScaleStalledError, match=r"(?s)last 51 steps \(52 .*rule"
+    ):
+        ols.diagnostics.check_health(stalled)
+
+    inside = both._replace(inner_state=stalled)
+    logged = ols.diagnostics.metrics(inside)
+    assert (logged["skip_if_consecutive_skipped"], logged["skip_if_total_skipped"]) == (51, 52)
+    assert (logged["consecutive_skipped"], logged["loss_scale"]) == (0, 8)
+    assert ols.diagnostics.is_stalled(inside)
+    outside = optax.tree.set(both, consecutive_skipped=jnp.int32(51))
+    assert ols.diagnostics.is_stalled(outside._replace(inner_state=alone))
+    ols.diagnostics.check_health(both)
+    for state in (inside, outside._replace(inner_state=alone)):
+        with pytest.raises(ols.diagnostics.LossScaleStalledError, match="51"):
+            ols.diagnostics.check_health(state)
+
+
+def test_a_loop_on_the_device_ends_when_it_is_stalled():
+    tx = ols.skip_if(optax.sgd(1.0))
+
+    def goes_on(carry):
+        step, _, state = carry
+        return (step < 100) & ~ols.diagnostics.is_stalled(state, max_consecutive_skipped=3)
+
+    def body(carry):
+        step, params, state = carry
+        updates, state = tx.update(jnp.where(step < 20, 1.0, jnp.nan), state, params)
+        return step + 1, optax.apply_updates(params, updates), state
+
+    start = jnp.int32(0), jnp.float32(0), tx.init(jnp.float32(0))
+    steps, params, state = jax.jit(lambda c: jax.lax.while_loop(goes_on, body, c))(start)
+    assert (steps, params, state.total_skipped) == (24, -20, 4)
+
+
+def test_the_state_survives_a_checkpoint(tmp_path):
+    tx = ols.skip_if(optax.adam(0.1), ols.Spike(window=4))
+    _, state = train(tx, *spoil(nan_at=5, spike_at=7))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "state", tx.init(PARAMS))
+    assert_same_bits(restored, state)
+    assert state.total_skipped >= 2
+    assert state.rule_state.held == 4
