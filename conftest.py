@@ -39,6 +39,16 @@ def _forget_programs() -> Iterator[None]:
     jax.clear_caches()
 
 
+@pytest.fixture(autouse=True)
+def _doctest_defaults(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run a docstring's example as a reader does, too."""
+    if isinstance(request.node, pytest.DoctestItem):
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            yield
+    else:
+        yield
+
+
 @pytest.fixture(scope="module")
 def _defaults() -> Iterator[None]:
     """Run as a reader does, without the strictness that `tests` asks of the library."""

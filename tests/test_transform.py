@@ -130,6 +130,7 @@ def test_a_python_number_stays_one_under_jit_and_is_finite(rate, seen):
     np.testing.assert_array_equal(updates, abs(seen) * X)
 
 
+@pytest.mark.filterwarnings("ignore:`params` are float16")
 @pytest.mark.parametrize(
     ("error", "dtype", "says"),
     [(TypeError, jnp.float16, True), (ValueError, jnp.bfloat16, True), (TypeError, X.dtype, False)],
@@ -144,7 +145,7 @@ def test_an_error_of_the_inner_optimizer_names_half_precision_parameters(error, 
     with pytest.raises(error) as caught:
         tx.update(params, tx.init(params), params)
     notes = getattr(caught.value, "__notes__", [])
-    assert ["Keep the parameters in float32" in note for note in notes] == [True] * says
+    assert ["`with_master_weights(inner)`" in note for note in notes] == [True] * says
 
 
 class CountsFlags:
@@ -219,6 +220,7 @@ def test_leaves_that_are_not_numbers_pass_through(bad):
 
 @pytest.mark.slow
 @integration
+@pytest.mark.filterwarnings("ignore:`params` are float16")
 @pytest.mark.parametrize(
     ("param_dtype", "grad_dtype"),
     [(jnp.float16, jnp.float32), (jnp.float32, jnp.float16), (jnp.bfloat16, jnp.bfloat16)],

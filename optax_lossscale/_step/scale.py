@@ -51,17 +51,17 @@ def scale_loss(loss: Tree, state: PyTree) -> Tree:
       >>> float(ols.scale_loss(jnp.float32(0.5), ols.init(1024)))
       512.0
     """
-    return scale_by(loss, current_scale("state", state), stacklevel=3)
+    return scale_by(loss, current_scale("state", state))
 
 
-def scale_by(loss: Tree, loss_scale: jax.Array, *, stacklevel: int = 2) -> Tree:
+def scale_by(loss: Tree, loss_scale: jax.Array) -> Tree:
     """Multiply the loss by a number, `float32[]`."""
     if any(is_array(leaf) and leaf.dtype == jnp.float16 for leaf in jax.tree.leaves(loss)):
         warnings.warn(
             "The loss is float16: the loss scale is cast to float16 on its way into the backward "
             "pass and is infinite there above 65504. Compute the loss in float32, for example "
             "from `logits.astype(jnp.float32)`.",
-            stacklevel=stacklevel,
+            stacklevel=3,
         )
 
     def scale(path: KeyPath, leaf: Any) -> jax.Array:

@@ -112,7 +112,7 @@ def scalar(name: str, value: Any, remedy: str) -> None:
 def same_structure(name: str, tree: PyTree, expected: PyTree, remedy: str) -> None:
     """Refuse a tree of another structure; the message names the first key path that differs."""
     if jax.tree.structure(tree) != jax.tree.structure(expected):
-        where = path_name(first_difference(tree, expected) or ())
+        where = path_name(first_difference(tree, expected))
         raise ValueError(f"`{name}` must keep its structure, got another at {where}. {remedy}")
 
 

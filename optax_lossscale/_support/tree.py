@@ -53,7 +53,7 @@ def at_least_float32(leaf: Any) -> Any:
     return value.astype(jnp.float32) if jnp.finfo(value.dtype).bits < 32 else value
 
 
-def path_name(path: KeyPath) -> str:
+def path_name(path: KeyPath | None) -> str:
     """Return `path` as a message shows it; the empty path is the tree itself."""
     return f"`{jax.tree_util.keystr(path)}`" if path else "the root of the tree"
 

@@ -1,25 +1,13 @@
 """Break the package in every small way, and check that a test fails each time.
 
-    python tools/mutants                              all modules; continues an interrupted run
-    python tools/mutants --module _policy/policies    one module
-    python tools/mutants --changed                    the modules that differ from the last commit
+A mutant is the package with one change: see `changes.py`. The tests that execute the changed line,
+doctests and documents among them, run until one fails. A mutant that survives must be listed in
+`survivors.toml` with the reason; the exit status is 1 if that differs, 2 if some were not judged.
 
-A mutant is the package with one change: see `changes.py`. The tests that execute the changed line
-run on the mutant until one fails: first those that killed its neighbours, then the fastest.
-Doctests and the code blocks of the documents count as tests. Tests marked `exhaustive` do not run.
-
-A mutant that no test kills must be listed in `survivors.toml` with the reason, usually that the
-change has no effect. The exit status is 1 if a survivor is not listed or a listed mutant does not
-survive. It is 2 if there is no such error, but some mutants were not judged.
-
-This process imports JAX and the other dependencies of the tests once. Each run of tests is a fork
-that imports the package, with the change, and the tests. A test that kills a mutant must pass on
-its own on the unchanged package.
-
-The tester first records the lines that tests execute, file by file, and again when the file or the
-module changes. JAX does not execute a function again that it has traced with the same shapes, so a
-record may lack a test: check twice before you list a survivor. Records, kills, compiled programs
-and the log are in `output/mutants`. An interrupted run continues where it stopped.
+This process imports JAX once; each run of tests is a fork of it. A test that kills must pass on its
+own on the unchanged package. What tests execute is recorded first. JAX does not execute a function
+again that it has traced, and `--budget` leaves tests out: check twice before you list a survivor.
+Records, kills and the log are in `output/mutants`; an interrupted run continues.
 """
 
 import argparse
