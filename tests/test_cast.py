@@ -71,6 +71,7 @@ def by_hand(params, batch, weight, keep_norm=False):
     return loss(cast, batch, weight=weight.astype(dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("keep_norm", [False, True])
 @pytest.mark.integration

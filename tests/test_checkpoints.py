@@ -156,6 +156,7 @@ def states_of_two_versions():
         ("orbax", ValueError, r"loss_scale_state\.total_skipped:\s.*\s.*Target: MISSING"),
     ],
 )
+@pytest.mark.slow
 def test_a_field_that_an_older_file_lacks_is_named(name, error, message, tmp_path):
     save, restore = FORMATS[name]
     today, older = states_of_two_versions()

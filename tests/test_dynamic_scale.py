@@ -100,6 +100,7 @@ def step(ds, fun, *args):
 
 
 @pytest.mark.parametrize(("rule", "options"), CASES, ids=str)
+@pytest.mark.slow
 def test_values_gradients_aux_and_loss_scales_are_those_of_flax(rule, options):
     fun = with_aux if options.get("has_aux") else in_float16
     results = [run(fun, ds, arguments(), tuple(options.items())) for ds in pair(**rule)]

@@ -115,6 +115,7 @@ HOWS = ["loss", "jit", "scaled", "remat"]
         ),
     ],
 )
+@pytest.mark.slow
 def test_the_layer_that_overflows_is_named_in_every_framework(framework, how):
     loss_fn, params = framework()
     transform = TRANSFORMS.get(framework, jax.value_and_grad)

@@ -174,6 +174,7 @@ def tier(mark, *runs):
         ),
     ],
 )
+@pytest.mark.slow
 def test_every_argument_does_what_it_does_in_keras(rate, arguments):
     history = gradients()
     theirs, ours = (DecreasingInKeras(), decreasing) if "sch" in rate else (RATE, RATE)
@@ -392,6 +393,7 @@ def test_integer_params_are_their_own_average_and_no_average_is_weakly_typed():
     [("near", lambda f: f, 0), ("far", lambda f: f, 1), ("far", jax.jit, 2)],
     ids=["near", "far", "far, under jit"],
 )
+@pytest.mark.slow
 def test_the_average_replaces_the_params_as_closely_as_an_addition_can(distance, compile_, ulps):
     rng = np.random.default_rng(2)
     old = rng.normal(size=4096).astype(np.float32)

@@ -459,6 +459,7 @@ def test_in_a_million_steps_none_is_miscounted_and_no_bound_is_crossed(name):
 # The skip alone, compared with Optax's own
 
 
+@pytest.mark.slow
 def test_apply_if_finite_gives_up_and_applies_nan_where_ours_skips():
     history = []
     for tx in (optax.apply_if_finite(optax.sgd(1.0), 2), ols.with_loss_scaling(optax.sgd(1.0), 1)):
@@ -472,6 +473,7 @@ def test_apply_if_finite_gives_up_and_applies_nan_where_ours_skips():
 
 
 @pytest.mark.filterwarnings("ignore:`params` are float16")
+@pytest.mark.slow
 def test_apply_if_finite_refuses_half_precision_params_and_ours_takes_them():
     # Adam's moments of such params become float32 when they meet float32 gradients, and the two
     # branches of its `lax.cond` differ.

@@ -121,6 +121,7 @@ def test_every_sequence_of_flags_gives_what_the_written_rule_gives(policy, step)
     assert_states_equal(states, np.array([trajectory(step, *run) for run in runs]))
 
 
+@pytest.mark.slow
 def test_the_rule_is_the_same_however_it_is_run(runner):
     policy, step = CASES["consecutive 3"]
     update = runner(lambda state, good, loss: policy.update(state, good, loss_finite=loss))

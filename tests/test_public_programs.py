@@ -116,6 +116,7 @@ def test_a_use_of_flaxs_module_gives_the_same_with_ours(use):
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_hyperparameters_that_flax_takes_do_the_same_here(hyperparams):
     actual, expected = (
         jax.device_get(both_steps(lib.DynamicScale(**hyperparams)))

@@ -99,6 +99,7 @@ def test_a_finite_step_is_the_inner_optimizers_to_the_bit():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("where", ["grads", "value"])
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_is_skipped_without_a_rule(where, bad):
     tx = ols.skip_if(optax.adam(0.1))
     params, state = train(tx, LOSSES[:3], GRADS[:3])
@@ -228,6 +229,7 @@ def test_a_measure_that_is_not_finite_is_skipped_and_never_remembered(bad):
     assert (state.held, state.consecutive_skipped) == (3, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["outside", "inside"])
 def test_spikes_and_overflows_are_skipped_together(order):
     losses, grads = spoil(nan_at=60, spike_at=70)
@@ -303,6 +305,7 @@ def test_all_members_of_an_axis_skip_together(rule, runner):
 
 
 @pytest.mark.parametrize("rule", [None, above(3), ols.Spike()])
+@pytest.mark.slow
 def test_there_is_one_collective(rule):
     tx = ols.skip_if(optax.adam(0.1), rule, axis_name="i")
 

@@ -80,6 +80,7 @@ def equinox(dtype):
         pytest.param(equinox, jnp.float32, marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.slow
 def test_a_right_step_passes_and_each_mistake_is_named(framework, dtype):
     loss_fn, state, params, transform = framework(dtype)
 
