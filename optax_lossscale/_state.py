@@ -82,6 +82,15 @@ def increment(count: jax.Array) -> jax.Array:
     return jnp.where(count < checks.INT32_MAX, count + 1, count)
 
 
+def count_skip(
+    applied: jax.Array, consecutive: jax.Array, total: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the skipped steps in a row and since the start, after one more step."""
+    return jnp.where(applied, 0, increment(consecutive)), jnp.where(
+        applied, total, increment(total)
+    )
+
+
 def loss_scale_state(opt_state: PyTree) -> LossScaleState:
     """Find the one `LossScaleState` in an optimizer's state.
 

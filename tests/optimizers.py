@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
+import pytest
 
 
 def real_params():
@@ -231,3 +232,11 @@ def spoil(grads, leaf, value):
     leaves, treedef = jax.tree.flatten(jax.tree.map(np.array, grads))
     leaves[leaf % len(leaves)].flat[-1] = value
     return jax.tree.unflatten(treedef, leaves)
+
+
+def tiers(kinds):
+    """Return every optimizer's name: those of `kinds` in `make test`, the rest in `test-all`."""
+    return [
+        pytest.param(name, marks=pytest.mark.slow if name in kinds else pytest.mark.exhaustive)
+        for name in OPTIMIZERS
+    ]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import OPTIMIZERS
+from optimizers import OPTIMIZERS, tiers
 
 import optax_lossscale as ols
 
@@ -37,10 +37,7 @@ NOT_FINITE = {
     "radam",
     "scale_by_distance_over_gradients",
 }
-NAMES = [
-    pytest.param(name, marks=pytest.mark.slow if name in KINDS else pytest.mark.exhaustive)
-    for name in OPTIMIZERS
-]
+NAMES = tiers(KINDS)
 
 
 def plan(skipped):

@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from optimizers import OPTIMIZERS
+from optimizers import OPTIMIZERS, tiers
 from plain_where import assert_same_bits
 
 import optax_lossscale as ols
@@ -20,9 +20,9 @@ pytestmark = pytest.mark.integration
 HALF = [jnp.float16, jnp.bfloat16]
 KINDS = ["adamw", "lookahead", "partition"]
 EVERY = [
-    pytest.param(name, marks=pytest.mark.slow if name in KINDS else pytest.mark.exhaustive)
-    for name, optimizer in OPTIMIZERS.items()
-    if not any(map(jnp.iscomplexobj, jax.tree.leaves(optimizer.params())))
+    param
+    for param in tiers(KINDS)
+    if not any(map(jnp.iscomplexobj, jax.tree.leaves(OPTIMIZERS[param.values[0]].params())))
 ]
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import NOT_TO_BE_SKIPPED, OPTIMIZERS, factories, loss, spoil
+from optimizers import NOT_TO_BE_SKIPPED, OPTIMIZERS, factories, loss, spoil, tiers
 from plain_where import assert_same_bits
 
 import optax_lossscale as ols
@@ -39,10 +39,7 @@ KINDS = {
     "partition",
     "scale_by_backtracking_linesearch",
 }
-NAMES = [
-    pytest.param(name, marks=pytest.mark.slow if name in KINDS else pytest.mark.exhaustive)
-    for name in OPTIMIZERS
-]
+NAMES = tiers(KINDS)
 
 # LLVM optimizations are off for speed. XLA optimizes as usual.
 FAST = {"xla_backend_optimization_level": "0"}

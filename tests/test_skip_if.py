@@ -9,6 +9,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import PartitionSpec as P
+from plain_where import assert_same_bits
 
 import optax_lossscale as ols
 
@@ -16,15 +17,6 @@ pytestmark = pytest.mark.integration
 
 PARAMS = {"w": jnp.linspace(-1, 1, 12).reshape(3, 4), "b": jnp.array([-0.0, 0.5])}
 STEPS = 80
-
-
-def assert_same_bits(a, b):
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(bits(x), bits(y)), a, b)
-
-
-def bits(x):
-    array = np.asarray(x)
-    return array.view(f"u{array.itemsize}") if array.dtype.kind == "f" else array
 
 
 def gradients(seed):

@@ -7,7 +7,13 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from optax_lossscale._policy.interface import Configurable
-from optax_lossscale._state import LossScaleState, increment, initial_state, strongly_typed
+from optax_lossscale._state import (
+    LossScaleState,
+    count_skip,
+    increment,
+    initial_state,
+    strongly_typed,
+)
 from optax_lossscale._support import checks
 
 
@@ -198,10 +204,11 @@ class DynamicLossScale(Configurable):
 
 def _count_step(state: LossScaleState, applied: jax.Array) -> LossScaleState:
     """Count what every policy counts."""
+    consecutive, total = count_skip(applied, state.consecutive_skipped, state.total_skipped)
     return state._replace(
         growth_count=jnp.where(applied, increment(state.growth_count), 0),
-        consecutive_skipped=jnp.where(applied, 0, increment(state.consecutive_skipped)),
-        total_skipped=jnp.where(applied, state.total_skipped, increment(state.total_skipped)),
+        consecutive_skipped=consecutive,
+        total_skipped=total,
     )
 
 

@@ -1,6 +1,5 @@
 """Float32 master weights of parameters in half precision."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -75,7 +74,7 @@ def with_master_weights(
 
     def init_fn(params: optax.Params) -> MasterWeightsState:
         masters = jax.tree.map(_master, params)
-        return MasterWeightsState(masters, inner.init(_filled("params", masters, params)))
+        return MasterWeightsState(masters, inner.init(_filled(masters, params)))
 
     def update_fn(
         updates: optax.Updates,
@@ -83,19 +82,13 @@ def with_master_weights(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, MasterWeightsState]:
-        if not isinstance(state, MasterWeightsState):
-            raise TypeError(
-                f"`state` must be a MasterWeightsState, got {type(state).__name__}. Make it with "
-                "`init` of this transformation; put the state of a plain optimizer into its "
-                "`inner_state`."
-            )
+        masters, inner_state = checks.own_state(state, MasterWeightsState)
         if params is None:
             raise ValueError(
                 "`params` must be given to `update`, got None: the updates lead from the "
                 "parameters to the rounded masters. Call `update(grads, state, params)`."
             )
-        masters, inner_state = state
-        weights = _filled("params", masters, params)
+        weights = _filled(masters, params)
         grads = jax.tree.map(at_least_float32, updates)
         updates, inner_state = inner.update(grads, inner_state, weights, **extra_args)
         masters = jax.tree.map(
@@ -104,7 +97,15 @@ def with_master_weights(
             updates,
             is_leaf=_is_missing,
         )
-        updates = _map(lambda master, _, param: _towards(master, param), masters, updates, params)
+        updates = jax.tree.map(
+            lambda master, update, param: (
+                update if _is_missing(master) else _towards(master, param)
+            ),
+            masters,
+            updates,
+            params,
+            is_leaf=_is_missing,
+        )
         return updates, MasterWeightsState(masters, inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -141,7 +142,7 @@ def master_weights(opt_state: PyTree, params: optax.Params) -> optax.Params:
         MasterWeightsState,
         "Wrap the optimizer with `with_master_weights`, or pass the state that is meant.",
     )
-    return _filled("params", state.master_weights, params)
+    return _filled(state.master_weights, params)
 
 
 def _master(param: Any) -> Any:
@@ -156,28 +157,17 @@ def _is_missing(master: Any) -> bool:
     return isinstance(master, optax.MaskedNode)
 
 
-def _map(fun: Callable[..., Any], masters: PyTree, tree: PyTree, *rest: PyTree) -> PyTree:
-    """Replace the leaves of `tree` that have a master by what `fun` makes of both."""
-    return jax.tree.map(
-        lambda master, leaf, *others: leaf if _is_missing(master) else fun(master, leaf, *others),
-        masters,
-        tree,
-        *rest,
-        is_leaf=_is_missing,
-    )
-
-
-def _filled(name: str, masters: PyTree, params: optax.Params) -> optax.Params:
+def _filled(masters: PyTree, params: optax.Params) -> optax.Params:
     """Return `params` with masters for those that have one."""
     # MaskedNode stands for a parameter without a master here, and for none at all in `params`.
     given, known = (jax.tree.map(lambda _: 0, t, is_leaf=_is_missing) for t in (params, masters))
     remedy = "Give the parameters that the state was initialized with."
-    checks.same_structure(name, given, known, remedy)
+    checks.same_structure("params", given, known, remedy)
 
     def fill(path: KeyPath, master: Any, param: Any) -> Any:
         if _is_missing(master):
             return param
-        checks.same_shape(name, path, param, master, remedy)
+        checks.same_shape("params", path, param, master, remedy)
         return master
 
     return jax.tree_util.tree_map_with_path(fill, masters, params, is_leaf=_is_missing)

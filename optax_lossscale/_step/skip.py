@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._state import increment
+from optax_lossscale._state import count_skip
 from optax_lossscale._step.finite import agree, all_finite, average
 from optax_lossscale._step.guard import Guarded, apply_where, as_arrays
 from optax_lossscale._step.select import tree_where, zero_unless
@@ -126,12 +126,7 @@ def skip_if(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, SkipIfState, jax.Array]:
-        if not isinstance(state, SkipIfState):
-            raise TypeError(
-                f"`state` must be a SkipIfState, got {type(state).__name__}. Make it with `init` "
-                "of this transformation; put the state of a plain optimizer into its "
-                "`inner_state`."
-            )
+        state = checks.own_state(state, SkipIfState)
         old = as_arrays(state.rule_state)
         finite = all_finite((updates, extra_args.get("value")))
         finite, skip, new = judge(finite, old, updates, params, extra_args)
@@ -140,11 +135,11 @@ def skip_if(
         updates, inner_state = apply_where(
             applied, inner, updates, state.inner_state, params, **extra_args
         )
-        consecutive, total = (as_arrays(count) for count in state[1:3])
+        consecutive, total = count_skip(applied, *map(as_arrays, state[1:3]))
         state = SkipIfState(
             rule_state=tree_where(finite, new, old),
-            consecutive_skipped=jnp.where(applied, 0, increment(consecutive)),
-            total_skipped=jnp.where(applied, total, increment(total)),
+            consecutive_skipped=consecutive,
+            total_skipped=total,
             inner_state=inner_state,
         )
         return updates, state, applied

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_lossscale._state import increment
@@ -123,7 +124,7 @@ class Spike:
             "state",
             (),
             state.values,
-            jnp.empty(self.window),
+            np.empty(self.window),
             "Start anew with `init`: it was made with another `window`.",
         )
         is_number = jnp.isfinite(measure)

@@ -114,13 +114,7 @@ def with_loss_scaling(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, WithLossScalingState, jax.Array]:
-        if not isinstance(state, WithLossScalingState):
-            raise TypeError(
-                f"`state` must be a WithLossScalingState, got {type(state).__name__}. Make it with "
-                "`init` of this transformation; put the state of a plain optimizer into its "
-                "`inner_state`."
-            )
-        scale_state, inner_state = state
+        scale_state, inner_state = checks.own_state(state, WithLossScalingState)
         grads = unscale_by(updates, current_scale("state", scale_state))
         if not policy.skip_nonfinite:
             updates, inner_state = apply(inner, grads, as_arrays(inner_state), params, **extra_args)

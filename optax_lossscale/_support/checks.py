@@ -137,6 +137,16 @@ def only_one(name: str, tree: PyTree, kind: type[Tree], remedy: str) -> tuple[Ke
     return found[0]
 
 
+def own_state(state: object, kind: type[Tree]) -> Tree:
+    """Return `state` if it is what the `init` of a transformation makes."""
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"`state` must be a {kind.__name__}, got {type(state).__name__}. Make it with `init` "
+            "of this transformation; put the state of a plain optimizer into its `inner_state`."
+        )
+    return state
+
+
 def concrete(name: str, tree: PyTree, remedy: str) -> None:
     """Refuse traced arrays."""
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):

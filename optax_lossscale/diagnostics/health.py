@@ -67,7 +67,6 @@ def check_health(
     scale, skipped = state.loss_scale.item(), state.consecutive_skipped.item()
     bounds = bounds_of(policy)
     if skipped > limit:
-        causes = enumerate(_likely_causes(state, policy), start=1)
         if policy is None:
             standing = ""
         elif bounds is None:
@@ -76,8 +75,7 @@ def check_health(
             standing = f", {'at' if scale <= bounds[0] else 'above'} its floor of {bounds[0]:g}"
         raise LossScaleStalledError(
             f"The last {skipped} steps were skipped ({state.total_skipped} since the start), and "
-            f"the loss scale is {scale:g}{standing}. Likely causes, the likeliest first:\n"
-            + "\n".join(f"  {i}. {cause}" for i, cause in causes)
+            f"the loss scale is {scale:g}{standing}. {_listed(_likely_causes(state, policy))}"
         )
     at_cap = bounds is not None and scale == bounds[1] and not state.total_skipped
     if policy is not None and at_cap and _starts_at(policy) < scale:
@@ -151,16 +149,25 @@ _RULE = (
 
 def _check_skips(skips: dict[str, jax.Array], limit: int) -> None:
     """Raise an error if `skip_if` has skipped too many steps in a row."""
-    checks.concrete("opt_state", skips, _OUTSIDE)
-    for name, count in skips.items():
-        checks.scalar(f"opt_state.{name}", count, _REPLICA)
+    _check_readable(skips)
     in_a_row, total = (jax.device_get(count).item() for count in skips.values())
     if in_a_row > limit:
-        causes = enumerate((_FORWARD, _BACKWARD, _INPUT, _RULE), start=1)
         raise LossScaleStalledError(
-            f"`skip_if` has skipped the last {in_a_row} steps ({total} since the start). Likely "
-            "causes, the likeliest first:\n" + "\n".join(f"  {i}. {cause}" for i, cause in causes)
+            f"`skip_if` has skipped the last {in_a_row} steps ({total} since the start). "
+            + _listed((_FORWARD, _BACKWARD, _INPUT, _RULE))
         )
+
+
+def _listed(causes: tuple[str, ...]) -> str:
+    lines = (f"\n  {i}. {cause}" for i, cause in enumerate(causes, start=1))
+    return "Likely causes, the likeliest first:" + "".join(lines)
+
+
+def _check_readable(fields: dict[str, jax.Array]) -> None:
+    """Refuse traced fields, and those of several replicas."""
+    checks.concrete("opt_state", fields, _OUTSIDE)
+    for name, field in fields.items():
+        checks.scalar(f"opt_state.{name}", field, _REPLICA)
 
 
 def _likely_causes(state: LossScaleState, policy: LossScale | None) -> tuple[str, ...]:
@@ -197,9 +204,7 @@ def _starts_at(policy: LossScale) -> float:
 
 
 def _on_host(state: LossScaleState) -> LossScaleState:
-    checks.concrete("opt_state", state, _OUTSIDE)
-    for name, field in state._asdict().items():
-        checks.scalar(f"opt_state.{name}", field, _REPLICA)
+    _check_readable(state._asdict())
     # On the host from here on, where comparing moves nothing to the device (`jax_transfer_guard`).
     state = LossScaleState(*(np.asarray(jax.device_get(f)) for f in strongly_typed(state)))  # pyright: ignore[reportArgumentType]
     # Neither training nor a policy makes these, but damaged checkpoints and manual edits do. Above
