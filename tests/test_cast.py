@@ -2,6 +2,7 @@
 
 import equinox as eqx
 import flax.linen as nn
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -99,7 +100,7 @@ def test_argnums_and_aux_pass_through():
 
 @pytest.mark.slow
 @pytest.mark.integration
-@pytest.mark.parametrize("framework", ["linen", "equinox", "nnx state"])
+@pytest.mark.parametrize("framework", ["linen", "haiku", "equinox", "nnx state"])
 def test_a_model_trains_in_half_precision(framework):
     x = jnp.linspace(-1, 1, 32).reshape(8, 4)
     y = jnp.sin(x.sum(-1, keepdims=True))
@@ -110,8 +111,9 @@ def test_a_model_trains_in_half_precision(framework):
         return jnp.mean((prediction - y).astype(jnp.float32) ** 2)
 
     transform = {}
-    if framework == "linen":
-        model = nn.Dense(1)
+    if framework in ("linen", "haiku"):
+        network = hk.transform(lambda x: hk.Linear(1)(x))  # noqa: PLW0108 - made in a transform
+        model = nn.Dense(1) if framework == "linen" else hk.without_apply_rng(network)
         params = model.init(jax.random.key(0), x)
 
         def loss_fn(params, x, y):

@@ -56,15 +56,20 @@ def test_every_number_is_reached_from_every_other_of_like_size(dtype):
     masters = jnp.asarray(np.r_[np.repeat(NUMBERS, len(NUMBERS)), numbers], jnp.float32)
     others = np.r_[np.tile(NUMBERS, len(NUMBERS)), numbers * random.uniform(-2, 2000, 3000)]
     params = jnp.asarray(others, jnp.float32).astype(dtype)
-    # An optimizer that sets each master to the number that it is given.
-    tx = ols.with_master_weights(optax.stateless(optax.tree.sub))
-    state = tx.init(params)._replace(master_weights=jnp.zeros_like(masters))
+    tx = ols.with_master_weights(optax.identity())
+    # Added to negative zero, each number is itself, with its sign.
+    state = tx.init(params)._replace(master_weights=-jnp.zeros_like(masters))
     updates, state = jax.jit(tx.update)(masters, state, params)
-    np.testing.assert_array_equal(state.master_weights, masters)
+    assert_same_bits(state.master_weights, masters)
     reached, wanted = optax.apply_updates(params, updates), masters.astype(dtype)
     tiny = jnp.abs(wanted) < jnp.abs(params) / 4096  # see the documentation
     tiny = tiny | (jnp.isinf(params) & (wanted != params))  # infinity stays, or becomes NaN
     np.testing.assert_array_equal(reached[~tiny], wanted[~tiny])
+    # Negative zero is the sum of two negative zeros, and of no other two numbers.
+    signed = ~tiny & ~(
+        (masters == 0) & jnp.signbit(masters) & ~((params == 0) & jnp.signbit(params))
+    )
+    np.testing.assert_array_equal(jnp.signbit(reached)[signed], jnp.signbit(wanted)[signed])
     assert jnp.mean(tiny) < 0.25
 
 
