@@ -146,6 +146,28 @@ class OursUnchecked(Ours):
         return ols.with_loss_scaling(tx, ols.FixedLossScale(LOSS_SCALE, skip_nonfinite=False))
 
 
+class SkipIf(Ours):
+    """This library's skip alone."""
+
+    name = "optax_lossscale, skip_if (no scaling)"
+    scales = False
+
+    def wrap(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+        return ols.skip_if(tx)
+
+    optimizer_step = Contender.optimizer_step
+    training_step = Contender.training_step
+
+
+class SkipSpikes(SkipIf):
+    """This library's skip, also of spikes in the norm of the gradients."""
+
+    name = "optax_lossscale, skip_if and Spike (no scaling)"
+
+    def wrap(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+        return ols.skip_if(tx, ols.Spike("grad_norm"))
+
+
 class Jmp(Contender):
     """The recipe of JMP's README."""
 
@@ -332,11 +354,54 @@ class KerasScaled(KerasAlone):
         return self.lib.optimizers.LossScaleOptimizer(super().make(), initial_scale=LOSS_SCALE)
 
 
+class MastersByHand(Contender):
+    """Float32 parameters, and a copy in half precision for the next forward pass."""
+
+    name = "Masters by hand"
+    baseline = "Masters by hand"
+
+    def init(self, params: Tree) -> State:
+        masters = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+        return State(jax.tree.map(jnp.copy, params), self.tx.init(masters), masters)
+
+    def apply(self, state: State, grads: Tree) -> State:
+        updates, opt_state = self.tx.update(grads, state.opt_state, state.scaler)
+        masters = optax.apply_updates(state.scaler, updates)
+        params = jax.tree.map(lambda p, m: m.astype(p.dtype), state.params, masters)
+        return State(params, opt_state, masters)
+
+
+class Masters(SkipIf):
+    """This library's master weights alone."""
+
+    name = "optax_lossscale, with_master_weights (no scaling)"
+    baseline = MastersByHand.name
+    skips = False
+
+    def wrap(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+        return ols.with_master_weights(tx)
+
+    def optimizer_step(self, state: State, grads: Tree) -> State:
+        return self.apply(state, grads)
+
+
+class MastersScaled(Ours):
+    """This library's loss scaling around its master weights."""
+
+    name = "optax_lossscale"
+    baseline = MastersByHand.name
+
+    def wrap(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+        return super().wrap(ols.with_master_weights(tx))
+
+
 CONTENDERS: tuple[type[Contender], ...] = (
     OptaxAlone,
     Control,
     Ours,
     OursUnchecked,
+    SkipIf,
+    SkipSpikes,
     Jmp,
     Flax,
     Mpx,
@@ -345,6 +410,9 @@ CONTENDERS: tuple[type[Contender], ...] = (
     KerasAlone,
     KerasScaled,
 )
+# For parameters in half precision.
+MASTERS: tuple[type[Contender], ...] = (MastersByHand, Masters, MastersScaled)
+ALL_CONTENDERS = (*CONTENDERS, *MASTERS)
 
 
 @jax.custom_vjp

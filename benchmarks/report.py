@@ -19,6 +19,8 @@ from benchmarks.contenders import (
     OptaxAlone,
     Ours,
     OursUnchecked,
+    SkipIf,
+    SkipSpikes,
 )
 from benchmarks.measure import quartiles
 
@@ -31,6 +33,8 @@ COLOURS = {
     Control.name: "#aaaaaa",
     Ours.name: "#0072b2",
     OursUnchecked.name: "#56b4e9",
+    SkipIf.name: "#004c7a",
+    SkipSpikes.name: "#00304d",
     Jmp.name: "#e69f00",
     Flax.name: "#d55e00",
     Mpx.name: "#cc79a7",
@@ -199,16 +203,22 @@ def draw(results: Results, path: Path) -> None:
 
 
 def _draw_bars(ax: Axes, benchmark: Results) -> None:
-    names = [name for name in NAMES if name in COLOURS and name != OptaxAlone.name]
+    rows = benchmark["rows"]
+    names = [name for name, row in rows.items() if name != row["baseline"]]
     longest = 1.0
     for place, name in enumerate(names):
-        row = benchmark["rows"][name]
+        row = rows[name]
         if "left_out" in row:
             ax.text(1, place, f"  {row['left_out']}"[:48], va="center", color="#777777")
             continue
         low, ratio, high = quartiles(row["ratios"])
         longest = max(longest, high)
-        ax.barh(place, ratio, color=COLOURS[name], xerr=[[ratio - low], [high - ratio]])
+        ax.barh(
+            place,
+            ratio,
+            color=COLOURS.get(name, COLOURS[Ours.name]),
+            xerr=[[ratio - low], [high - ratio]],
+        )
         ax.text(high, place, f"  {ratio:.2f}", va="center")
     ax.axvline(1, color="black", linewidth=1)
     ax.set_xlim(0, 1.25 * longest)

@@ -11,6 +11,7 @@ peers, which write a copy of each gradient, are faster than plain Optax in the t
 """
 
 import argparse
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -70,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         seed=0,
     )
     (training,) = suite.STEPS["training"]
-    rows = suite.run_steps(training, options, CONTENDERS)["rows"]
+    training = dataclasses.replace(training, contenders=CONTENDERS)
+    rows = suite.run_steps(training, options)["rows"]
     print("| | ratio | quartiles | temporary memory | transpositions |")
     print("| --- | ---: | ---: | ---: | ---: |")
     for name, row in rows.items():

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from benchmarks import report, suite
-from benchmarks.contenders import CONTENDERS, Contender
+from benchmarks.contenders import ALL_CONTENDERS, Contender
 from benchmarks.workloads import SIZES
 
 ALL = (*suite.STEPS, suite.COMPILATION)
@@ -82,8 +82,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--contenders",
         nargs="+",
-        choices=[kind.__name__ for kind in CONTENDERS],
-        default=[kind.__name__ for kind in CONTENDERS],
+        choices=[kind.__name__ for kind in ALL_CONTENDERS],
+        default=[kind.__name__ for kind in ALL_CONTENDERS],
         help="contenders to run; baselines always run",
     )
     add("--rounds", type=int, default=11, help="rounds of timed steps")
@@ -105,14 +105,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def chosen(names: Sequence[str]) -> tuple[type[Contender], ...]:
     """Return the contenders with these class names, and their baselines."""
-    baselines = {kind.baseline for kind in CONTENDERS if kind.__name__ in names}
-    return tuple(k for k in CONTENDERS if k.__name__ in names or k.name in baselines)
+    baselines = {kind.baseline for kind in ALL_CONTENDERS if kind.__name__ in names}
+    return tuple(k for k in ALL_CONTENDERS if k.__name__ in names or k.name in baselines)
 
 
 def environment() -> dict[str, Any]:
     """Return the hardware, the versions, and the current load of the machine."""
     device = jax.devices()[0]
-    versions = {kind.package: kind.version() for kind in CONTENDERS}
+    versions = {kind.package: kind.version() for kind in ALL_CONTENDERS}
     return {
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "device": f"{device.platform}: {device.device_kind}",

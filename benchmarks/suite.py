@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from benchmarks import measure
-from benchmarks.contenders import CONTENDERS, Contender, Ours, State
+from benchmarks.contenders import CONTENDERS, MASTERS, Contender, Ours, State
 from benchmarks.workloads import (
     ADAMW,
     OPTIMIZERS,
@@ -19,6 +19,7 @@ from benchmarks.workloads import (
     Training,
     Tree,
     gradients,
+    half_parameters,
     many,
     resnet50,
     transformer,
@@ -44,11 +45,12 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class StepBenchmark:
-    """A timed step: its heading, its inner optimizer, and a function that makes its workload."""
+    """A timed step: its heading, its inner optimizer, what makes its workload, and who takes it."""
 
     title: str
     optimizer: str
     workload: Callable[[Sizes], Gradients | Training]
+    contenders: tuple[type[Contender], ...] = CONTENDERS
 
 
 STEPS: dict[str, list[StepBenchmark]] = {
@@ -69,6 +71,14 @@ STEPS: dict[str, list[StepBenchmark]] = {
             lambda s: gradients(wide(s.wide), jnp.float16),
         )
     ],
+    "masters": [
+        StepBenchmark(
+            "Optimizer step, float16 parameters and masters",
+            ADAMW,
+            lambda s: half_parameters(wide(s.wide)),
+            MASTERS,
+        )
+    ],
     "training": [StepBenchmark("Training step, float16 transformer", ADAMW, transformer)],
     "inner": [
         StepBenchmark(
@@ -85,12 +95,9 @@ class LeftOutError(Exception):
     """A contender is left out. The message gives the reason."""
 
 
-def run_steps(
-    benchmark: StepBenchmark,
-    options: Options,
-    contenders: Sequence[type[Contender]] = CONTENDERS,
-) -> dict[str, Any]:
+def run_steps(benchmark: StepBenchmark, options: Options) -> dict[str, Any]:
     """Compile and time every contender on one workload, and record why any is left out."""
+    contenders = benchmark.contenders
     workload = benchmark.workload(options.sizes)
     steps: dict[str, measure.Compiled] = {}
     rows: Rows = {kind.name: {"baseline": kind.baseline} for kind in contenders}

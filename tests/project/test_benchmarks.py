@@ -11,7 +11,15 @@ import optax
 import pytest
 
 from benchmarks import measure, row_major, run, suite, workloads
-from benchmarks.contenders import CONTENDERS, Jmp, KerasAlone, OptaxAlone, Ours
+from benchmarks.contenders import (
+    ALL_CONTENDERS,
+    CONTENDERS,
+    MASTERS,
+    Jmp,
+    KerasAlone,
+    OptaxAlone,
+    Ours,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -21,7 +29,7 @@ pytestmark = [
 
 SHAPES = [(4, 3), (3,)]
 OPTIONS = suite.Options(
-    workloads.SIZES["tiny"], CONTENDERS, rounds=2, sample_seconds=0, compile_rounds=1,
+    workloads.SIZES["tiny"], ALL_CONTENDERS, rounds=2, sample_seconds=0, compile_rounds=1,
     compile_limit=60, seed=0,
 )  # fmt: skip
 SHORT = "--size=tiny", "--rounds=1", "--sample-seconds=0", "--compile-rounds=1"
@@ -84,6 +92,20 @@ def test_an_overflow_is_skipped_by_all_who_say_so_and_later_steps_are_optaxs(kin
     assert_optaxs(kind, workload.params, step(step(state, good), good), grads, steps=2)
 
 
+def test_masters_are_kept_as_by_hand():
+    workload = workloads.half_parameters(SHAPES)
+    assert {p.dtype for p in (*workload.params, *workload.scaled)} == {jnp.dtype("float16")}
+    reached = []
+    for kind in MASTERS:
+        step, state, data = compiled(kind, workload)
+        reached.append(step(step(state, data), data).params)
+    before, by_hand, *others = workload.params, *reached
+    for other in others:
+        for p, a, e in zip(before, other, by_hand, strict=True):
+            assert (a != p).any()
+            np.testing.assert_allclose(a, e, atol=2**-10 * 0.1)
+
+
 def test_who_is_left_out_is_reported_and_an_interrupted_run_keeps_its_results(
     tmp_path, monkeypatch
 ):
@@ -110,13 +132,13 @@ def test_who_is_left_out_is_reported_and_an_interrupted_run_keeps_its_results(
 
 @pytest.mark.exhaustive
 def test_the_command_runs_every_benchmark(tmp_path):
-    run.main([*SHORT, "--contenders", "Ours", f"--output={tmp_path}"])
+    run.main([*SHORT, "--contenders", "Ours", "MastersScaled", f"--output={tmp_path}"])
     found = json.loads((tmp_path / "benchmarks.json").read_text())
     assert list(found["steps"]) == list(suite.STEPS)
     benchmarks = [*itertools.chain(*found["steps"].values()), *found["compilation"]]
     ratios = [len(benchmark["rows"][Ours.name]["ratios"]) for benchmark in benchmarks]
-    assert ratios == (4 + 6 + 2) * [1]
-    assert (tmp_path / "benchmarks.md").read_text().count("\n## ") == 6
+    assert ratios == (5 + 6 + 2) * [1]
+    assert (tmp_path / "benchmarks.md").read_text().count("\n## ") == 7
 
 
 def test_who_compiles_too_long_is_stopped_and_reported():
