@@ -73,6 +73,18 @@ def test_every_number_is_reached_from_every_other_of_like_size(dtype):
     assert jnp.mean(tiny) < 0.25
 
 
+@pytest.mark.parametrize("dtype", HALF, ids=["float16", "bfloat16"])
+def test_no_cast_is_taken_straight_back(dtype):
+    # XLA:GPU drops such a pair, and the parameters would not be the rounded masters.
+    tx = ols.with_master_weights(optax.sgd(0.1))
+    param = jnp.ones(4, dtype)
+    jaxpr = jax.make_jaxpr(tx.update)(param, tx.init(param), param)
+    casts = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "convert_element_type"]
+    rounded = {eqn.outvars[0] for eqn in casts if eqn.invars[0].aval.dtype == jnp.float32}
+    assert rounded
+    assert not rounded & {eqn.invars[0] for eqn in casts}
+
+
 def test_small_steps_add_up_in_half_precision_parameters():
     def train(tx, params):
         def step(carry, _):

@@ -182,8 +182,11 @@ def _towards(master: jax.Array, param: jax.Array) -> jax.Array:
     """Return the float32 number that makes `param` the rounded master when it is added."""
     rounded = master.astype(param.dtype)
     start = param.astype(jnp.float32)
-    # Rounded to zero, it still has the sign of the master.
-    end = jnp.where(rounded == 0, master, rounded.astype(jnp.float32))
+    is_zero = rounded == 0
+    # Of a cast there and straight back, XLA:GPU takes neither (jaxlib 0.10.2, which allows excess
+    # precision by default: `xla_allow_excess_precision`). It keeps both with a choice in between.
+    nonzero = jnp.where(is_zero, jnp.ones_like(rounded), rounded).astype(jnp.float32)
+    end = jnp.where(is_zero, master, nonzero)  # of zero it has the sign
     # Of infinity, the difference is NaN; of -0.0, it is 0.0, which makes 0.0 of it.
     is_there = (rounded == param) & (jnp.signbit(rounded) == jnp.signbit(param))
     is_there &= jnp.isinf(param) | (master == 0)
