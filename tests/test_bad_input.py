@@ -11,6 +11,7 @@ import functools
 import pathlib
 import re
 import traceback
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -355,7 +356,7 @@ TABLE = {
     ],
     # -- rules, masters and casts
     "TypeError: `{name}` must be a function of ..., an object ..., got {got}. Use ...": [
-        *given(ols.skip_if, "rule", "x", 3, ols.Spike, inner=SGD),
+        *given(ols.skip_if, "rule", "x", 3, ols.Spike, {}, SimpleNamespace(init=len), inner=SGD),
     ],
     'TypeError: `{name}` must be "value", "grad_norm" or ..., got {got}. Leave it out ...': [
         *given(ols.Spike, "of", None, 3),
@@ -423,6 +424,7 @@ TABLE = {
         (lambda: apply({"v": ONE}), "grads", "`['v']`"),
         (lambda: skip(Rule(TRUE, [1])), "rule", "`[0]`"),
         (lambda: master_step({"v": HALF}), "params", "`['v']`"),
+        (lambda: master_step({"w": None}), "params", "`['w']`"),
     ],
     "ValueError: `{name}` must keep its shapes, got {got}. ...": [
         (lambda: choose([ONE], [TWO]), "on_true", "(1,) for (2,) at `[0]`"),

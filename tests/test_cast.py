@@ -1,5 +1,7 @@
 """Casting trees, and casting what a loss function is given."""
 
+import sys
+
 import equinox as eqx
 import flax.linen as nn
 import haiku as hk
@@ -51,6 +53,11 @@ def test_a_keep_that_names_nothing_is_warned_of():
             ols.cast({"w": jnp.ones(1)}, jnp.float16, keep=lambda _: False)["w"].dtype == "float16"
         )
     assert ols.cast({"n": 1}, jnp.float16, keep=lambda _: False) == {"n": 1}
+
+
+def test_flax_need_not_be_imported(monkeypatch):
+    monkeypatch.delitem(sys.modules, "flax.nnx")
+    assert ols.cast(jnp.ones(2), jnp.float16).dtype == jnp.float16
 
 
 def loss(params, batch, *, weight):

@@ -150,6 +150,13 @@ def test_an_update_with_bad_gradients_skips_and_raises_nothing(debugger, transfo
     assert all((np.signbit(u) & (u == 0)).all() for u in map(np.asarray, jax.tree.leaves(updates)))
 
 
+def test_a_rule_that_measures_bad_gradients_skips_and_raises_nothing(debugger):
+    del debugger
+    tx = ols.skip_if(optax.sgd(1.0), ols.Spike("grad_norm"))
+    _, state = tx.update(BAD_GRADS, tx.init(BAD_GRADS))
+    assert int(state.total_skipped) == 1
+
+
 def test_a_function_that_returns_the_bad_numbers_raises_if_compiled(debugger):
     """`unscale_and_check` does, because it cannot know whether its caller reads the flag.
 

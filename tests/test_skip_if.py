@@ -155,7 +155,7 @@ def spikes(rule, values):
 
 
 def written_rule(values, window=128, sigmas=6.0, warmup=None, max_consecutive_skipped=None):
-    """Return what the contract says, in float64, one value after the other."""
+    """Return what is skipped and what is held by contract, in float64, one value after another."""
     held, skips, in_a_row = [], [], 0
     for value in values:
         ready = len(held) >= (window // 2 if warmup is None else warmup)
@@ -165,7 +165,7 @@ def written_rule(values, window=128, sigmas=6.0, warmup=None, max_consecutive_sk
         in_a_row = in_a_row + 1 if skip else 0
         held = held if skip else [*held, value][-window:]
         skips.append(bool(skip))
-    return skips
+    return skips, held
 
 
 @pytest.mark.parametrize("of", ["value", "grad_norm", "other"])
@@ -184,14 +184,16 @@ def test_a_spike_is_what_the_written_rule_says(arguments, of):
     values = random.normal(3, 0.5, 300).clip(0.1)
     values[random.random(300) < 0.2] *= 4
     values[200:] += 8
-    _, skips = spikes(ols.Spike(of, **arguments), values)
-    expected = written_rule(values.astype(np.float32), **arguments)
+    state, skips = spikes(ols.Spike(of, **arguments), values)
+    expected, held = written_rule(values.astype(np.float32), **arguments)
     assert skips.tolist() == expected
     assert 0 < sum(expected) < 300
+    np.testing.assert_allclose(state.values, held, rtol=1e-6)  # a norm is rounded
 
 
 def test_the_defaults_of_a_spike():
-    assert ols.Spike() == ols.Spike("value", window=128, sigmas=6.0, warmup=None)
+    twin = ols.Spike("value", window=128, sigmas=6.0, warmup=None)
+    assert (ols.Spike(), hash(ols.Spike())) == (twin, hash(twin))
     values = [1.0, 1.1] * 32 + [9.0]
     assert not spikes(ols.Spike(), values[2:])[1][-1]  # half the window is the warm-up
     assert spikes(ols.Spike(), values)[1].tolist() == [False] * 64 + [True]
@@ -207,9 +209,19 @@ def test_a_new_level_is_learnt_only_if_that_is_asked_for():
     assert learnt[120]
 
 
-def test_equal_values_are_no_spikes_in_spite_of_their_rounded_mean():
-    for value in (0.1, 1e-30, 3e4, -0.7):
-        assert not spikes(ols.Spike(window=7, warmup=1), [value] * 50)[1].any()
+@pytest.mark.parametrize(("sigmas", "skipped"), [(2.0**-126, True), (2.0**126, False)])
+def test_the_extreme_sigmas_are_allowed(sigmas, skipped):
+    values = [1.0, 2.0, 1.0, 2.0, 3.0]
+    assert spikes(ols.Spike(window=4, warmup=4, sigmas=sigmas), values)[1][-1] == skipped
+
+
+@pytest.mark.parametrize(
+    ("value", "above"),
+    [(0.1, 0.10001), (1e-30, 1.0001e-30), (3e4, 3.0001e4), (-0.7, -0.6999), (0, 1e-30)],
+)
+def test_equal_values_are_no_spikes_in_spite_of_their_rounded_mean_but_one_above_is(value, above):
+    _, skips = spikes(ols.Spike(window=7, warmup=1), [value] * 50 + [above])
+    assert skips.tolist() == [False] * 50 + [True]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -217,8 +229,8 @@ def test_a_measure_that_is_not_finite_is_skipped_and_never_remembered(bad):
     rule = ols.Spike("other", window=4, warmup=1, max_consecutive_skipped=1)
     state, skips = spikes(rule, [1, 1, bad, 1, bad])
     assert skips.tolist() == [False, False, True, False, True]
-    assert state.values.tolist() == [0, 1, 1, 1]
-    assert (state.held, state.consecutive_skipped) == (3, 0)
+    values = jnp.array([0, 1, 1, 1], jnp.float32)
+    assert_same_bits(state, type(state)(values, jnp.int32(3), jnp.int32(0)))
 
 
 @pytest.mark.slow
