@@ -10,7 +10,7 @@ PIP := $(RUN) -m pip --disable-pip-version-check
 # Each file runs in one worker, since the blocks of a document build on each other.
 PYTEST := $(RUN) -m pytest -n 2 --dist loadfile
 
-.PHONY: demo bench quick test test-all oracles docs fidelity matrix mutants check lint pins clean
+.PHONY: demo bench aot quick test test-all oracles docs fidelity matrix mutants check lint pins clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/examples.installed
@@ -19,6 +19,11 @@ demo: $(VENV)/examples.installed
 # `make bench BENCH="--size small --rounds 3"` is quick; `make bench BENCH=--help` lists all options.
 bench: $(VENV)/bench.installed
 	$(RUN) -m benchmarks.run --output output/benchmarks $(BENCH)
+
+# Compiles for GPUs and TPUs that need not be there, and counts what is compiled. About half an hour.
+aot:
+	$(MAKE) VENV=.venv-aot .venv-aot/aot.installed
+	.venv-aot/bin/python -m benchmarks.aot --output output/aot $(AOT)
 
 # For the inner loop: takes under a minute, and covers all but a few branches of the package.
 quick: $(VENV)/test.installed
@@ -81,9 +86,9 @@ $(VENV)/pip.installed: constraints.txt
 pins: $(VENV)/pins.installed
 	$(VENV)/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 \
 	  --fork-strategy requires-python --no-annotate --custom-compile-command "make pins" \
-	  --all-extras $(addprefix --group ,bench check docs matrix oracles pins) \
+	  --all-extras $(addprefix --group ,aot bench check docs matrix oracles pins) \
 	  --output-file constraints.txt pyproject.toml
 
 clean:
-	rm -rf $(VENV) .nox build dist output .pytest_cache .ruff_cache .coverage .coverage.*
+	rm -rf $(VENV) .venv-aot .nox build dist output .pytest_cache .ruff_cache .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -105,7 +105,9 @@ def run_steps(benchmark: StepBenchmark, options: Options) -> dict[str, Any]:
         for kind in bar:
             bar.set_postfix_str(kind.name)
             try:
-                contender, step, data = build(kind, benchmark.optimizer, workload, options)
+                contender, step, data = build(
+                    kind, benchmark.optimizer, workload, options.contenders
+                )
             except LeftOutError as reason:
                 rows[kind.name]["left_out"] = str(reason)
                 continue
@@ -147,7 +149,7 @@ def run_compilation(options: Options) -> Iterator[dict[str, Any]]:
             try:
                 if kind.name in too_slow:
                     raise LeftOutError(too_slow[kind.name])  # noqa: TRY301 - handled like others
-                contender, step, data = build(kind, ADAMW, workload, options)
+                contender, step, data = build(kind, ADAMW, workload, options.contenders)
             except LeftOutError as reason:
                 rows[kind.name]["left_out"] = str(reason)
                 continue
@@ -174,7 +176,10 @@ def run_compilation(options: Options) -> Iterator[dict[str, Any]]:
 
 
 def build(
-    kind: type[Contender], optimizer: str, workload: Gradients | Training, options: Options
+    kind: type[Contender],
+    optimizer: str,
+    workload: Gradients | Training,
+    chosen: Collection[type[Contender]],
 ) -> tuple[Contender, Callable[[State, Tree], State], Tree]:
     """Return a contender, its step, and the second argument of the step.
 
@@ -182,27 +187,33 @@ def build(
       LeftOutError: If the contender was not chosen, is not installed, does not support the
         optimizer, or fails. Errors of this library and of baselines are raised unchanged.
     """
-    if kind not in options.contenders:
+    if kind not in chosen:
         raise LeftOutError("not chosen")
     if kind.version() is None:
         raise LeftOutError("not installed")
     if optimizer not in kind.optimizers:
         raise LeftOutError(f"{' and '.join(kind.optimizers)} only")
     try:
-        contender = kind(optimizer, workload.params)
-        if isinstance(workload, Training):
-            step = functools.partial(contender.training_step, workload.loss_fn)
-            data = workload.batch
-        else:
-            step = contender.optimizer_step
-            data = workload.scaled if kind.scales else workload.unscaled
-        jax.jit(step, donate_argnums=0).lower(contender.init(workload.params), data)
+        contender, step, data = take(kind, optimizer, workload)
+        jax.eval_shape(step, jax.eval_shape(contender.init, workload.params), data)
     except Exception as error:
         if issubclass(kind, Ours) or kind.name == kind.baseline:
             raise
         message = str(error).partition("\n")[0].replace("|", "/")  # safe in a table cell
         raise LeftOutError(f"raises {type(error).__name__}: {message}") from error
     return contender, step, data
+
+
+def take(
+    kind: type[Contender], optimizer: str, workload: Gradients | Training
+) -> tuple[Contender, Callable[[State, Tree], State], Tree]:
+    """Return a contender, its step, and the second argument of the step, unchecked."""
+    contender = kind(optimizer, workload.params)
+    if isinstance(workload, Training):
+        step = functools.partial(contender.training_step, workload.loss_fn)
+        return contender, step, workload.batch
+    data = workload.scaled if kind.scales else workload.unscaled
+    return contender, contender.optimizer_step, data
 
 
 def _tick(bar: tqdm, name: str) -> None:

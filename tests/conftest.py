@@ -30,6 +30,16 @@ def _replayed(monkeypatch):
 
 
 @pytest.fixture
+def off_the_cpu(monkeypatch):
+    """Choose what another platform would be given, and compile it for this one."""
+    default = lambda *args, default, **_: default(*args)  # noqa: E731
+    monkeypatch.setattr(jax.lax, "platform_dependent", default)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.fixture
 def x64():
     """Enable float64 in JAX."""
     jax.config.update("jax_enable_x64", True)

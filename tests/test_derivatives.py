@@ -84,13 +84,24 @@ def test_skipped_steps_leave_no_trace_in_the_derivative(name, derivative):
         )
 
 
+@pytest.mark.usefixtures("off_the_cpu")  # where bad gradients are not zeroed
+@pytest.mark.parametrize("derivative", [jax.grad, jax.jacfwd])
+@pytest.mark.parametrize("name", tiers({"adafactor"}))
+def test_they_leave_none_off_the_cpu(name, derivative):
+    test_skipped_steps_leave_no_trace_in_the_derivative(name, derivative)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "another"])
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "derivative",
     [jax.grad, jax.jacfwd, lambda f: jax.grad(jax.grad(f))],
     ids=["reverse", "forward", "second"],
 )
-def test_a_learning_rate_that_is_differentiated_is_closed_over(derivative):
+def test_a_learning_rate_that_is_differentiated_is_closed_over(derivative, platform, request):
+    if platform == "another":
+        request.getfixturevalue("off_the_cpu")
+
     def last(learning_rate, added):
         tx = ols.with_loss_scaling(optax.adam(learning_rate), 8.0)
         params = jnp.array([1.0, -2.0, 0.5])

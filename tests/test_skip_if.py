@@ -374,7 +374,9 @@ def test_metrics_health_and_the_flag_for_loops_count_the_skips():
     assert not jax.jit(ols.diagnostics.is_stalled)(alone)
     assert jax.jit(ols.diagnostics.is_stalled)(stalled)
     assert not ols.diagnostics.is_stalled(stalled, max_consecutive_skipped=51)
+    assert not ols.diagnostics.is_stalled(alone, max_consecutive_skipped=0)
     ols.diagnostics.check_health(alone)
+    ols.diagnostics.check_health(stalled, max_consecutive_skipped=51)
     with pytest.raises(
         ols.diagnostics.LossScaleStalledError, match=r"(?s)last 51 steps \(52 .*rule"
     ):

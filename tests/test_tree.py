@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from plain_where import assert_same_bits
 
 import optax_lossscale as ols
-from optax_lossscale._step.finite import _finite, _finite_in_groups, _grouping
+from optax_lossscale._step.finite import _finite, _finite_on_cpu, _finite_on_gpu, _grouping
 
 FP8 = sorted(
     name for name in dir(jnp) if name.startswith("float8") and hasattr(getattr(jnp, name), "dtype")
@@ -190,14 +190,43 @@ def test_a_shape_is_split_where_it_splits_for_every_device(shape, split):
     assert _grouping(shape) == split
 
 
-@pytest.mark.parametrize("check", [_finite, _finite_in_groups])
-def test_both_ways_to_check_look_at_every_element(check):
+MANY = [
+    *(np.ones(2**16, np.float32) for _ in range(9)),  # more than one kernel takes
+    *(np.ones((8, 2**13), np.float32), np.ones((2**13, 8), np.float16), np.ones(2**14 - 1)),
+    *(np.ones((3, n), np.complex64) for n in (5, 2**12)),
+    *(np.ones(5, np.float16) for _ in range(17)),
+    *(np.ones((), np.float32), np.ones((0, 3), np.float32)),
+]
+
+
+@pytest.mark.parametrize("where", ["jit", "shard_map"])  # arrays are local in the second
+@pytest.mark.parametrize("check", [_finite, _finite_on_cpu, _finite_on_gpu])
+def test_every_way_to_check_looks_at_every_element(check, where):
+    if where == "shard_map":
+        mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+        check = jax.shard_map(check, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     check = jax.jit(check)
-    arrays = [np.ones(2**16, np.float32), np.ones((8, 2**13), np.float32), np.ones(5, np.float16)]
-    assert check(arrays).tolist() == [True, True, True]
-    for i, position in enumerate((0, 2**15, 4)):
-        arrays[i].flat[position] = -np.inf
-    assert check(arrays).tolist() == [False, False, False]
+    assert check(MANY)
+    for i, array in enumerate(MANY):
+        for position in {0, array.size // 3, array.size - 1} if array.size else ():
+            spoilt = array.copy()
+            spoilt.flat[position] = -np.inf
+            assert not check([*MANY[:i], spoilt, *MANY[i + 1 :]])
+
+
+@pytest.mark.parametrize("axes", [("manual",), ("auto",), ("manual", "auto")])
+def test_arrays_of_one_shape_are_checked_together_where_they_are_local(axes):
+    mesh = jax.make_mesh((2,) * len(axes), axes, axis_types=(AxisType.Auto,) * len(axes))
+    arrays = [jnp.ones((4, 4)) for _ in range(16)]
+
+    def check(arrays):
+        return jax.shard_map(
+            _finite, mesh=mesh, in_specs=P(), out_specs=P(),
+            axis_names=set(axes) - {"auto"}, check_vma=False,
+        )(arrays)  # fmt: skip
+
+    jaxpr = str(jax.make_jaxpr(_finite if axes == ("auto",) else check)(arrays))
+    assert jaxpr.count("reduce_and[") == (1 if axes == ("manual",) else 16)
 
 
 def test_a_check_is_dispatched_once_in_eager_execution():

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,23 +41,93 @@ def all_finite(tree: PyTree) -> jax.Array:
 
 @jax.jit  # one dispatch in eager execution; inlined elsewhere
 def _arrays_finite(arrays: list[jax.Array]) -> jax.Array:
-    flags = jax.lax.platform_dependent(arrays, cpu=_finite_in_groups, default=_finite)
-    # The minimum is taken over numbers. XLA (seen in jaxlib 0.10.2) rewrites a conjunction of L
-    # flags into one wide `and`, which it then fuses into each of the L selections that read it:
-    # L**2 instructions, and minutes of compilation for a model of a thousand arrays.
-    return jnp.min(flags.astype(jnp.int32)).astype(jnp.bool_)
+    # What is counted on each platform is in docs/performance.md.
+    return jax.lax.platform_dependent(
+        arrays,
+        cpu=_finite_on_cpu,
+        cuda=_finite_on_gpu,
+        rocm=_finite_on_gpu,
+        default=_finite,
+    )
 
 
 def _finite(arrays: list[jax.Array]) -> jax.Array:
-    return jnp.stack([jnp.all(_is_finite(array)) for array in arrays])
+    """Check arrays of one shape in one kernel, where that moves nothing between devices."""
+    joined = [array for array in arrays if array.ndim == 1 or _are_local()]
+    alone = [array for array in arrays if not (array.ndim == 1 or _are_local())]
+    groups = [*_alike(joined, 16), *([array] for array in alone)]
+    return _all([jnp.all(_both_finite(group)) for group in groups])
+
+
+def _finite_on_gpu(arrays: list[jax.Array]) -> jax.Array:
+    """Check arrays of one size in one kernel, and take a second step for all of them together.
+
+    XLA:GPU reduces a large array in two kernels: to about the square root of its size, and from
+    there to one number. Here the second one is shared. XLA fuses the first with a norm of the same
+    gradients, such as that of clipping, if both reduce to the same number, the power of two below
+    the square root, and if no more than seven norms are fused with one check (seen in jaxlib
+    0.10.2).
+    """
+    if not _are_local() or any(is_symbolic(array.size) for array in arrays):
+        return _finite(arrays)
+    small, large = (
+        _alike([array.reshape(-1) for array in arrays if (array.size >= 2**13) == is_large], most)
+        for is_large, most in ((False, 16), (True, 7))
+    )
+    flags = [jnp.all(_both_finite(group)) for group in small]
+    rows = []
+    for group in large:
+        size = group[0].size
+        count = 1 << ((size.bit_length() - 1) // 2)
+        if size % count:
+            flags.append(jnp.all(_both_finite(group)))
+        else:
+            finite = _both_finite([array.reshape(count, -1) for array in group])
+            rows.append(jnp.all(finite, axis=1))
+    if rows:
+        longest = max(row.size for row in rows)
+        padded = [jax.lax.pad(row, True, [(0, longest - row.size, 0)]) for row in rows]
+        flags.append(jnp.all(functools.reduce(jnp.logical_and, padded)))
+    return _all(flags)
+
+
+def _alike(arrays: list[jax.Array], most: int) -> list[list[jax.Array]]:
+    """Return groups of arrays of one shape and type, of so many at most."""
+    found: dict[Any, list[jax.Array]] = {}
+    for array in arrays:
+        found.setdefault((array.shape, array.dtype), []).append(array)
+    return [group[i : i + most] for group in found.values() for i in range(0, len(group), most)]
+
+
+def _both_finite(arrays: list[jax.Array]) -> jax.Array:
+    return functools.reduce(jnp.logical_and, map(_is_finite, arrays))
+
+
+def _all(flags: list[jax.Array]) -> jax.Array:
+    # Off the CPU the flags are not stacked: if arrays are sharded, the devices would exchange each
+    # of them, and take the stack apart again. The barrier stops XLA from fusing the conjunction
+    # into everything that reads it.
+    return jax.lax.optimization_barrier(functools.reduce(jnp.logical_and, flags))
+
+
+def _are_local() -> bool:
+    """Say whether a traced array lies on one device, as far as one can know.
+
+    Under `jax.jit` an array may be sharded in any way. Two arrays of one shape that are sharded
+    differently would be moved to be compared. One-dimensional ones are small, and alike in this.
+    """
+    types = jax.sharding.get_abstract_mesh().axis_types
+    return jax.device_count() == 1 or (
+        bool(types) and all(kind == jax.sharding.AxisType.Manual for kind in types)
+    )
 
 
 def _is_finite(array: jax.Array) -> jax.Array:
     return jnp.isfinite(readable(array))
 
 
-def _finite_in_groups(arrays: list[jax.Array]) -> jax.Array:
-    """Say for each array whether it is finite, the way XLA:CPU does it in one pass.
+def _finite_on_cpu(arrays: list[jax.Array]) -> jax.Array:
+    """Check each array the way XLA:CPU does it in one pass.
 
     XLA:CPU turns a reduction over more than 32 elements into a `reduce-window`, which it does not
     fuse with what it reduces: the mask of the whole array is written to memory and read again
@@ -83,7 +154,11 @@ def _finite_in_groups(arrays: list[jax.Array]) -> jax.Array:
         largest = jnp.max(functools.reduce(jnp.maximum, slices), axis=axis)
         return jnp.min((largest < infinity).astype(jnp.uint8)) > 0
 
-    return jnp.stack([finite(array) for array in arrays])
+    # The minimum is taken over numbers. XLA (seen in jaxlib 0.10.2) rewrites a conjunction of L
+    # flags into one wide `and`, which it then fuses into each of the L selections that read it:
+    # L**2 instructions, and minutes of compilation for a model of a thousand arrays.
+    flags = jnp.stack([finite(array) for array in arrays])
+    return jnp.min(flags.astype(jnp.int32)).astype(jnp.bool_)
 
 
 def _grouping(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]] | None:

@@ -30,11 +30,10 @@ from jax.extend import core
 
 from optax_lossscale._support.tree import is_inexact
 
-# Operations that are evaluated only once. Loops may not end, and callbacks may raise, on numbers
-# that no step produces. The others cost more than copying a leaf.
-_ONCE = frozenset(
-    ["while", "scan", "cond", "pure_callback", "dot_general", "conv_general_dilated", "sort"]
-)
+# Loops may not end, and callbacks may raise, on numbers that no step produces.
+_LOOPS_AND_CALLBACKS = frozenset(["while", "scan", "cond", "pure_callback"])
+# What else is evaluated only once: it costs more than copying a leaf.
+_COSTLY = frozenset(["dot_general", "conv_general_dilated", "sort"])
 
 _READ_AS_KEPT = "optax_lossscale: read as kept"
 
@@ -172,12 +171,27 @@ def _leaves_read_later(jaxpr: core.Jaxpr, leaves: int) -> dict[core.Var, int]:
 
 
 def _may_repeat(eqn: core.JaxprEqn) -> bool:
-    inner = [getattr(param, "jaxpr", None) for param in eqn.params.values()]
-    return (
-        eqn.primitive.name not in _ONCE
-        and not eqn.effects
-        and all(_may_repeat(each) for jaxpr in inner if jaxpr is not None for each in jaxpr.eqns)
+    return not _any_is([eqn], _LOOPS_AND_CALLBACKS | _COSTLY)
+
+
+def repeats_or_acts(jaxpr: core.Jaxpr) -> bool:
+    """Say whether a jaxpr has a loop, a callback or another effect."""
+    return _any_is(jaxpr.eqns, _LOOPS_AND_CALLBACKS)
+
+
+def _any_is(eqns: Iterable[core.JaxprEqn], names: frozenset[str]) -> bool:
+    """Say whether an equation, or one inside of it, has one of these names or an effect."""
+    return any(
+        eqn.primitive.name in names
+        or eqn.effects
+        or any(_any_is(inner.eqns, names) for inner in _inner_jaxprs(eqn))
+        for eqn in eqns
     )
+
+
+def _inner_jaxprs(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
+    found = (getattr(param, "jaxpr", param) for param in eqn.params.values())
+    return [jaxpr for jaxpr in found if isinstance(jaxpr, core.Jaxpr)]
 
 
 def _read_by(eqns: Iterable[core.JaxprEqn]) -> dict[core.Var, None]:

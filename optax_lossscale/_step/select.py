@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.extend import core
 from jax.typing import ArrayLike
 
-from optax_lossscale._step.replay import constant_unless, replay_where
+from optax_lossscale._step.replay import constant_unless, repeats_or_acts, replay_where
 from optax_lossscale._support import checks
 from optax_lossscale._support.tree import (
     KeyPath,
@@ -41,8 +42,8 @@ def update_where(
       pred: Whether the state moves. `bool[]`.
       update: Returns an output and a new state with the structure, shapes and dtypes of the one
         it is given.
-      grads: What the state moves by. Where `pred` is false, `update` is given zeros: a line search
-        loops on NaN, and `jax_debug_nans` raises.
+      grads: What the state moves by. Where `pred` is false, `update` is given zeros if it needs
+        them: see `_zeroed_if_needed`.
       state: The old state.
 
     Returns:
@@ -51,7 +52,6 @@ def update_where(
     Raises:
       ValueError: If `update` returns a state of another structure: see `tree_where`.
     """
-    grads = zero_unless(pred, grads)
     given, join_given, _ = _split(grads)
     old, join_old, skeleton = _split(state)
     join: dict[str, Callable[[list[Any]], PyTree]] = {}
@@ -71,8 +71,10 @@ def update_where(
         with contextlib.suppress(Exception):
             closed = jax.make_jaxpr(traced)(given, old)
     if closed is None:
-        out, new_state = update(grads, join_old([constant_unless(pred, leaf) for leaf in old]))
+        kept = join_old([constant_unless(pred, leaf) for leaf in old])
+        out, new_state = update(zero_unless(pred, grads), kept)
         return out, tree_where(pred, new_state, state)
+    given = _zeroed_if_needed(pred, given, closed.jaxpr)
     values = replay_where(pred, closed, given, old)
     return join["out"](values[len(old) :]), join["new"](values[: len(old)])
 
@@ -147,6 +149,21 @@ def zero_unless(pred: jax.Array, tree: Tree) -> Tree:
         return jnp.where(pred, leaf, _zeros_like(leaf)) if is_inexact(leaf) else leaf
 
     return jax.tree.map(select, tree)
+
+
+def _zeroed_if_needed(pred: jax.Array, grads: list[Any], jaxpr: core.Jaxpr) -> list[Any]:
+    """Return the gradients that the update is evaluated with.
+
+    A line search loops on NaN, and a callback may raise: they are given zeros where `pred` is
+    false. So is everything on the CPU, where that costs nothing. Elsewhere zeros would cost one
+    more read of the gradients if the update takes their norm: without them, XLA reads them once
+    for the norm and the check. What becomes of NaN is not chosen, nor is its derivative.
+    """
+    if repeats_or_acts(jaxpr):
+        return zero_unless(pred, grads)
+    return jax.lax.platform_dependent(
+        pred, grads, cpu=zero_unless, default=lambda _, unchanged: unchanged
+    )
 
 
 def negative_zero_unless(pred: jax.Array, updates: Tree) -> Tree:

@@ -45,7 +45,7 @@ def loss_fn(params, batch):
 
 
 def compiled(kind, workload):
-    contender, step, data = suite.build(kind, "adamw", workload, OPTIONS)
+    contender, step, data = suite.build(kind, "adamw", workload, ALL_CONTENDERS)
     return jax.jit(step), contender.init(workload.params), data
 
 
@@ -155,11 +155,10 @@ def test_who_fails_is_reported_unless_it_is_us(monkeypatch):
     workload = workloads.gradients(SHAPES, jnp.float16)
     monkeypatch.setattr(Ours, "optimizer_step", fail)
     with pytest.raises(RuntimeError, match="no such luck"):
-        suite.build(Ours, "adamw", workload, OPTIONS)
+        suite.build(Ours, "adamw", workload, [Ours])
     failing = type("Failing", (OptaxAlone,), {"name": "another", "optimizer_step": fail})
-    options = dataclasses.replace(OPTIONS, contenders=(failing,))
     with pytest.raises(suite.LeftOutError, match=r"RuntimeError: no such luck$"):
-        suite.build(failing, "adamw", workload, options)
+        suite.build(failing, "adamw", workload, [failing])
 
 
 def test_a_sample_starts_fresh_and_drops_its_first_step():

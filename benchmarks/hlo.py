@@ -1,0 +1,135 @@
+"""What a compiled program does, counted in its text."""
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+_BYTES = {"pred": 1, "f8": 1, "token": 0} | {
+    f"{kind}{bits}": bits // 8
+    for kind in ("s", "u", "f", "bf", "c")
+    for bits in (8, 16, 32, 64, 128)
+}
+_ARRAY = re.compile(r"\b([a-z]+\d*)(?:e\w+)?\[([\d,]*)\](\{[^}]*\})?")
+_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
+_CALLS = {"call", "while", "conditional"}
+_CALLED = re.compile(r"(?:to_apply|body|\w+_computations?)=(?:\{([^}]*)\}|(%[\w.\-]+))")
+_COLLECTIVE = re.compile(
+    r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?$"
+)
+
+
+@dataclasses.dataclass
+class Counts:
+    """What a program does in one run. Sizes are in bytes.
+
+    Attributes:
+      bytes: What kernels read and write in main memory: each operand and each result once.
+      kernels: What is launched: fused loops, single operations, copies, collectives.
+      copies: Copies of 4 kB and more.
+      collectives: Exchanges between devices.
+      exchanged: What they exchange.
+      microseconds: XLA:GPU's own estimate of the time of the kernels, without that of their launch.
+      cycles: XLA:TPU's own estimate.
+    """
+
+    bytes: int = 0
+    kernels: int = 0
+    copies: int = 0
+    collectives: int = 0
+    exchanged: int = 0
+    microseconds: float = 0.0
+    cycles: int = 0
+
+
+class _Instruction(NamedTuple):
+    name: str
+    type: str
+    opcode: str
+    operands: list[str]
+    line: str
+
+
+def count(text: str) -> Counts:
+    """Count what the program with this optimized HLO does."""
+    counts = Counts()
+    programs = dict(_computations(text))
+    _count(programs, programs["ENTRY"], counts)
+    return counts
+
+
+def _count(
+    programs: dict[str, list[_Instruction]], program: list[_Instruction], counts: Counts
+) -> None:
+    types = {instruction.name: instruction.type for instruction in program}
+    for _, type_, opcode, operands, line in program:
+        if opcode in _CALLS:
+            for several, one in _CALLED.findall(line):
+                for name in re.findall(r"%([\w.\-]+)", several or one):
+                    _count(programs, programs[name], counts)
+        if opcode in _FREE | _CALLS or opcode.endswith("-done") or "ConcatBitcast" in line:
+            continue
+        if opcode in ("copy-start", "slice-start"):
+            # A prefetch. Its type begins with the destination, that of a slice with the sources.
+            destination = _ARRAY.findall(type_)[opcode == "slice-start"]
+            from_memory = bool(_size(types.get(operands[0], "")))
+            counts.bytes += from_memory * _elements(*destination[:2]) + _size_of(*destination)
+            continue
+        written = _size(type_)
+        counts.kernels += 1
+        counts.bytes += written + sum(
+            _size(types.get(name, "")) for name in dict.fromkeys(operands)
+        )
+        counts.copies += opcode == "copy" and written >= 2**12
+        if _COLLECTIVE.match(opcode):
+            counts.collectives += 1
+            counts.exchanged += sum(_size(types.get(name, "")) for name in operands)
+        for estimate in re.findall(r'"exec_time_us":([\d.e+\-]+)[^{}]*"name":""', line):
+            counts.microseconds += float(estimate)
+        for estimate in re.findall(r'"estimated_cycles":"(\d+)"', line):
+            counts.cycles += int(estimate)
+
+
+def _computations(text: str) -> Iterator[tuple[str, list[_Instruction]]]:
+    lines = iter(text.splitlines())
+    for line in lines:
+        head = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line)
+        if head:
+            body = itertools.takewhile(lambda line: not line.startswith("}"), lines)
+            yield "ENTRY" if head[1] else head[2], [i for i in map(_instruction, body) if i]
+
+
+def _instruction(line: str) -> _Instruction | None:
+    """Read `ROOT %name = type opcode(operands), attributes`."""
+    head = re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = ", line)
+    if not head:
+        return None
+    end = next(_top_level(line, head.end(), " "))
+    opcode, _, rest = line[end + 1 :].partition("(")
+    close = next(_top_level(rest + ")", 0, ")"))
+    operands = re.findall(r"%([\w.\-]+)", rest[:close])
+    return _Instruction(head[1], line[head.end() : end], opcode, operands, line)
+
+
+def _top_level(text: str, start: int, wanted: str) -> Iterator[int]:
+    """Yield the places of a character outside of all brackets."""
+    depth = 0
+    for place in range(start, len(text)):
+        if text[place] == wanted and not depth:
+            yield place
+        depth += (text[place] in "({[") - (text[place] in ")}]")
+
+
+def _size(type_: str) -> int:
+    return sum(_size_of(*array) for array in _ARRAY.findall(type_))
+
+
+def _size_of(dtype: str, dims: str, layout: str) -> int:
+    # S(1) and above are memories next to the cores.
+    return 0 if re.search(r"S\([1-9]\)", layout) else _elements(dtype, dims)
+
+
+def _elements(dtype: str, dims: str) -> int:
+    return _BYTES.get(dtype, 4) * math.prod(int(n) for n in dims.split(",") if n)
