@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks import measure, row_major, run, suite, workloads
+from benchmarks import aot, hlo, measure, row_major, run, suite, workloads
 from benchmarks.contenders import (
     ALL_CONTENDERS,
     CONTENDERS,
@@ -195,3 +195,56 @@ def test_in_row_major_order_each_gradient_is_transposed_once(capsys):
     assert transpositions[OptaxAlone.name] == 2 * matrices
     for kind in (row_major.OptaxRowMajor, row_major.OursRowMajor):
         assert transpositions[kind.name] == matrices
+
+
+PROGRAM = """\
+%body (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %c = f32[8]{0} copy(%p)
+}
+
+ENTRY %main (a: f32[1024,2], b: f16[4], c: f32[8]) -> (f32[1024,2], pred[]) {
+  %a = f32[1024,2]{1,0} parameter(0)
+  %b = f16[4]{0} parameter(1)
+  %c = f32[8]{0} parameter(2)
+  %v = f32[8]{0:T(8)S(1)} fusion(%c), kind=kLoop, calls=%f, "estimated_cycles":"7"
+  %copy.1 = f32[1024,2]{0,1} copy(%a)
+  %f = (f32[1024,2]{1,0}, /*index=1*/f16[4]{0}) fusion(%a, %b, %a), kind=kLoop, calls=%g, \
+"exec_time_us":1.5,"compute_time_us":1,"name":"" "exec_time_us":9,"name":"sol"
+  %w = f32[8]{0} while(%c), condition=%d, body=%body
+  %r = pred[]{:T(512)} all-reduce-start(%e), replica_groups={}, to_apply=%and
+  %done = pred[] all-reduce-done(%r)
+  ROOT %t = (f32[1024,2]{1,0}, pred[]) tuple(%copy.1, %done)
+}
+"""
+
+
+def test_a_program_is_counted_in_its_text():
+    program = PROGRAM.replace("%r = pred", "%e = pred[] and(%x, %y)\n  %r = pred")
+    assert hlo.count(program) == hlo.Counts(
+        # In the order of the lines: fused into fast memory, copied, fused, copied in the loop, the
+        # conjunction, and the exchange.
+        bytes=32 + 2 * 8192 + (2 * 8192 + 2 * 8) + 2 * 32 + 1 + 2,
+        kernels=6,
+        copies=1,
+        collectives=1,
+        exchanged=1,
+        microseconds=1.5,
+        cycles=7,
+    )
+
+
+def test_steps_are_compiled_for_devices_and_counted(tmp_path):
+    cases = ["wide", "fsdp", "shard_map", "masters"]
+    contenders = ["Ours", "OverAxis", "MastersScaled", "Jmp"]
+    size = ["--size=tiny", f"--output={tmp_path}", "--backends=cpu"]
+    aot.main([*size, "--cases", *cases, "--contenders", *contenders])
+    rows = {(r["case"], r["contender"]): r for r in json.loads((tmp_path / "aot.json").read_text())}
+    assert [case for case, name in rows if name == Ours.name] == cases
+    for case, plain in zip(cases, 3 * ["Optax alone"] + ["Masters by hand"], strict=True):
+        ours, bare = rows[case, Ours.name], rows[case, plain]
+        assert ours["bytes"] > bare["bytes"]
+        assert ours["in_place"] > bare["in_place"] > 0
+        assert (ours["collectives"] > 0, bare["collectives"]) == (case in ("fsdp", "shard_map"), 0)
+    assert (tmp_path / "aot.md").read_text().count("\n| optax_lossscale |") == len(cases)
+    assert (tmp_path / "hlo/cpu-fsdp-Ours.txt").exists()
