@@ -24,11 +24,11 @@ def newest(session: nox.Session) -> None:
 
 @nox.session(python=PYTHONS[0])
 def oldest(session: nox.Session) -> None:
-    """Test the versions in tools/oldest.txt, half of which have no wheels for a later Python."""
+    """Test the versions in constraints-oldest.txt, half of which have no wheels for a later Python."""
     cannot_run = tomllib.loads(Path("tools/not_on_the_oldest.toml").read_text("utf-8"))
     _test(
         session,
-        "tools/oldest.txt",
+        "constraints-oldest.txt",
         *(f"--{'deselect' if '::' in name else 'ignore'}={name}" for name in cannot_run),
     )
 

@@ -159,11 +159,12 @@ def _zeroed_if_needed(pred: jax.Array, grads: list[Any], jaxpr: core.Jaxpr) -> l
     more read of the gradients if the update takes their norm: without them, XLA reads them once
     for the norm and the check. What becomes of NaN is not chosen, nor is its derivative.
     """
-    if repeats_or_acts(jaxpr):
-        return zero_unless(pred, grads)
-    return jax.lax.platform_dependent(
-        pred, grads, cpu=zero_unless, default=lambda _, unchanged: unchanged
-    )
+    if not repeats_or_acts(jaxpr):
+        # The flag is chosen, and not the arrays: of those, XLA:CPU would write some to memory.
+        pred = jax.lax.platform_dependent(
+            pred, cpu=lambda flag: flag, default=lambda flag: flag | True
+        )
+    return zero_unless(pred, grads)
 
 
 def negative_zero_unless(pred: jax.Array, updates: Tree) -> Tree:

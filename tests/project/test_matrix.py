@@ -42,14 +42,14 @@ def test_the_classifiers_name_the_pythons_that_are_tested():
 @pytest.mark.parametrize("python", PYTHONS)
 def test_all_that_is_asked_for_is_pinned(python):
     assert asked(*PROJECT["dependency-groups"]) <= pins("constraints.txt", python).keys()
-    assert asked("test", "examples") <= pins("tools/oldest.txt", PYTHONS[0]).keys()
+    assert asked("test", "examples") <= pins("constraints-oldest.txt", PYTHONS[0]).keys()
 
 
 def test_the_oldest_versions_are_those_that_the_project_promises():
     extras = PROJECT["project"]["optional-dependencies"].values()
     lines = [*PROJECT["project"]["dependencies"], *(line for extra in extras for line in extra)]
     promised = dict(line.split(">=") for line in lines)
-    pinned = pins("tools/oldest.txt", PYTHONS[0])
+    pinned = pins("constraints-oldest.txt", PYTHONS[0])
     assert {"jax", "jaxlib", "optax", "flax", "matplotlib"} <= promised.keys()
     for name, floor in promised.items():
         assert re.sub(r"(\.0)+$", "", pinned[name]) == re.sub(r"(\.0)+$", "", floor), name
