@@ -36,7 +36,8 @@ def _forget_programs() -> Iterator[None]:
     live for ever.
     """
     yield
-    jax.clear_caches()
+    if jax.version.__version_info__ >= (0, 8):  # jax 0.7 may abort here
+        jax.clear_caches()
 
 
 @pytest.fixture(autouse=True)
