@@ -24,7 +24,7 @@ def newest(session: nox.Session) -> None:
 
 @nox.session(python=PYTHONS[0])
 def oldest(session: nox.Session) -> None:
-    """Test the versions in constraints-oldest.txt, half of which have no wheels for a later Python."""
+    """Test constraints-oldest.txt; half of it has no wheels for a later Python."""
     cannot_run = tomllib.loads(Path("tools/not_on_the_oldest.toml").read_text("utf-8"))
     _test(
         session,
