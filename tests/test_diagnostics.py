@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import functools
 import operator
 import re
 
@@ -80,7 +81,7 @@ def test_a_step_with_all_diagnostics_neither_waits_nor_compiles_twice_and_may_do
     tx = ols.with_loss_scaling(optax.sgd(1e-3))
     traces = []
 
-    @jax.jit(donate_argnums=(0, 1))
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, opt_state):
         traces.append(1)
         loss, grads = ols.value_and_grad(lambda w: jnp.sum(w**2))(opt_state, params)

@@ -95,6 +95,7 @@ def assert_same_moves(theirs, ours, *, exact=True):
     assert moved[0].sum() >= 5  # otherwise the comparison is empty
     # One unit in the last place per move if `growth_factor` is not a power of two.
     rtol = 0 if exact else float(2**-23 * moved[0].sum())
+    our_scales, their_scales = (np.float64(scales) for scales in (our_scales, their_scales))
     np.testing.assert_allclose(our_scales, their_scales, rtol=rtol)
 
 
