@@ -409,3 +409,35 @@ def test_an_fp8_layer_trains_and_an_overflow_that_it_clips_is_seen_in_its_metada
     assert not ols.all_finite(grads[OWG])
     assert_same_bits(after.params, state.params)
     assert float(after.loss_scale) == TOO_LARGE / 2
+
+
+@pytest.mark.slow
+def test_micro_batches_of_an_fp8_layer_keep_the_largest_amax():
+    # As in docs/accumulation.md: the mean of the metadata would not be that of the whole batch.
+    micro = optax.microbatching
+    mean = micro.AccumulationType.MEAN
+    largest = micro.Accumulator(
+        init=lambda tree: jax.tree.map(jnp.zeros_like, tree),
+        update=lambda carry, tree, _: jax.tree.map(jnp.maximum, carry, tree),
+        finalize=lambda tree: tree,
+        aggregate=lambda tree: tree,
+    )
+    x = jax.random.normal(jax.random.key(1), (32, 16))
+    state = TrainState.create(
+        apply_fn=Fp8Net().apply,
+        params=jax.jit(Fp8Net().init)(jax.random.key(0), x),
+        tx=optax.adam(1e-2),
+        loss_scale=ols.DynamicLossScale(2.0**10),
+    )
+    whole = ols.value_and_grad(lambda params, x: jnp.mean(state.apply_fn(params, x) ** 2))
+    accumulator = mean, {"params": mean, OWG: largest}
+    split = micro.microbatch(whole, argnums=2, microbatch_size=8, accumulator=accumulator)
+    loss, expected = jax.jit(whole)(state, state.params, x)
+    found_loss, found = jax.jit(split)(state, state.params, x)
+    np.testing.assert_allclose(found_loss, loss, rtol=1e-2)
+    (found_owg,), (expected_owg,) = (list(g[OWG]["Dense_0"].values()) for g in (found, expected))
+    for name in ("input_amax_history", "kernel_amax_history", "input_scale", "kernel_scale"):
+        np.testing.assert_array_equal(found_owg[name], expected_owg[name])
+    after = state.apply_gradients(grads=found, value=found_loss)
+    assert after.grads_finite
+    assert_same_bits(after.params[OWG], found[OWG])
