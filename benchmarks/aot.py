@@ -13,7 +13,7 @@ import functools
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,8 +24,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-import optax_lossscale as ols
-from benchmarks import suite
+from benchmarks import report, suite
 from benchmarks.contenders import (
     CONTENDERS,
     MASTERS,
@@ -37,7 +36,6 @@ from benchmarks.contenders import (
 )
 from benchmarks.hlo import count
 from benchmarks.workloads import (
-    LOSS_SCALE,
     SIZES,
     Gradients,
     Sizes,
@@ -87,7 +85,7 @@ CASES = {
     "masters": Case("12 float16 arrays with masters, `adamw`", arrays="half"),
     "training": Case("training step, float16 transformer", arrays="transformer"),
 }
-ARRAYS = {
+ARRAYS: dict[str, Callable[[Sizes], Any]] = {
     "wide": lambda s: gradients(wide(s.wide // 2), jnp.float32),
     "deep": lambda s: gradients(resnet50(s), jnp.float32),
     "many": lambda s: gradients(many(3 * len(resnet50(s)) - 3), jnp.float32),
@@ -98,11 +96,9 @@ ARRAYS = {
 
 
 class OverAxis(Ours):
-    """This library in `shard_map`, with `axis_name`."""
+    """This library in `shard_map`."""
 
-    def wrap(self, tx: Any) -> Any:  # noqa: D102 - as in `Contender`
-        policy = ols.DynamicLossScale(initial_scale=LOSS_SCALE)
-        return ols.with_loss_scaling(tx, policy, axis_name="data")
+    axis_name = "data"
 
 
 CONTENDERS_OF = {"masters": MASTERS, "shard_map": (OptaxAlone, OverAxis)}
@@ -145,7 +141,7 @@ def run(backend: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     devices = find_devices(backend)
     for name in args.cases:
         case = CASES[name]
-        workload = shapes(ARRAYS[case.arrays], SIZES[args.size])
+        workload = shapes(case.arrays, SIZES[args.size])
         for kind in CONTENDERS_OF.get(name, CONTENDERS):
             chosen = not args.contenders or kind.__name__ in args.contenders
             if issubclass(kind, (KerasAlone, Control)) or not (
@@ -179,13 +175,10 @@ def find_devices(backend: str) -> list[Any]:
     return topologies.get_topology_desc(TPUS[backend], "tpu").devices[:DEVICES]
 
 
-def shapes(workload: Any, sizes: Sizes) -> Gradients | Training:
-    """Return a workload with the shapes of its arrays in their place."""
-    drawn = jax.eval_shape(lambda: [leaf for leaf in workload(sizes) if not callable(leaf)])
-    if workload is transformer:
-        params, batch = drawn
-        return transformer(SIZES["tiny"])._replace(params=params, batch=batch)
-    return Gradients(*drawn)
+def shapes(arrays: str, sizes: Sizes) -> Gradients | Training:
+    """Return a workload with shapes in place of arrays, unless it holds a function, too."""
+    workload = functools.partial(ARRAYS[arrays], sizes)
+    return workload() if arrays == "transformer" else jax.eval_shape(workload)
 
 
 def compile_case(
@@ -249,9 +242,8 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     for backend in dict.fromkeys(row["backend"] for row in rows):
         for name in dict.fromkeys(row["case"] for row in rows if row["backend"] == backend):
             found = [row for row in rows if (row["backend"], row["case"]) == (backend, name)]
-            lines = [["", *COLUMNS], ["---", *["---:"] * len(COLUMNS)]]
-            lines += [[row["contender"], *cells(row, found[0])] for row in found]
-            table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+            lines = [[row["contender"], *cells(row, found[0])] for row in found]
+            table = report.table(["", *COLUMNS], lines)
             parts.append(f"## {backend}: {CASES[name].title}\n\n{table}")
     return "\n\n".join(parts) + "\n"
 

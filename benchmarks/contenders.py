@@ -120,13 +120,15 @@ class Ours(Contender):
     module = "optax_lossscale"
     scales = True
     skips = True
+    axis_name: ClassVar[str | None] = None
 
     @classmethod
     def version(cls) -> str | None:
         return ols.__version__  # available even if not installed
 
     def wrap(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-        return ols.with_loss_scaling(tx, ols.DynamicLossScale(initial_scale=LOSS_SCALE))
+        policy = ols.DynamicLossScale(initial_scale=LOSS_SCALE)
+        return ols.with_loss_scaling(tx, policy, axis_name=self.axis_name)
 
     def optimizer_step(self, state: State, grads: Tree) -> State:
         return self.apply(state, grads)
@@ -371,18 +373,18 @@ class MastersByHand(Contender):
         return State(params, opt_state, masters)
 
 
-class Masters(SkipIf):
+class Masters(Ours):
     """This library's master weights alone."""
 
     name = "optax_lossscale, with_master_weights (no scaling)"
     baseline = MastersByHand.name
+    scales = False
     skips = False
 
     def wrap(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
         return ols.with_master_weights(tx)
 
-    def optimizer_step(self, state: State, grads: Tree) -> State:
-        return self.apply(state, grads)
+    training_step = Contender.training_step
 
 
 class MastersScaled(Ours):

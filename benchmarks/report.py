@@ -109,7 +109,8 @@ def _inner_intro(benchmarks: list[Results]) -> str:
     )
 
 
-def _table(head: list[str], body: list[list[str]]) -> str:
+def table(head: list[str], body: list[list[str]]) -> str:
+    """Return a table whose first column holds names, and whose others hold numbers."""
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -142,7 +143,7 @@ def _steps(benchmark: Results) -> str:
                 f"{row['compile_seconds']:.1f}",
             ]
         )
-    return _table(head, body)
+    return table(head, body)
 
 
 def _quotient(value: float | None, base: float | None) -> str:
@@ -158,7 +159,7 @@ def _inner(benchmarks: list[Results]) -> str:
         return f"{quartiles(row['ratios'])[1]:.2f} ({row['temporary'] / MB:.0f})"
 
     body = [[name, *(cell(b["rows"][name]) for b in benchmarks)] for name in NAMES]
-    return _table(head, body)
+    return table(head, body)
 
 
 def _compilation(results: list[Results]) -> str:
@@ -170,7 +171,7 @@ def _compilation(results: list[Results]) -> str:
         return f"{quartiles(row['seconds'])[1]:.2f} ({quartiles(row['ratios'])[1]:.1f})"
 
     body = [[name, *(cell(result["rows"][name]) for result in results)] for name in NAMES]
-    return _table(head, body)
+    return table(head, body)
 
 
 def draw(results: Results, path: Path) -> None:

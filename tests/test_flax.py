@@ -376,15 +376,19 @@ class Fp8Net(nn.Module):
         return x.astype(jnp.float16).astype(jnp.float32)
 
 
-@pytest.mark.slow
-def test_an_fp8_layer_trains_and_an_overflow_that_it_clips_is_seen_in_its_metadata():
-    x = jax.random.normal(jax.random.key(1), (4, 16))
-    state = TrainState.create(
+def fp8_state(x):
+    return TrainState.create(
         apply_fn=Fp8Net().apply,
         params=jax.jit(Fp8Net().init)(jax.random.key(0), x),
         tx=optax.adam(1e-2),
         loss_scale=ols.DynamicLossScale(2.0**10),
     )
+
+
+@pytest.mark.slow
+def test_an_fp8_layer_trains_and_an_overflow_that_it_clips_is_seen_in_its_metadata():
+    x = jax.random.normal(jax.random.key(1), (4, 16))
+    state = fp8_state(x)
 
     @jax.jit
     def step(state, x):
@@ -423,12 +427,7 @@ def test_micro_batches_of_an_fp8_layer_keep_the_largest_amax():
         aggregate=lambda tree: tree,
     )
     x = jax.random.normal(jax.random.key(1), (32, 16))
-    state = TrainState.create(
-        apply_fn=Fp8Net().apply,
-        params=jax.jit(Fp8Net().init)(jax.random.key(0), x),
-        tx=optax.adam(1e-2),
-        loss_scale=ols.DynamicLossScale(2.0**10),
-    )
+    state = fp8_state(x)
     whole = ols.value_and_grad(lambda params, x: jnp.mean(state.apply_fn(params, x) ** 2))
     accumulator = mean, {"params": mean, OWG: largest}
     split = micro.microbatch(whole, argnums=2, microbatch_size=8, accumulator=accumulator)

@@ -53,10 +53,10 @@ def _arrays_finite(arrays: list[jax.Array]) -> jax.Array:
 
 def _finite(arrays: list[jax.Array]) -> jax.Array:
     """Check arrays of one shape in one kernel, where that moves nothing between devices."""
-    joined = [array for array in arrays if array.ndim == 1 or _are_local()]
-    alone = [array for array in arrays if not (array.ndim == 1 or _are_local())]
-    groups = [*_alike(joined, 16), *([array] for array in alone)]
-    return _all([jnp.all(_both_finite(group)) for group in groups])
+    local = _are_local()
+    joined = [array for array in arrays if local or array.ndim == 1]
+    alone = [[array] for array in arrays if not (local or array.ndim == 1)]
+    return _all([jnp.all(_jointly_finite(group)) for group in _by_shape(joined, 16) + alone])
 
 
 def _finite_on_gpu(arrays: list[jax.Array]) -> jax.Array:
@@ -70,19 +70,18 @@ def _finite_on_gpu(arrays: list[jax.Array]) -> jax.Array:
     """
     if not _are_local() or any(is_symbolic(array.size) for array in arrays):
         return _finite(arrays)
-    small, large = (
-        _alike([array.reshape(-1) for array in arrays if (array.size >= 2**13) == is_large], most)
-        for is_large, most in ((False, 16), (True, 7))
-    )
-    flags = [jnp.all(_both_finite(group)) for group in small]
+    flat = [array.reshape(-1) for array in arrays]
+    small = _by_shape([array for array in flat if array.size < 2**13], 16)
+    large = _by_shape([array for array in flat if array.size >= 2**13], 7)
+    flags = [jnp.all(_jointly_finite(group)) for group in small]
     rows = []
     for group in large:
         size = group[0].size
         count = 1 << ((size.bit_length() - 1) // 2)
         if size % count:
-            flags.append(jnp.all(_both_finite(group)))
+            flags.append(jnp.all(_jointly_finite(group)))
         else:
-            finite = _both_finite([array.reshape(count, -1) for array in group])
+            finite = _jointly_finite([array.reshape(count, -1) for array in group])
             rows.append(jnp.all(finite, axis=1))
     if rows:
         longest = max(row.size for row in rows)
@@ -91,7 +90,7 @@ def _finite_on_gpu(arrays: list[jax.Array]) -> jax.Array:
     return _all(flags)
 
 
-def _alike(arrays: list[jax.Array], most: int) -> list[list[jax.Array]]:
+def _by_shape(arrays: list[jax.Array], most: int) -> list[list[jax.Array]]:
     """Return groups of arrays of one shape and type, of so many at most."""
     found: dict[Any, list[jax.Array]] = {}
     for array in arrays:
@@ -99,7 +98,7 @@ def _alike(arrays: list[jax.Array], most: int) -> list[list[jax.Array]]:
     return [group[i : i + most] for group in found.values() for i in range(0, len(group), most)]
 
 
-def _both_finite(arrays: list[jax.Array]) -> jax.Array:
+def _jointly_finite(arrays: list[jax.Array]) -> jax.Array:
     return functools.reduce(jnp.logical_and, map(_is_finite, arrays))
 
 
@@ -135,8 +134,8 @@ def _finite_on_cpu(arrays: list[jax.Array]) -> jax.Array:
     alone and fused, and so is the maximum of two slices before it; in groups of 64 the loop is no
     longer vectorised. What remains to be reduced is that much smaller. The maximum is taken of the
     magnitudes' bits, where NaN and infinity lie above every finite number: as integers, since
-    XLA:CPU's maximum of floats drops NaN. Other platforms fuse the plain form, and would pay for
-    the reshape. It can go when XLA:CPU fuses the plain form too: a test says so.
+    XLA:CPU's maximum of floats drops NaN. Other platforms fuse the plain form. It can go when
+    XLA:CPU fuses the plain form too: a test says so.
     """
 
     def finite(array: jax.Array) -> jax.Array:

@@ -49,7 +49,7 @@ def replay_where(
     Args:
       pred: Whether the state moves. `bool[]`.
       closed: Maps gradients and the old state to the new state, and more outputs behind it.
-      grads: The gradients, which are zeros where `pred` is false.
+      grads: The gradients, which may be zeros where `pred` is false.
       old: The old state.
     """
     jaxpr = closed.jaxpr
