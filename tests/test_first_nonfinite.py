@@ -182,6 +182,15 @@ def padded(p, x):
     return jax.lax.scan(step, x, jnp.arange(4.0))
 
 
+def reassociated(p, x):
+    """Be finite operation by operation only: XLA computes `x * (1e30 * 1e30)`."""
+
+    def step(carry, row):
+        return carry, carry * p["w"] * 1e30 * 1e30
+
+    return jax.lax.scan(step, x, jnp.arange(4.0))
+
+
 def branches(p, x):
     return jax.lax.switch(
         jnp.int32(7), [jnp.sin, lambda y: y.astype(F16).astype(jnp.float32)], p["w"] * x
@@ -232,6 +241,7 @@ CLOSED_OVER = "an array that `fun` closes over"
         (branches, ONE, BIG, (CAST, "p['w']", "")),
         (scanned, BIG, ONE, ("mul", "p['w']", "step 1")),
         (lambda p, x: scanned(p, x, reverse=True), BIG, ONE, ("mul", "p['w']", "step 3")),
+        (reassociated, 1e-30 * ONE, ONE, ("scan", "p['w']", "")),
         (doubled, BIG, ONE, ("while", "p['w']", "")),
         (jax.named_scope("block")(product), BIG, BIG, ("mul", "p['w']", "block")),
         # Values that are not finite from the start.
@@ -243,7 +253,7 @@ CLOSED_OVER = "an array that `fun` closes over"
         (lambda p, x: jnp.where(x > 0, p["w"], -INF), ONE, -ONE, None),
         (lambda p, x: masked_softmax(p, x, (False, False)), ONE, ONE, ("sub", "p['w']", "")),
         (lambda p, x: jax.nn.softmax(p["w"] + x), ONE, jnp.array([0.0, -INF]), None),
-        (padded, ONE, ONE, ("scan", "p['w']", "")),  # the meaning of a scan's body is unknown
+        (padded, ONE, ONE, None),
         # Values that do not reach the output.
         (silu, ONE, -100 * ONE, None),
         (lambda p, x: jnp.where(x > 0, jnp.log(p["w"] * x), 0.0), ONE, -ONE, None),

@@ -113,19 +113,23 @@ class Search:
             branch = int(np.clip(index.array, 0, len(params["branches"]) - 1))
             return self._run_held(params["branches"][branch], rest, scope)
         results = self._apply(jaxpr, eqn, operands, scope)
-        if name == "scan" and any(result.origin for result in results):
-            first = self._first_in_scan(eqn, [*operands], scope)
-            results = [
-                dataclasses.replace(x, origin=first) if x.origin and first else x for x in results
-            ]
+        if name == "scan" and (origins := [x.origin for x in results if x.origin]):
+            first = self._first_in_scan(eqn, [*operands], scope, of_scan=origins[0])
+            results = [dataclasses.replace(x, origin=first) if x.origin else x for x in results]
         return results
 
     def _run_held(self, held: Any, operands: list[Value], scope: str) -> list[Value]:
         consts = [self._constant(const) for const in getattr(held, "consts", ())]
         return self._run(getattr(held, "jaxpr", held), consts, operands, scope)
 
-    def _first_in_scan(self, eqn: JaxprEqn, operands: list[Value], scope: str) -> Origin | None:
-        """Run a scan step by step, up to the first step that hands on what is not finite."""
+    def _first_in_scan(
+        self, eqn: JaxprEqn, operands: list[Value], scope: str, *, of_scan: Origin
+    ) -> Origin | None:
+        """Run a scan step by step, up to the first step that makes what is not finite.
+
+        Infinities that are meant have no origin. If each step is finite and the whole is not, for
+        it is rounded differently, the origin is the scan itself.
+        """
         body = eqn.params["jaxpr"]
         # What is sliced has one axis more outside of the body than inside: JAX's versions differ
         # in how they say it.
@@ -139,6 +143,7 @@ class Search:
         ]
         start = stacked.index(True) if True in stacked else len(stacked)
         carry_at = slice(start - sum(carried), start)
+        is_finite = True
         steps = range(eqn.params["length"])
         for step in reversed(steps) if eqn.params["reverse"] else steps:
             inputs = [
@@ -149,8 +154,9 @@ class Search:
             origins = [result.origin for result in results if result.origin]
             if origins:
                 return min(origins, key=time_of)
+            is_finite &= not any(result.kinds for result in results)
             operands[carry_at] = results[: sum(carried)]
-        return None
+        return of_scan if is_finite else None
 
     def _apply(self, jaxpr: Jaxpr, eqn: JaxprEqn, operands: list[Value], scope: str) -> list[Value]:
         known = {
