@@ -33,6 +33,7 @@ def run_workers(directory, count, devices):
     orders = {"coordinator": coordinator, "processes": count, "devices": devices}
     orders["directory"] = str(directory)
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    inherited["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # they compile more than they compute
     logs = [directory / f"log{i}.txt" for i in range(count)]
     running = []
     try:

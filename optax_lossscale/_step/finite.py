@@ -13,16 +13,16 @@ from optax_lossscale._support.tree import PyTree, is_inexact, is_symbolic, reada
 
 
 def all_finite(tree: PyTree) -> jax.Array:
-    """Say whether no number in `tree` is NaN or infinite.
+    """Return whether every number in `tree` is finite.
 
-    The check is exact: it looks at every element and never at a sum or a norm, which finite
-    values can overflow. It is as cheap under `jax.jit` for a thousand leaves as for their
+    The check is exact: it looks at every element, never at a sum or a norm, which can overflow
+    when all values are finite. Under `jax.jit`, a thousand leaves cost no more than their
     concatenation.
 
     Args:
-      tree: Any pytree. Leaves that hold no floating-point or complex numbers (`None`, integers,
-        booleans, float0, PRNG keys, anything but arrays) count as finite, and so do arrays
-        without elements.
+      tree: Any pytree. Leaves without floating-point or complex numbers (`None`, integers,
+        booleans, float0, PRNG keys, objects that are not arrays) count as finite, and so do empty
+        arrays.
 
     Returns:
       True if every number is finite. `bool[]`, also for an empty tree.
@@ -91,7 +91,7 @@ def _finite_on_gpu(arrays: list[jax.Array]) -> jax.Array:
 
 
 def _by_shape(arrays: list[jax.Array], most: int) -> list[list[jax.Array]]:
-    """Return groups of arrays of one shape and type, of so many at most."""
+    """Group arrays of one shape and type, with at most `most` arrays in a group."""
     found: dict[Any, list[jax.Array]] = {}
     for array in arrays:
         found.setdefault((array.shape, array.dtype), []).append(array)
@@ -110,10 +110,10 @@ def _all(flags: list[jax.Array]) -> jax.Array:
 
 
 def _are_local() -> bool:
-    """Say whether a traced array lies on one device, as far as one can know.
+    """Return whether traced arrays are known to lie on one device each.
 
-    Under `jax.jit` an array may be sharded in any way. Two arrays of one shape that are sharded
-    differently would be moved to be compared. One-dimensional ones are small, and alike in this.
+    Under `jax.jit`, arrays of one shape may be sharded differently, and checking them together
+    would move data between devices. One-dimensional ones are small and usually sharded alike.
     """
     types = jax.sharding.get_abstract_mesh().axis_types
     return jax.device_count() == 1 or (
@@ -126,7 +126,7 @@ def _is_finite(array: jax.Array) -> jax.Array:
 
 
 def _finite_on_cpu(arrays: list[jax.Array]) -> jax.Array:
-    """Check each array the way XLA:CPU does it in one pass.
+    """Check each array in a form that XLA:CPU computes in one pass.
 
     XLA:CPU turns a reduction over more than 32 elements into a `reduce-window`, which it does not
     fuse with what it reduces: the mask of the whole array is written to memory and read again

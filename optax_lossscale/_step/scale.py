@@ -88,9 +88,9 @@ def unscale_and_check(
     float32, for float64 gradients too.
 
     Args:
-      grads: Gradients of a loss that was scaled with `state`. Leaves that hold no floating-point
-        or complex numbers pass through as they are, and so does whatever stands under a dict key
-        `_overwrite_with_gradient` (what Flax's fp8 layers keep, which was never scaled).
+      grads: Gradients of a loss that was scaled with `state`. Leaves without floating-point or
+        complex numbers are returned unchanged, and so is everything under a dict key
+        `_overwrite_with_gradient`: the state of Flax's fp8 layers, which was never scaled.
       state: The `LossScaleState` that the loss was scaled with, not the updated one, or an
         optimizer's state that holds exactly one.
       axis_name: The mapped axis, or a tuple of them, over which the replicas or shards must agree

@@ -50,9 +50,9 @@ def gradient_exponents(
     the host, after `jax.tree.map(np.int64, ...)`.
 
     Args:
-      grads: True gradients, computed in float32: those that have been in float16 have lost
-        already what this counts. Leaves that hold no floating-point or complex numbers are left
-        out; the two parts of a complex number count one by one.
+      grads: True gradients, computed in float32: float16 has already lost what this counts.
+        Leaves without floating-point or complex numbers are ignored. The real and the imaginary
+        part of a complex number count separately.
       dtype: The floating-point type to round to, of at most 32 bits.
       loss_scale: What to multiply by before rounding. `float32[]`. The histogram is that of
         the gradients themselves.
@@ -171,8 +171,8 @@ def suggest_scale(
 
     Args:
       exponents: From `gradient_exponents`, on the host; best the sum over many steps.
-      headroom: Powers of two to leave free above the largest gradient that was seen, for larger
-        ones to come. With 0 it may be rounded to infinity.
+      headroom: Powers of two to leave free above the largest gradient so far, for larger ones to
+        come. With 0, the largest one itself may be rounded to infinity.
       dtype: The type that gradients are computed in.
 
     Returns:

@@ -21,8 +21,8 @@ def plot_gradient_exponents(
     `plot_gradient_exponents(exponents).figure.savefig(path)`.
 
     Args:
-      exponents: From `gradient_exponents`, on the host. What is drawn are the gradients as they
-        were given; for those that training computes, give it scaled ones.
+      exponents: From `gradient_exponents`, on the host. To see the gradients as training computes
+        them, count scaled gradients.
       ax: The axes to draw into, by default those of a new figure.
       dtype: The type whose limits are drawn.
 

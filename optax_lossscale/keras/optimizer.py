@@ -63,19 +63,18 @@ def loss_scale_optimizer(
       clipnorm: Each leaf of the gradients is scaled down to at most this norm.
       clipvalue: Each element of the gradients is clipped to plus or minus this value.
       global_clipnorm: All gradients together are scaled down to at most this norm.
-      use_ema: Whether an average of the params is kept, for `ema_params` to read. It is the params
-        after the first applied step, and then
+      use_ema: Whether to keep an average of the params, which `ema_params` reads. After the first
+        applied step it equals the params, and then it is
         `ema_momentum * average + (1 - ema_momentum) * params`.
-      ema_momentum: How much of the average stays at each step. A number in [0, 1].
-      ema_overwrite_frequency: Applied steps after which the average replaces the params, each time.
-        It does so through the updates, `average - params`, so that adding them gives the average
-        to within rounding: exactly, where the two are within a factor of two of each other and
-        XLA fuses nothing, and within two units in the last place of the larger of them always.
+      ema_momentum: The weight of the old average. A number in [0, 1].
+      ema_overwrite_frequency: The average replaces the params each time this many steps have been
+        applied. The updates are then `average - params`. Adding them gives the average exactly if
+        neither is more than twice the other and XLA fuses nothing, and always to within two units
+        in the last place of the larger.
       loss_scale_factor: A fixed loss scale instead of the dynamic one. Nothing is checked, and no
         step is skipped.
-      gradient_accumulation_steps: The inner optimizer moves once in so many finite steps, by the
-        mean of their gradients. A step that is not finite is dropped alone. The mean is taken in
-        float32.
+      gradient_accumulation_steps: Finite steps for each update of the inner optimizer, which sees
+        the mean of their gradients, taken in float32. Only a step that is not finite is dropped.
       axis_name: The mapped axis, or a tuple of them, over which all must skip together. See
         `unscale_and_check`.
 
