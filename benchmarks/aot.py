@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks import report, suite
 from benchmarks.contenders import (
+    ALL_CONTENDERS,
     CONTENDERS,
     MASTERS,
     Contender,
@@ -130,7 +131,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--backends", nargs="+", choices=BACKENDS, default=BACKENDS[:-1])
     add("--cases", nargs="+", choices=CASES, default=list(CASES))
-    add("--contenders", nargs="+", help="classes of contenders; all if left out")
+    names = [kind.__name__ for kind in (*ALL_CONTENDERS, OverAxis)]
+    add("--contenders", nargs="+", choices=names, default=names, help="baselines always run")
     add("--size", choices=SIZES, default="full", help="size of the workloads")
     add("--output", type=Path, default=Path("output/aot"), help="folder for the results")
     return parser.parse_args(argv)
@@ -143,10 +145,8 @@ def run(backend: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         case = CASES[name]
         workload = shapes(case.arrays, SIZES[args.size])
         for kind in CONTENDERS_OF.get(name, CONTENDERS):
-            chosen = not args.contenders or kind.__name__ in args.contenders
-            if issubclass(kind, (KerasAlone, Control)) or not (
-                chosen or kind.name == kind.baseline
-            ):
+            chosen = kind.__name__ in args.contenders or kind.name == kind.baseline
+            if not chosen or issubclass(kind, (KerasAlone, Control)):
                 continue  # Keras' optimizer holds arrays of the device on which Keras runs
             row = {"backend": backend, "case": name, "contender": kind.name}
             start = time.perf_counter()

@@ -185,7 +185,7 @@ def padded(p, x):
 def reassociated(p, x):
     """Be finite operation by operation only: XLA computes `x * (1e30 * 1e30)`."""
 
-    def step(carry, row):
+    def step(carry, _):
         return carry, carry * p["w"] * 1e30 * 1e30
 
     return jax.lax.scan(step, x, jnp.arange(4.0))
