@@ -10,7 +10,7 @@ PIP := $(RUN) -m pip --disable-pip-version-check
 # Each file runs in one worker, since the blocks of a document build on each other.
 PYTEST := $(RUN) -m pytest -n 2 --dist loadfile
 
-.PHONY: demo bench aot quick test test-all oracles docs fidelity matrix mutants check lint pins clean
+.PHONY: demo bench aot quick test test-all oracles docs fidelity matrix mutants release check lint pins clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/examples.installed
@@ -20,9 +20,11 @@ demo: $(VENV)/examples.installed
 bench: $(VENV)/bench.installed
 	$(RUN) -m benchmarks.run --output output/benchmarks $(BENCH)
 
-# Compiles for GPUs and TPUs that need not be there, and counts what is compiled. About half an hour.
+# Compiles for GPUs and TPUs that need not be there, counts what is compiled, and tests the counts.
+# About half an hour.
 aot:
 	$(MAKE) VENV=.venv-aot .venv-aot/aot.installed
+	.venv-aot/bin/python -m pytest tests/project/test_compiled.py
 	.venv-aot/bin/python -m benchmarks.aot --output output/aot $(AOT)
 
 # For the inner loop: takes under a minute, and covers all but a few branches of the package.
@@ -54,6 +56,14 @@ fidelity: $(VENV)/test.installed
 matrix: $(VENV)/matrix.installed
 	PYENV_VERSION="$${PYENV_VERSION:-$$(pyenv versions --bare 2>/dev/null | paste -sd: -)}" \
 	  $(RUN) -m nox $(MATRIX)
+
+# Builds the sdist and the wheel in dist/, and trains with the wheel in an empty environment on every
+# Python that it finds.
+release: $(VENV)/matrix.installed $(VENV)/test.installed
+	rm -rf dist
+	$(RUN) -m hatchling build
+	PYENV_VERSION="$${PYENV_VERSION:-$$(pyenv versions --bare 2>/dev/null | paste -sd: -)}" \
+	  $(RUN) -m nox --session release $(RELEASE)
 
 # Runs the mutation tester: every small change to the package must fail a test. About an hour.
 mutants: $(VENV)/test.installed

@@ -1,6 +1,7 @@
 """Test the package with the newest and the oldest supported versions: `make matrix`.
 
-Only `make test` covers the examples, benchmarks, documents and packaging (tests/project).
+Only `make test` covers the examples, benchmarks, documents and packaging (tests/project). `make
+release` runs the session `release`.
 
 Arguments after `--` go to pytest: `make matrix MATRIX="-s oldest -- tests/test_policy.py"`.
 """
@@ -12,6 +13,7 @@ import nox
 
 nox.options.download_python = "never"
 nox.options.reuse_venv = "yes"  # pip updates an environment when the pins change
+nox.options.sessions = ["newest", "oldest"]
 
 PYTHONS = nox.project.python_versions(nox.project.load_toml("pyproject.toml"))
 
@@ -31,6 +33,17 @@ def oldest(session: nox.Session) -> None:
         "constraints-oldest.txt",
         *(f"--{'deselect' if '::' in name else 'ignore'}={name}" for name in cannot_run),
     )
+
+
+@nox.session(python=PYTHONS, reuse_venv=False)
+def release(session: nox.Session) -> None:
+    """Install what was built into an empty environment, as its users will, and train with it."""
+    (wheel,) = Path("dist").glob("*.whl")
+    session.install("--constraint", "constraints.txt", f"{wheel}[flax]")
+    script = Path("examples/minimal.py").resolve()
+    session.chdir(session.create_tmp())  # where the checkout cannot be imported
+    session.run("python", "-W", "error", str(script))
+    session.run("python", "-W", "error", "-c", "import optax_lossscale.flax")
 
 
 def _test(session: nox.Session, pins: str, *arguments: str) -> None:

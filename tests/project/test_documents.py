@@ -8,7 +8,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
-COMMANDS = ["README.md", "BUILD.md", "CONTRIBUTING.md", ".ci/run", ".github/workflows/ci.yml"]
+WORKFLOWS = [".github/workflows/ci.yml", ".github/workflows/release.yml"]
+COMMANDS = ["README.md", "BUILD.md", "CONTRIBUTING.md", ".ci/run", *WORKFLOWS]
 
 # One letter is in brackets so that the pattern does not match itself.
 NAMES_A_MACHINE = re.compile(

@@ -125,6 +125,12 @@ for use in (
     assert printed.split() == [file, "16384.0", "flax", "matplotlib"]
 
 
+def test_only_a_person_starts_a_release():
+    workflow = (ROOT / ".github/workflows/release.yml").read_text("utf-8")
+    assert "\non:\n  workflow_dispatch:\n\n" in workflow
+    assert workflow.count("id-token: write") == workflow.count("environment: release") == 1
+
+
 def test_the_version_stands_in_the_package_once_and_documents_agree():
     assigned = [
         path.name

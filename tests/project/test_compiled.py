@@ -1,0 +1,62 @@
+"""What XLA compiles a step to for an H100, and for TPUs. `make aot` runs these tests.
+
+Compilation needs no such device, but XLA's compilers for them, which `make test` does not install.
+"""
+
+import json
+
+import pytest
+
+from benchmarks import aot
+from benchmarks.contenders import OptaxAlone
+
+for needed in ("jax_cuda12_plugin", "libtpu"):
+    pytest.importorskip(needed, reason=f"{needed} is of the group `aot`: `make aot` installs it")
+
+pytestmark = pytest.mark.slow
+
+# Against plain Optax: bytes, kernels, exchanges between devices and bytes exchanged, at most.
+ON_H100 = {
+    "wide": (1.145, 25, 0, 0),
+    "deep": (1.145, 202, 0, 0),
+    "clip": (1.005, 39, 0, 0),
+    "clip-deep": (1.005, 308, 0, 0),
+    "fsdp": (1.15, 281, 1, 1),
+    "tensor": (1.15, 281, 1, 1),
+    "shard_map": (1.15, 203, 1, 2),
+}
+# Estimated cycles against plain Optax, at most.
+CYCLES = {("v5e", "wide"): 1.17, ("v5e", "deep"): 1.28, ("v6e", "wide"): 1.3, ("v6e", "deep"): 1.67}
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory):
+    """Return what is counted, by backend, case and whether it is plain Optax."""
+    output = tmp_path_factory.mktemp("aot")
+    cases = {"h100": ON_H100, "v5e": ("wide", "deep"), "v6e": ("wide", "deep")}
+    found = {}
+    for backend, names in cases.items():
+        options = f"--output={output}", "--contenders", "OptaxAlone", "Ours", "OverAxis"
+        aot.main(["--backends", backend, "--cases", *names, *options])
+        for row in json.loads((output / "aot.json").read_text()):
+            found[backend, row["case"], row["contender"] == OptaxAlone.name] = row
+    return found
+
+
+@pytest.mark.parametrize("case", ON_H100)
+def test_bytes_kernels_and_exchanges_on_a_gpu_do_not_grow(counted, case):
+    plain, ours = (counted["h100", case, is_plain] for is_plain in (True, False))
+    limits = ON_H100[case]
+    found = (
+        ours["bytes"] / plain["bytes"],
+        ours["kernels"],
+        ours["collectives"] - plain["collectives"],
+        ours["exchanged"] - plain["exchanged"],
+    )
+    assert all(a <= b for a, b in zip(found, limits, strict=True)), (found, limits)
+
+
+@pytest.mark.parametrize(("backend", "case"), CYCLES)
+def test_estimated_cycles_on_a_tpu_do_not_grow(counted, backend, case):
+    plain, ours = (counted[backend, case, is_plain] for is_plain in (True, False))
+    assert ours["cycles"] / plain["cycles"] <= CYCLES[backend, case]
