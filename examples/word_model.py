@@ -1,9 +1,9 @@
 """A word model in float32, in float16, and in float16 with loss scaling.
 
 It predicts each word of scikit-learn's docstrings from the four words before it. The loss is a mean
-over the batch, so the gradient of a logit is the word's probability divided by the batch size. With
-8,192 words to choose from and 16,384 in a batch, it is 7e-9 on average, which float16 rounds to 0.
-Nothing is scaled down. The three runs start from the same parameters and see the same batches.
+over the batch, so the gradient of a wrong word's logit is its probability over the batch size: 7e-9
+on average, with 8,192 words and batches of 16,384. float16 rounds that to zero. Nothing is scaled
+down. The three runs start from the same parameters and see the same batches.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import optax_lossscale as ols
 
 VOCABULARY = 8192
 SHAPES = {"words": (VOCABULARY, 32), "hidden": (4 * 32, 32), "output": (32, VOCABULARY)}
-POLICY = ols.DynamicLossScale(growth_interval=5)  # the default is 2000, longer than this run
+POLICY = ols.DynamicLossScale(growth_interval=10)  # the default is 2000, longer than this run
 FORMATS = {  # the dtype, the loss scale (None neither scales nor checks), and how it is drawn
     "float32": (jnp.float32, None, {"color": "#999999", "lw": 6}),
     "float16": (jnp.float16, None, {"color": "#d55e00", "lw": 2}),
@@ -51,7 +51,7 @@ def loss_fn(params: dict[str, jax.Array], batch: jax.Array) -> jax.Array:
 def train(name: str, data: np.ndarray, steps: int, size: int) -> np.ndarray:
     """Return the test loss, share of zeros, skipped steps and loss scale after each step."""
     dtype, loss_scale, _ = FORMATS[name]
-    tx = ols.with_loss_scaling(optax.adam(1e-2), loss_scale)
+    tx = ols.with_loss_scaling(optax.adam(2e-2), loss_scale)
 
     @jax.jit
     def train_step(params: dict, opt_state: optax.OptState, batch: jax.Array) -> tuple:
@@ -75,20 +75,20 @@ def train(name: str, data: np.ndarray, steps: int, size: int) -> np.ndarray:
 
 def report(runs: dict[str, np.ndarray], path: Path) -> None:
     """Print the table, and draw the test loss and the share of zeros against the step."""
-    figure = Figure(figsize=(9, 3.8), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     steps = 1 + np.arange(len(runs["float32"][0]))
     shown = len(steps) * np.arange(1, 6) // 5
-    row = "{:<22}{:>6}{:>6}{:>6}{:>6}{:>6}{:>17}{:>15}{:>12}".format
-    print(row("test loss after step", *shown, "zeros in gradient", "skipped steps", "loss scale"))
+    row = "{:<22}{:>6}{:>6}{:>6}{:>6}{:>6}{:>16}{:>9}{:>12}".format
+    print(row("test loss after step", *shown, "gradient zeros", "skipped", "loss scale"))
     for name, (loss, zeros, skipped, scale) in runs.items():
         left.plot(steps, loss, label=name, **FORMATS[name][2])
         right.plot(steps, 100 * zeros, **FORMATS[name][2])
         ends = (f"{skipped[-1]:.0f}", f"2**{np.log2(scale[-1]):.0f}") if FORMATS[name][1] else "--"
         print(row(name, *(f"{x:.2f}" for x in loss[shown - 1]), f"{zeros.mean():.1%}", *ends))
     left.set(title="Test loss", xlabel="step")
-    right.set(title="Zeros in the output layer's gradient, in %", xlabel="step", ylim=(-4, 104))
-    figure.legend(loc="outside upper center", ncols=3)
+    right.set(title="Zeros in the output layer's gradient, %", xlabel="step", ylim=(-3, 103))
+    left.legend(frameon=False, fontsize="large")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
@@ -96,8 +96,8 @@ def report(runs: dict[str, np.ndarray], path: Path) -> None:
 def problems(float32: float, float16: float, scaled: float) -> list[str]:
     """Return a message for each final test loss that is not as expected. NaN never is."""
     expected = {
-        f"float32: {float32:.2f}, expected at most 6": float32 <= 6,
-        f"float16: {float16:.2f}, expected {float32 + 0.2:.2f} or more": float16 >= float32 + 0.2,
+        f"float32: {float32:.2f}, expected at most 5.5": float32 <= 5.5,
+        f"float16: {float16:.2f}, expected {float32 + 0.3:.2f} or more": float16 >= float32 + 0.3,
         f"with scaling: {scaled:.2f}, expected {float32:.2f} ± 0.1": abs(scaled - float32) <= 0.1,
     }
     return [f"final test loss, {message}" for message, holds in expected.items() if not holds]
