@@ -14,7 +14,7 @@ PYTEST := $(RUN) -m pytest -n 2 --dist loadfile
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/examples.installed
-	$(RUN) examples/digits.py --output output/digits.png
+	$(RUN) examples/word_model.py --output output/word_model.png
 
 # `make bench BENCH="--size small --rounds 3"` is quick; `make bench BENCH=--help` lists all options.
 bench: $(VENV)/bench.installed

@@ -7,26 +7,21 @@ import optax
 import optax_lossscale as ols
 
 
-def loss_fn(w, x, y):
-    predicted = w.astype(jnp.float16) * x.astype(jnp.float16)
-    return 1e-7 * jnp.mean((predicted.astype(jnp.float32) - y) ** 2)  # small, and float32
+def loss_fn(params, hidden, words):  # the last layer of a language model
+    logits = (hidden @ params).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, words).mean()
 
 
-def train(loss_scale, x, y):
-    tx = ols.with_loss_scaling(optax.adam(0.1), loss_scale)
-
-    @jax.jit
-    def step(w, opt_state):
-        loss, grads = ols.value_and_grad(loss_fn)(opt_state, w, x, y)  # scaled gradients
-        updates, opt_state = tx.update(grads, opt_state, w, value=loss)
-        return optax.apply_updates(w, updates), opt_state
-
-    w, opt_state = jnp.float32(0), tx.init(jnp.float32(0))
-    for _ in range(200):
-        w, opt_state = step(w, opt_state)
-    return w
+def zeros(loss_scale):
+    tx = ols.with_loss_scaling(optax.adam(1e-3), loss_scale)
+    loss_and_grads = ols.value_and_grad(loss_fn, compute_dtype=jnp.float16)
+    _, grads = jax.jit(loss_and_grads)(tx.init(params), params, hidden, words)
+    return jnp.mean(grads == 0)
 
 
-x = jnp.linspace(-1, 1, 128)
-print(f"float16 alone:             w = {train(None, x, 3 * x):.2f}")
-print(f"float16 with loss scaling: w = {train('dynamic', x, 3 * x):.2f}")
+keys = jax.random.split(jax.random.key(0), 3)
+params = 0.02 * jax.random.normal(keys[0], (64, 32768))  # a vocabulary of 32,768
+hidden = jax.random.normal(keys[1], (2048, 64))  # one sequence of 2,048 words
+words = jax.random.randint(keys[2], (2048,), 0, 32768)
+print(f"float16 alone:             {zeros(None):.0%} of the gradient is zero")
+print(f"float16 with loss scaling: {zeros('dynamic'):.0%} of the gradient is zero")
