@@ -59,6 +59,6 @@ def _defaults() -> Iterator[None]:
 
 pytest_collect_file = Sybil(
     parsers=[CodeBlockParser("python", _run), CodeBlockParser("text", _compare)],
-    patterns=["README.md", "BUILD.md", "docs/*.md", "docs/api/*.md"],
+    patterns=["README.md", "BUILD.md", "docs/*.md", "docs/api/*.md", "docs/migration/*.md"],
     fixtures=["_defaults"],
 ).pytest()

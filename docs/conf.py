@@ -92,7 +92,7 @@ class LinkNames(SphinxTransform):
     def apply(self, **kwargs: object) -> None:
         """Replace each literal that is such a name by a reference to it."""
         del kwargs
-        if self.env.docname == "migration":
+        if self.env.docname.startswith("migration"):
             return
         for literal in list(self.document.findall(nodes.literal)):
             target = LINKED.get(literal.astext())
