@@ -42,7 +42,13 @@ def notebook(path: Path) -> dict:
         for code in [start, *parts(source)]
     ]
     cells = [{"id": f"part-{i}", "metadata": {}, **cell} for i, cell in enumerate(cells)]
-    return {"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    return {
+        "cells": cells,
+        "metadata": {"kernelspec": kernel},
+        "nbformat": 4,
+        "nbformat_minor": 5,
+    }
 
 
 def write(folder: Path) -> None:
