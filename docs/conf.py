@@ -1,5 +1,7 @@
 """How Sphinx builds the site: `make docs`. The pages are plain Markdown and need none of this."""
 
+import sys
+from pathlib import Path
 from typing import Any
 
 from docutils import nodes
@@ -13,13 +15,22 @@ import optax_lossscale.interop
 import optax_lossscale.keras
 import optax_lossscale.testing
 
+sys.path.insert(0, str(Path(__file__).parent))
+import notebooks
+
 project = "optax_lossscale"
 author = "The optax_lossscale authors"
 version = release = optax_lossscale.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+]
 default_role = "literal"  # a backtick in a docstring is code; see `LinkNames`
 
+myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
 # Types of others, for which no inventory can be read without a network, in full and as Optax and
 # matplotlib shorten them; and our one type variable, a tree that comes out as it went in.
@@ -40,13 +51,16 @@ html_title = f"optax_lossscale {version}"
 html_favicon = "images/icon.svg"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["copy.js"]
 html_show_copyright = False
 html_show_sphinx = False
 html_copy_source = False
 pygments_style = "friendly"
 pygments_dark_style = "native"
 
-# Public names are known where they are imported from, not in the module that defines them.
+# Public names are known where they are imported from, not in the module that defines them, whose
+# source is shown.
+SOURCES = {}
 for room in (
     optax_lossscale,
     optax_lossscale.diagnostics,
@@ -56,6 +70,7 @@ for room in (
     for name in room.__all__:
         value = getattr(room, name)
         if getattr(value, "__module__", "").startswith("optax_lossscale."):
+            SOURCES[room.__name__, name] = value.__module__
             value.__module__ = room.__name__
 
 # What is linked wherever it stands in backticks: `ols.init`, and `scale_loss` without more; but not
@@ -79,6 +94,21 @@ _ELSEWHERE = {
 LINKED |= _ELSEWHERE | {target: target for target in _ELSEWHERE.values()}
 _FLAX = ("DynamicScale", "TrainState")  # only in full: Flax's own are spoken of as often
 LINKED |= {f"optax_lossscale.flax.{name}": f"optax_lossscale.flax.{name}" for name in _FLAX}
+
+# What is searched for, and not in the page's title.
+WORDS = {
+    "diagnostics": ("NaN", "overflow", "infinity", "inf"),
+    "distributed_fsdp": ("FSDP",),
+    "distributed_shard_map": ("pmap", "shard_map"),
+    "faq": ("FAQ",),
+    "fine_tuning": ("LoRA", "frozen"),
+    "glossary": ("underflow", "subnormal"),
+    "gpu": ("CUDA", "tensor core", "memory", "V100", "T4"),
+    "install": ("Windows", "pip"),
+    "linen": ("fp8",),
+    "reinforcement_learning": ("REINFORCE", "GRPO"),
+    "skipping": ("spike",),
+}
 
 
 class LinkNames(SphinxTransform):
@@ -107,6 +137,48 @@ class LinkNames(SphinxTransform):
             link += literal
 
 
+class FindWords(SphinxTransform):
+    """Puts a page first when one of its words is searched for, where the title has others."""
+
+    default_priority = 400
+
+    def apply(self, **kwargs: object) -> None:
+        """Give the page entries in the index, which the search ranks above titles."""
+        del kwargs
+        section = next(iter(self.document.findall(nodes.section)), None)
+        for word in WORDS.get(self.env.docname, ()) if section else ():
+            entry = ("single", word, section["ids"][0], "main", None)
+            section.insert(1, addnodes.index(entries=[entry]))
+
+
+class LinkNotebooks(SphinxTransform):
+    """Links the notebook of an example beside the example."""
+
+    default_priority = 400
+
+    def apply(self, **kwargs: object) -> None:
+        """Add a link after each link to an example on the gallery's page."""
+        del kwargs
+        if self.env.docname != "gallery":
+            return
+        for link in list(self.document.findall(addnodes.download_reference)):
+            target = f"notebooks/{Path(link['reftarget']).stem}.ipynb"
+            notebook = nodes.reference("", "notebook", refuri=target)
+            link.parent.insert(link.parent.index(link) + 1, [nodes.Text(", "), notebook])
+
+
+def write_notebooks(app: Sphinx, exception: Exception | None) -> None:
+    """Put a notebook of each example into the site."""
+    if exception is None and app.builder.format == "html":
+        notebooks.write(Path(app.outdir) / "notebooks")
+
+
+def source_of(app: Sphinx, module: str, name: str) -> str | None:
+    """Return the module that defines a public name."""
+    del app
+    return SOURCES.get((module, name.partition(".")[0]))
+
+
 def keep_bars(*event: Any) -> None:
     """Let the bars of a magnitude in a docstring be bars; between two of them is a substitution."""
     lines = event[-1]
@@ -116,4 +188,8 @@ def keep_bars(*event: Any) -> None:
 def setup(app: Sphinx) -> None:
     """Add what is ours."""
     app.add_transform(LinkNames)
+    app.add_transform(FindWords)
+    app.add_transform(LinkNotebooks)
+    app.connect("build-finished", write_notebooks)
+    app.connect("viewcode-follow-imported", source_of)
     app.connect("autodoc-process-docstring", keep_bars)

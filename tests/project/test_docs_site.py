@@ -4,6 +4,7 @@ Needs the group `docs`, which `make test` does not install.
 """
 
 import inspect
+import json
 import re
 import shutil
 import zlib
@@ -51,6 +52,44 @@ def test_every_page_and_every_public_name_is_there(site):
         assert public <= entries
 
 
+def test_the_index_of_the_reference_has_a_line_for_every_public_name():
+    index = (DOCS / "api/index.md").read_text("utf-8")
+    named = re.findall(r"^\| `(?:\w+\.)*(\w+)` \| [A-Z].*[^. ] \|$", index, re.MULTILINE)
+    assert named[:2] == ["with_loss_scaling", "value_and_grad"]
+    modules = ols, ols.diagnostics, ols.flax, ols.keras
+    public = {name for module in modules for name in module.__all__} - {"diagnostics"}
+    assert public <= set(named)
+    assert len(named) == len(set(named))
+
+
+def test_a_public_name_leads_to_its_source_and_code_can_be_copied(site):
+    page = (site / "api/optax.html").read_text("utf-8")
+    assert 'href="../_modules/optax_lossscale/_step/transform.html#with_loss_scaling"' in page
+    source = site / "_modules/optax_lossscale/_step/transform.html"
+    assert 'id="with_loss_scaling"' in source.read_text("utf-8")
+    assert "_static/copy.js" in page
+
+
+@pytest.mark.parametrize(
+    ("word", "page"),
+    [("nan", "diagnostics"), ("overflow", "diagnostics"), ("lora", "fine_tuning"), ("faq", "faq")],
+)
+def test_a_word_that_is_searched_for_leads_to_its_page(site, word, page):
+    text = (site / "searchindex.js").read_text("utf-8")
+    index = json.loads(text.removeprefix("Search.setIndex(").removesuffix(")"))
+    found = [index["docnames"][number] for number, _, main in index["indexentries"][word] if main]
+    assert found == [page]
+
+
+def test_every_example_is_in_the_gallery_with_its_notebook(site):
+    gallery = (site / "gallery.html").read_text("utf-8")
+    linked = re.findall(r'href="(_downloads/[^"]*\.py|notebooks/[^"]*)"', gallery)
+    examples = {path.stem for path in (DOCS.parent / "examples").glob("*.py")}
+    assert {Path(link).stem for link in linked if link.endswith(".py")} == examples
+    assert {Path(link).stem for link in linked if link.endswith(".ipynb")} == examples
+    assert [link for link in linked if not (site / link).exists()] == []
+
+
 def test_names_in_backticks_are_linked_to_ours_and_those_of_flax_are_not(site):
     order = (site / "order.html").read_text("utf-8")
     assert "api/optax.html#optax_lossscale.with_loss_scaling" in order
@@ -74,7 +113,8 @@ def test_a_page_with_a_link_to_nowhere_is_not_built(python, tmp_path):
     source = tmp_path / "docs"
     for name in ("_static", "images"):
         shutil.copytree(DOCS / name, source / name)
-    shutil.copy(DOCS / "conf.py", source)
+    for name in ("conf.py", "notebooks.py"):
+        shutil.copy(DOCS / name, source)
     (source / "index.md").write_text("# A page\n\n[One](#a-page), and [another](#nowhere).\n")
     _, said = python(*SPHINX, source, tmp_path / "site", cwd=DOCS.parent, status=1)
     assert "'nowhere'" in said
