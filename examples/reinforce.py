@@ -50,6 +50,8 @@ LABELS = {
     "reward": "share of right answers\n(mean, range over seeds)",
     "gap": "mean difference of the\ntwo log-probabilities",
 }
+BEGIN = "<!-- reinforce: `make fidelity` writes this part -->"
+END = "<!-- reinforce: end -->"
 
 # By default XLA may keep a bfloat16 result in float32 where it fuses operations, so that the same
 # code rounds differently in two programs. Turned off, each operation rounds, as in float16.
@@ -283,11 +285,9 @@ def interval(values: np.ndarray) -> tuple[float, float]:
 
 def tables(results: Results) -> str:
     """Return the results as Markdown."""
-    first = [
-        ["rate", "computed in", "right answers", "minus float32, same seed", "mean gap"],
-        ["---:", "---", "---:", "---:", "---:", "---:", "---:", "---:"],
-    ]
-    first[0] += ["KL per token", "zero gradient entries", "skipped steps"]
+    head = "rate", "computed in", "right answers", "minus float32, same seed", "mean gap"
+    head = *head, "KL per token", "zero gradient entries", "skipped steps"
+    first = [head, ["---:", "---", *["---:"] * 6]]
     for rate, ways in results["runs"].items():
         for way, runs in ways.items():
             end, base = end_reward(runs), end_reward(ways[FLOAT32])
@@ -319,21 +319,17 @@ def draw(results: Results, path: Path) -> None:
             axes[row, 0].set_ylabel(LABELS[name])
         axes[0, column].set_title(f"learning rate {rate}")
         axes[1, column].set(yscale="log", xlabel="step")
-    figure.legend(
-        *axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=1 + columns
-    )
+    handles = axes[0, 0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside upper center", ncols=1 + columns)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=90)
 
 
 def write(results: Results, page: Path) -> None:
     """Replace the tables of a page, and the numbers and the picture beside it."""
-    begin, end = (
-        "<!-- reinforce: `make fidelity` writes this part -->\n\n",
-        "\n\n<!-- reinforce: end",
-    )
-    before, _, rest = page.read_text().partition(begin)
-    page.write_text(f"{before}{begin}{tables(results)}{end}{rest.partition(end)[2]}")
+    before, _, rest = page.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{BEGIN}\n\n{tables(results)}\n\n{END}{after}")
     text = json.dumps(results, indent=1)
     text = re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), text)
     page.with_suffix(".json").write_text(text + "\n")
@@ -354,9 +350,7 @@ def main(argv: Sequence[str] | None = None) -> Results:
     parser.add_argument("--write", type=Path, help="a page to update")
     args = parser.parse_args(argv)
     if args.seeds < 2 or args.steps < POINT or args.steps % POINT or args.ways[0] != FLOAT32:
-        parser.error(
-            f"two seeds or more, a multiple of {POINT} steps, and float32 as the first way"
-        )
+        parser.error(f"two seeds or more, a multiple of {POINT} steps, and float32 first in --ways")
     starts = [warm_start(jax.random.key(seed), args.warm) for seed in range(args.seeds)]
     runs: dict[str, dict[str, list]] = {f"{rate:g}": {} for rate in args.rates}
     for rate, way in itertools.product(args.rates, args.ways):
