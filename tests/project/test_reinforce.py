@@ -132,6 +132,20 @@ def test_the_page_shows_the_stored_numbers(example):
             assert way == SCALED or not any(run["skipped"] for run in runs)
 
 
+def test_the_stored_numbers_show_what_the_page_concludes(example):
+    for ways in STORED["runs"].values():
+        base = example.end_reward(ways[FLOAT32])
+        for way in ways.keys() - {FLOAT32}:
+            mean, margin = example.interval(example.end_reward(ways[way]) - base)
+            assert abs(mean) <= margin  # nothing is learnt better or worse
+        coarse, fine = (
+            {name: np.mean([run[name] for run in ways[way]]) for name in ("gap", "kl")}
+            for way in ("bfloat16", SCALED)
+        )
+        assert coarse["gap"] / fine["gap"] == pytest.approx(8, rel=0.1)
+        assert coarse["kl"] / fine["kl"] == pytest.approx(64, rel=0.1)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_every_product_of_both_policies_is_in_the_format(example, dtype):
     params = jax.tree.map(lambda p: p.astype(dtype), example.init_params(jax.random.key(0)))
