@@ -47,9 +47,12 @@ docs: $(VENV)/docs.installed
 	$(RUN) -m sphinx -W --keep-going -n -E -b html docs output/docs
 	$(RUN) -m pytest tests/project/test_docs_site.py
 
-# Trains in every format, with and without loss scaling, and updates docs/training.md.
+# Trains in every format, with and without loss scaling, and updates docs/training.md and
+# docs/reinforcement_learning.md.
 fidelity: $(VENV)/test.installed
 	$(RUN) -m benchmarks.fidelity --output output/fidelity --write docs/training.md $(FIDELITY)
+	$(RUN) examples/reinforce.py --seeds 5 --steps 200 --rates 0.001 0.003 \
+	  --output output/fidelity/reinforce.png --write docs/reinforcement_learning.md
 
 # Tests the oldest and the newest supported versions, on every Python that it finds, including all
 # versions that pyenv has installed.

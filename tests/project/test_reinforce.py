@@ -1,0 +1,162 @@
+"""The example of reinforcement learning: its two policies agree, and it learns."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quickly_compiled")]
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/reinforcement_learning.md"
+STORED = json.loads(PAGE.with_suffix(".json").read_text())
+FLOAT32, SCALED = "float32", "float16 + loss scaling"
+
+
+def load():
+    spec = importlib.util.spec_from_file_location("reinforce", ROOT / "examples/reinforce.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def example():
+    return load()
+
+
+@pytest.fixture(scope="module")
+def small():
+    """The example at a size that learns within seconds."""
+    module = load()
+    module.DIGITS, module.LENGTH, module.LAYERS, module.WIDTH = 3, 6, 1, 16
+    *_, (name, program) = module.PROGRAMS.items()
+    module.PROGRAMS = {name: program}
+    return module
+
+
+@pytest.fixture(scope="module")
+def short(small, tmp_path_factory):
+    """The results of a short run in float32, and its picture."""
+    picture = tmp_path_factory.mktemp("short") / "a.png"
+    options = "--steps=60", "--warm=150", "--rates=0.005", f"--output={picture}"
+    return small.main([*options, "--ways", FLOAT32]), picture
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_decoding_with_the_cache_gives_the_log_probabilities_of_the_whole_sequence(small, fused):
+    params = small.init_params(jax.random.key(0))
+    prompts = small.draw_prompts(jax.random.key(1), 64)
+
+    @jax.jit
+    def both(params):
+        answers, sampled = small.sample(params, prompts, jax.random.key(2), fused=fused)
+        return answers, sampled, small.trained_log_probs(params, prompts, answers)
+
+    answers, sampled, trained = both(params)
+    assert answers.shape == (64, 3)
+    np.testing.assert_allclose(sampled, trained, rtol=0, atol=1e-5)
+    assert np.ptp(sampled) > 1  # the tokens differ in probability
+
+
+def test_a_token_depends_on_those_before_it_alone(small):
+    params = small.init_params(jax.random.key(0))
+    prompts = small.draw_prompts(jax.random.key(1), 64)
+    answers = jnp.zeros((64, 3), int)
+    log_probs = jax.jit(small.trained_log_probs)
+    one, other = (log_probs(params, prompts, answers.at[:, 1].set(token)) for token in (1, 2))
+    np.testing.assert_array_equal(np.any(one != other, axis=0), [False, True, True])
+
+
+def test_finer_formats_sample_closer_to_what_is_trained(short):
+    results, _ = short
+    (gap,) = results["sources"].values()
+    assert gap["float32"] < 1e-5
+    assert gap["float16"] > 20 * gap["float32"]
+    assert 4 < gap["bfloat16"] / gap["float16"] < 16  # three bits
+
+
+def assert_learned(small, runs):
+    start = 100 * np.array([run["reward"][0] for run in runs])
+    assert np.all(small.end_reward(runs) > start + 10)
+
+
+def test_the_reward_improves_in_float32(short, small):
+    results, picture = short
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    (ways,) = results["runs"].values()
+    assert_learned(small, ways[FLOAT32])
+
+
+@pytest.mark.exhaustive
+def test_the_reward_improves_in_every_format(small, tmp_path):
+    options = "--steps=60", "--warm=150", "--rates=0.005", f"--output={tmp_path / 'a.png'}"
+    (ways,) = small.main(options)["runs"].values()
+    for runs in ways.values():
+        assert_learned(small, runs)
+    gap = {way: np.mean([run["gap"] for run in runs]) for way, runs in ways.items()}
+    assert gap[FLOAT32] < gap["float16"] < gap["bfloat16"]
+    assert 4 < gap["bfloat16"] / gap[SCALED] < 16
+
+
+def test_write_replaces_the_tables_and_nothing_else(short, small, tmp_path):
+    results, _ = short
+    page = tmp_path / "page.md"
+    whole = PAGE.read_text()
+    page.write_text(whole)
+    small.write(results, page)
+    assert page.read_text() == whole.replace(small.tables(STORED), small.tables(results))
+    assert page.read_text() != whole
+    assert json.loads(page.with_suffix(".json").read_text()) == results
+    assert (tmp_path / "images/reinforce.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_seed_and_a_run_without_float32_are_refused(example, capsys):
+    for wrong in (["--seeds=1"], ["--steps=7"], ["--ways", "bfloat16"]):
+        with pytest.raises(SystemExit, match="2"):
+            example.main(wrong)
+        assert "two seeds or more" in capsys.readouterr().err
+
+
+def test_the_page_shows_the_stored_numbers(example):
+    assert PAGE.read_text().count(example.tables(STORED)) == 1
+    for ways in STORED["runs"].values():
+        assert list(ways) == list(example.WAYS)
+        for way, runs in ways.items():
+            assert len(runs) == 5  # seeds
+            assert {len(run[name]) for run in runs for name in ("reward", "gap")} == {40}
+            assert way == SCALED or not any(run["skipped"] for run in runs)
+
+
+def test_the_stored_numbers_show_what_the_page_concludes(example):
+    for ways in STORED["runs"].values():
+        base = example.end_reward(ways[FLOAT32])
+        for way in ways.keys() - {FLOAT32}:
+            mean, margin = example.interval(example.end_reward(ways[way]) - base)
+            assert abs(mean) <= margin  # nothing is learnt better or worse
+        coarse, fine = (
+            {name: np.mean([run[name] for run in ways[way]]) for name in ("gap", "kl")}
+            for way in ("bfloat16", SCALED)
+        )
+        assert coarse["gap"] / fine["gap"] == pytest.approx(8, rel=0.1)
+        assert coarse["kl"] / fine["kl"] == pytest.approx(64, rel=0.1)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_every_product_of_both_policies_is_in_the_format(example, dtype):
+    params = jax.tree.map(lambda p: p.astype(dtype), example.init_params(jax.random.key(0)))
+    prompts = example.draw_prompts(jax.random.key(1), 2)
+
+    def both(params):
+        answers, sampled = example.sample(params, prompts, jax.random.key(2))
+        return sampled, example.trained_log_probs(params, prompts, answers)
+
+    text = str(jax.make_jaxpr(both)(params))
+    products = [line for line in text.splitlines() if "= dot_general" in line]
+    name = {jnp.bfloat16: "bf16", jnp.float16: "f16"}[dtype]
+    assert len(products) >= 15
+    assert all(f":{name}[" in line.partition("=")[0] for line in products)
