@@ -46,6 +46,23 @@ def test_the_readme_is_short_and_shows_the_minimal_example():
     assert f"```python\n{code}```\n" in readme  # runs there, with its output compared
 
 
+def code_lines(page):
+    inside = False
+    for line in page.splitlines():
+        if line.startswith("```"):
+            inside = not inside
+        elif inside:
+            yield line
+
+
+def test_code_on_the_pages_does_not_scroll_sideways():
+    pages = [path for path in DOCUMENTS if path.name not in ("BUILD.md", "index.md")]
+    lines = [line for path in pages for line in code_lines(path.read_text("utf-8"))]
+    assert len(lines) > 2000
+    messages = "The last 60 steps", "`initial_scale` must"  # of one line each
+    assert [line for line in lines if len(line) > 88 and not line.startswith(messages)] == []
+
+
 def test_links_within_the_project_lead_somewhere():
     link = re.compile(r"\]\((?!https?:|#)([^)#]+)")
     found = [path.parent / to for path in DOCUMENTS for to in link.findall(path.read_text("utf-8"))]
