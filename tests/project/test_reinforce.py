@@ -47,29 +47,19 @@ def short(small, tmp_path_factory):
     return small.main([*options, "--ways", FLOAT32]), picture
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_decoding_with_the_cache_gives_the_log_probabilities_of_the_whole_sequence(small, fused):
+def test_decoding_with_the_cache_gives_the_log_probabilities_of_the_whole_sequence(small):
     params = small.init_params(jax.random.key(0))
     prompts = small.draw_prompts(jax.random.key(1), 64)
 
     @jax.jit
     def both(params):
-        answers, sampled = small.sample(params, prompts, jax.random.key(2), fused=fused)
+        answers, sampled = small.sample(params, prompts, jax.random.key(2))
         return answers, sampled, small.trained_log_probs(params, prompts, answers)
 
     answers, sampled, trained = both(params)
     assert answers.shape == (64, 3)
     np.testing.assert_allclose(sampled, trained, rtol=0, atol=1e-5)
     assert np.ptp(sampled) > 1  # the tokens differ in probability
-
-
-def test_a_token_depends_on_those_before_it_alone(small):
-    params = small.init_params(jax.random.key(0))
-    prompts = small.draw_prompts(jax.random.key(1), 64)
-    answers = jnp.zeros((64, 3), int)
-    log_probs = jax.jit(small.trained_log_probs)
-    one, other = (log_probs(params, prompts, answers.at[:, 1].set(token)) for token in (1, 2))
-    np.testing.assert_array_equal(np.any(one != other, axis=0), [False, True, True])
 
 
 def test_finer_formats_sample_closer_to_what_is_trained(short):
@@ -146,10 +136,10 @@ def test_the_stored_numbers_show_what_the_page_concludes(example):
         assert coarse["kl"] / fine["kl"] == pytest.approx(64, rel=0.1)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_every_product_of_both_policies_is_in_the_format(example, dtype):
-    params = jax.tree.map(lambda p: p.astype(dtype), example.init_params(jax.random.key(0)))
-    prompts = example.draw_prompts(jax.random.key(1), 2)
+def test_every_product_of_both_policies_is_in_the_format(example):
+    params = jax.eval_shape(example.init_params, jax.random.key(0))
+    params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float16), params)
+    prompts = jnp.zeros((2, example.DIGITS), int)
 
     def both(params):
         answers, sampled = example.sample(params, prompts, jax.random.key(2))
@@ -157,6 +147,5 @@ def test_every_product_of_both_policies_is_in_the_format(example, dtype):
 
     text = str(jax.make_jaxpr(both)(params))
     products = [line for line in text.splitlines() if "= dot_general" in line]
-    name = {jnp.bfloat16: "bf16", jnp.float16: "f16"}[dtype]
     assert len(products) >= 15
-    assert all(f":{name}[" in line.partition("=")[0] for line in products)
+    assert all(":f16[" in line.partition("=")[0] for line in products)
