@@ -21,7 +21,7 @@ bench: $(VENV)/bench.installed
 	$(RUN) -m benchmarks.run --output output/benchmarks $(BENCH)
 
 # Compiles for GPUs and TPUs that need not be there, counts what is compiled, and tests the counts.
-# About half an hour.
+# About an hour.
 aot:
 	$(MAKE) VENV=.venv-aot .venv-aot/aot.installed
 	.venv-aot/bin/python -m pytest tests/project/test_compiled.py
