@@ -62,7 +62,8 @@ def make_train(task: Task, way: str) -> Callable[[int, Callable[[], Any]], Run]:
         key = batch_key(seed, 0)
         _, grads = ols.value_and_grad(task.loss_fn)(opt_state, params, data, key, dtype)
         exact = jax.grad(task.loss_fn)(params, data, key, jnp.float32)
-        errors = jax.tree.map(jnp.subtract, grads, exact)
+        scale = ols.loss_scale_state(opt_state).loss_scale
+        errors = jax.tree.map(lambda scaled, exact: scaled / scale - exact, grads, exact)
         return optax.tree.norm(errors) / optax.tree.norm(exact)
 
     @jax.jit
