@@ -115,7 +115,7 @@ def photograph(
         layers = [params[name] for name in sizes]
         return jnp.mean((nn.sigmoid(perceptron(layers, inputs, dtype)) - colours) ** 2)
 
-    steps = 100
+    steps = 60
     return Task(
         name="photograph",
         fails=True,
