@@ -32,7 +32,7 @@ def gradient_cells() -> list[Cell]:
 
 def trained_cells() -> list[Cell]:
     """Return the cells that are trained."""
-    return [{"optimizer": name, "batch": batch} for name in OPTIMIZERS for batch in BATCHES]
+    return [{"optimizer": name, "batch": batch} for batch in BATCHES for name in OPTIMIZERS]
 
 
 @functools.cache

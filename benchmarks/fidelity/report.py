@@ -204,14 +204,18 @@ def _draw_curves(ax: Axes, task: Results) -> None:
 
 
 def _draw_zeros(ax: Axes, task: Results) -> None:
-    """Draw the share of zero entries by layer, in float32 and in float16 alone."""
-    layers = list(task["runs"][FLOAT32][0]["zero_shares"])
-    for place, way in enumerate((FLOAT32, FLOAT16, SCALED)):
-        if not difference(task, way).finite:
-            continue  # the parameters are NaN
-        shares = [100 * zero_share(task, way, layer) for layer in layers]
-        color = STYLES[way]["color"]
-        ax.barh(np.arange(len(layers)) + 0.27 * (place - 1), shares, 0.27, color=color)
+    """Draw the share of zero entries by layer, where it is 1 % or more."""
+    # Parameters that are NaN have gradients that mean nothing.
+    ways = [way for way in (FLOAT32, FLOAT16, SCALED) if difference(task, way).finite]
+    shares = {
+        layer: [100 * zero_share(task, way, layer) for way in ways]
+        for layer in task["runs"][FLOAT32][0]["zero_shares"]
+    }
+    layers = [layer for layer, values in shares.items() if max(values) >= 1]
+    for place, way in enumerate(ways):
+        heights = np.arange(len(layers)) + 0.27 * (place - 1)
+        values = [shares[layer][place] for layer in layers]
+        ax.barh(heights, values, 0.27, color=STYLES[way]["color"])
     ax.set_yticks(range(len(layers)), [layer.replace("_", " ") for layer in layers], fontsize=8)
     ax.invert_yaxis()
     ax.set_xlim(0, 100)
