@@ -5,7 +5,8 @@
 Writes `training.json` (all numbers), `training.md` (the table), `training.png` and
 `training_edge.png` to the output folder. `--write docs/training.md` updates the table in that page,
 and the numbers and the pictures that belong to it. The numbers are saved after each run, and
-`--resume` continues from there. `--tasks words diabetes --seeds 2` measures only these.
+`--resume` continues from there; it trains a task again if its steps or size have changed.
+`--tasks words diabetes --seeds 2` measures only these.
 """
 
 import argparse
@@ -122,15 +123,18 @@ def save(results: Results, file: Path) -> None:
 
 
 def take_up(results: Results, earlier: Results) -> None:
-    """Copy the runs of an interrupted start into the results; the tasks must be the same."""
+    """Copy what an earlier start measured. Tasks that have changed since are trained again."""
+    for name in ("text", "loss_scale"):
+        if earlier[name] != results[name]:
+            raise ValueError(f"the stored runs have another {name}: start without --resume")
 
-    def facts(results: Results) -> tuple:
-        tasks = [task | {"runs": list(task["runs"])} for task in results["tasks"]]
-        return tasks, results["text"], results["loss_scale"]
+    def facts(task: Results) -> Results:
+        return task | {"runs": list(task["runs"])}
 
-    if facts(earlier) != facts(results):
-        raise ValueError("the stored runs are of other tasks: start without --resume")
-    results["tasks"] = earlier["tasks"]
+    for task in results["tasks"]:
+        for stored in earlier["tasks"]:
+            if facts(stored) == facts(task):
+                task["runs"] = stored["runs"]
     results["edge"] = earlier["edge"]
     results["seconds"] = earlier["seconds"]
     results["processor_seconds"] = earlier["processor_seconds"]

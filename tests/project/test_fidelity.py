@@ -98,14 +98,18 @@ def test_an_interrupted_run_goes_on_where_it_was(short, tmp_path):
 
 
 def test_runs_of_other_tasks_are_not_taken_up():
-    results = {**STORED, "seconds": 0}
-    other_text, other_scale = {"text": {"sha256": "another"}}, {"loss_scale": {"scale": 1}}
-    fewer_tasks = {"tasks": STORED["tasks"][1:]}
-    for other in (other_text, other_scale, fewer_tasks):
-        with pytest.raises(ValueError, match="of other tasks: start without --resume"):
-            command.take_up(results, STORED | other)
-    command.take_up(results, STORED)
-    assert results == STORED
+    new = {**STORED, "seconds": 0, "edge": {}}
+    empty = {way: [] for way in training.WAYS}
+    new["tasks"] = [{**task, "runs": empty} for task in STORED["tasks"]]
+    for other in ({"text": {"sha256": "another"}}, {"loss_scale": {"scale": 1}}):
+        with pytest.raises(ValueError, match="start without --resume"):
+            command.take_up(new, STORED | other)
+    new["tasks"][0]["steps"] += 1
+    command.take_up(new, STORED)
+    assert not any(new["tasks"][0]["runs"].values())
+    assert new["tasks"][1:] == STORED["tasks"][1:]
+    assert new["edge"] == STORED["edge"]
+    assert new["seconds"] == STORED["seconds"]
 
 
 @pytest.mark.parametrize("option", ["--quick", "--tasks=words"])
