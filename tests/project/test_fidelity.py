@@ -41,11 +41,11 @@ def assert_trained(task):
     assert list(task["runs"]) == list(training.WAYS)
     for way, runs in task["runs"].items():
         first, second = runs
-        assert first["curve"] != second["curve"]  # different seeds
+        # The summed loss of the patients overflows in float16.
+        overflows = task["name"] == "diabetes" and way == FLOAT16
+        assert overflows or first["curve"] != second["curve"]  # different seeds
         for one in runs:
             assert len(one["curve"]) == 2
-            # The summed loss of the patients overflows in float16.
-            overflows = task["name"] == "diabetes" and way == FLOAT16
             assert np.isfinite(one["curve"]).all() != overflows
             # The run is too short for growth, so only skipped steps change the loss scale.
             assert one["loss_scale"] == (2**15 if way == SCALED else 1) * 0.5 ** one["skipped"]
