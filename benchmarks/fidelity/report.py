@@ -33,6 +33,11 @@ class Interval(NamedTuple):
     mean: float
     margin: float
 
+    @property
+    def finite(self) -> bool:
+        """Return whether every value was finite."""
+        return math.isfinite(self.mean)
+
     def contains(self, value: float) -> bool:
         """Return whether the interval contains a value; the bounds count as inside."""
         return abs(value - self.mean) <= self.margin
@@ -51,15 +56,29 @@ def final(task: Results, way: str) -> np.ndarray:
 
 
 def difference(task: Results, way: str) -> Interval:
-    """Return the difference between a way and float32, paired by seed."""
+    """Return the difference from float32, paired by seed. It is NaN where training failed."""
     return interval(final(task, way) - final(task, FLOAT32))
+
+
+def zero_share(task: Results, way: str, layer: str) -> float:
+    """Return the share of zero entries in a layer's gradients, as a mean over the seeds."""
+    return float(np.mean([run["zero_shares"][layer] for run in task["runs"][way]]))
+
+
+def worst_layer(task: Results) -> str:
+    """Return the layer where float16 alone has the most zero entries more than float32."""
+
+    def lost(layer: str) -> float:
+        return zero_share(task, FLOAT16, layer) - zero_share(task, FLOAT32, layer)
+
+    return max(task["runs"][FLOAT32][0]["zero_shares"], key=lost)
 
 
 def block(results: Results) -> str:
     """Return the table and its notes, as Markdown."""
     head = [
-        "task", "computed in", "result", "minus float32, same seed", "zero gradient entries",
-        "skipped steps", "final loss scale",
+        "task", "computed in", "result", "minus float32, same seed", "error of first gradient",
+        "zero entries, worst layer", "skipped steps", "final loss scale",
     ]  # fmt: skip
     body = [row(task, way) for task in results["tasks"] for way in task["runs"]]
     aligned = ["---", "---", *["---:"] * (len(head) - 2)]
@@ -70,20 +89,28 @@ def block(results: Results) -> str:
 def row(task: Results, way: str) -> list[str]:
     """Return the table row of one task in one way."""
     runs = task["runs"][way]
-    decimals = task["decimals"]
-    result = interval(final(task, way))
-    above = difference(task, way)
-    scaled = way == SCALED
+    form = f".{task['decimals']}f"
+    layer = worst_layer(task)
+    zeros = f"{100 * zero_share(task, way, layer):.1f} %"
+    error = 100 * max(run["first_error"] for run in runs)
     exponents = [math.log2(run["loss_scale"]) for run in runs]
+    reference, scaled = way == FLOAT32, way == SCALED
     return [
-        f"**{task['name']}**: {task['metric']}" if way == FLOAT32 else "",
+        f"**{task['name']}**: {task['metric']}" if reference else "",
         way,
-        f"{result.mean:.{decimals}f} ± {result.margin:.{decimals}f}",
-        "" if way == FLOAT32 else f"{above.mean:+.{decimals}f} ± {above.margin:.{decimals}f}",
-        f"{100 * np.mean([run['zero_share'] for run in runs]):.1f} %",
+        shown(interval(final(task, way)), form),
+        "" if reference else shown(difference(task, way), f"+{form}"),
+        "" if reference else f"{error:.2g} %" if math.isfinite(error) else "overflow",
+        # Parameters that are NaN have gradients that mean nothing.
+        "" if not difference(task, FLOAT16).finite else f"{layer}: {zeros}" if reference else zeros,
         span([run["skipped"] for run in runs]) if scaled else "",
         f"2^{span(exponents)}" if scaled else "",
     ]
+
+
+def shown(values: Interval, form: str) -> str:
+    """Return a mean and its margin as text."""
+    return f"{values.mean:{form}} ± {values.margin:{form[-3:]}}" if values.finite else "NaN"
 
 
 def span(values: Sequence[float]) -> str:
@@ -96,13 +123,13 @@ def summary(results: Results) -> str:
     """Describe the intervals, and count the tasks where a way agrees with float32."""
     counts = []
     for way in (BFLOAT16, FLOAT16, SCALED):
-        tasks = [task for task in results["tasks"] if way in task["runs"]]
-        near = sum(difference(task, way).contains(0) for task in tasks)
-        counts.append(f"{near} of {len(tasks)} cases with {way}")
+        near = sum(difference(task, way).contains(0) for task in results["tasks"])
+        counts.append(f"{near} with {way}")
     return (
         "Means with 95 % confidence intervals over "
-        f"{len(results['tasks'][0]['runs'][FLOAT32])} seeds, by Student's t. The interval of the "
-        f"difference from float32 contains zero in {', '.join(counts)}."
+        f"{len(results['tasks'][0]['runs'][FLOAT32])} seeds, by Student's t; the error is the "
+        "largest over the seeds. The interval of the difference from float32 contains zero in "
+        f"{', '.join(counts)}, of {len(results['tasks'])} tasks."
     )
 
 
@@ -110,14 +137,14 @@ def circumstances(results: Results) -> str:
     """Describe the machine, the versions, the sizes and the text."""
     environment, text = results["environment"], results["text"]
     versions = ", ".join(f"{name} {number}" for name, number in environment["versions"].items())
-    sizes = {
-        f"{task['name'].partition(',')[0]} {task['parameters']:,} parameters, {task['steps']} steps"
+    sizes = [
+        f"{task['name']} {task['parameters']:,} parameters, {task['steps']} steps"
         for task in results["tasks"]
-    }
+    ]
     return (
         f"{environment['date']}, {environment['device']}, {environment['cores']} cores, "
-        f"{versions}; {results['processor_seconds'] / 60:.0f} minutes of CPU time. "
-        f"Sizes: {'; '.join(sorted(sizes))}. "
+        f"{versions}; the table took {results['processor_seconds'] / 60:.0f} minutes of CPU time. "
+        f"Sizes: {'; '.join(sizes)}. "
         f"The training text has {text['train_characters']:,} characters and the test text "
         f"{text['test_characters']:,}. The SHA-256 of the two, joined, begins with "
         f"`{text['sha256'][:16]}`."
@@ -139,6 +166,7 @@ def write(results: Results, page: Path) -> None:
     pictures = page.parent / "images"
     pictures.mkdir(exist_ok=True)
     draw(results, pictures / f"{page.stem}.png")
+    draw_edge(results["edge"], pictures / f"{page.stem}_edge.png")
 
 
 def to_json(results: Results) -> str:
@@ -149,16 +177,13 @@ def to_json(results: Results) -> str:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Draw learning curves, and below them the final differences from float32."""
+    """Draw learning curves, and below them the zero entries of each layer's gradient."""
     tasks = results["tasks"]
-    columns = len({task["metric"] for task in tasks})
-    rows = -(-len(tasks) // columns)
-    figure = Figure(figsize=(4.2 * columns, 3 * rows + 2.6), layout="constrained")
-    axes = figure.subplots(rows + 1, columns, squeeze=False)
-    for place, task in enumerate(tasks):
-        _draw_curves(axes[place % rows, place // rows], task)
-    for column in range(columns):
-        _draw_differences(axes[-1, column], tasks[column * rows : (column + 1) * rows])
+    figure = Figure(figsize=(3.6 * len(tasks), 5.8), layout="constrained")
+    axes = figure.subplots(2, len(tasks), squeeze=False, height_ratios=(3, 2))
+    for column, task in enumerate(tasks):
+        _draw_curves(axes[0, column], task)
+        _draw_zeros(axes[1, column], task)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
     figure.savefig(path, dpi=90)
 
@@ -170,30 +195,70 @@ def _draw_curves(ax: Axes, task: Results) -> None:
         ax.plot(steps, curves.mean(axis=0), label=way, **STYLES[way])
         band = curves.min(axis=0), curves.max(axis=0)
         ax.fill_between(steps, *band, color=STYLES[way]["color"], alpha=0.2, linewidth=0)
+        if np.isnan(curves).all():
+            ax.text(0.5, 0.5, f"{way}: NaN", color=STYLES[way]["color"], transform=ax.transAxes)
     ax.set_title(task["name"])
     ax.set_ylabel(task["metric"])
     ax.set_xlabel("step")
     ax.grid(alpha=0.3)
 
 
-def _draw_differences(ax: Axes, tasks: Sequence[Results]) -> None:
-    """Draw each seed as a dot, and the interval of the mean. Float16 alone is off the chart."""
-    labels = []
-    for task in tasks:
-        for way in (BFLOAT16, SCALED):
-            if way not in task["runs"]:
-                continue
-            place = len(labels)
-            colour = STYLES[way]["color"]
-            dots = final(task, way) - final(task, FLOAT32)
-            mean, margin = interval(dots)
-            ax.plot(dots, np.full(len(dots), place + 0.18), ".", color=colour, alpha=0.6)
-            ax.errorbar(mean, place, xerr=margin, fmt="o", color=colour, capsize=4)
-            weight = task["name"].rpartition(" ")[2]
-            labels.append(f"weight {weight}\n{'scaled' if way == SCALED else way}")
-    ax.axvline(0, color="black", linewidth=1)
-    ax.locator_params(axis="x", nbins=5)
-    ax.set_yticks(range(len(labels)), labels)
+def _draw_zeros(ax: Axes, task: Results) -> None:
+    """Draw the share of zero entries by layer, where it is 1 % or more."""
+    # Parameters that are NaN have gradients that mean nothing.
+    ways = [way for way in (FLOAT32, FLOAT16, SCALED) if difference(task, way).finite]
+    shares = {
+        layer: [100 * zero_share(task, way, layer) for way in ways]
+        for layer in task["runs"][FLOAT32][0]["zero_shares"]
+    }
+    layers = [layer for layer, values in shares.items() if max(values) >= 1]
+    for place, way in enumerate(ways):
+        heights = np.arange(len(layers)) + 0.27 * (place - 1)
+        values = [shares[layer][place] for layer in layers]
+        ax.barh(heights, values, 0.27, color=STYLES[way]["color"])
+    ax.set_yticks(range(len(layers)), [layer.replace("_", " ") for layer in layers], fontsize=8)
     ax.invert_yaxis()
-    ax.set_xlabel(f"{tasks[0]['metric']}\nminus float32, same seed")
+    ax.set_xlim(0, 100)
+    ax.set_xlabel("zero gradient entries in %")
     ax.grid(axis="x", alpha=0.3)
+
+
+def draw_edge(edge: Results, path: Path) -> None:
+    """Draw what float16 alone loses of the word model, by vocabulary, batch and optimizer."""
+    figure = Figure(figsize=(8.6, 3.4), layout="constrained")
+    shares, losses = figure.subplots(1, 2)
+    vocabularies, batches = (
+        sorted({cell[name] for cell in edge["gradients"]}) for name in ("vocabulary", "batch")
+    )
+    lost = {
+        (cell["vocabulary"], cell["batch"]): 100 * cell["lost_share"] for cell in edge["gradients"]
+    }
+    grid = np.array([[lost[vocabulary, batch] for batch in batches] for vocabulary in vocabularies])
+    shares.imshow(grid, origin="lower", cmap="Oranges", vmin=0, vmax=100, aspect="auto")
+    for (y, x), share in np.ndenumerate(grid):
+        shares.text(x, y, f"{share:.0f}", ha="center", va="center")
+    shares.set_xticks(range(len(batches)), [f"{batch:,}" for batch in batches])
+    shares.set_yticks(range(len(vocabularies)), [f"{number:,}" for number in vocabularies])
+    shares.set_xlabel("batch in words")
+    shares.set_ylabel("vocabulary")
+    shares.set_title(
+        "entries of the output gradient\nthat only float16 has as zero, in %", fontsize=10
+    )
+    for optimizer, color in zip(
+        dict.fromkeys(cell["optimizer"] for cell in edge["trained"]),
+        ("#d55e00", "#0072b2"),
+        strict=True,
+    ):
+        cells = [cell for cell in edge["trained"] if cell["optimizer"] == optimizer]
+        gaps = [cell["results"][FLOAT16] - cell["results"][FLOAT32] for cell in cells]
+        losses.plot([cell["batch"] for cell in cells], gaps, "o-", color=color, label=optimizer)
+    losses.axhline(0, color="black", linewidth=1)
+    losses.set_xscale("log", base=2)
+    losses.set_xticks(ticks := [cell["batch"] for cell in cells], [f"{batch:,}" for batch in ticks])
+    losses.set_xlabel("batch in words")
+    losses.set_title(
+        "test cross-entropy, float16 minus float32\n(vocabulary of 4,096)", fontsize=10
+    )
+    losses.grid(alpha=0.3)
+    losses.legend()
+    figure.savefig(path, dpi=90)

@@ -1,9 +1,13 @@
-"""The tasks: handwritten digits, a photograph, and text, all from scikit-learn."""
+"""The tasks: ordinary training at loss weight 1, on data that come with scikit-learn."""
 
 import ast
+import collections
+import functools
 import hashlib
+import itertools
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,24 +17,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import sklearn
-from sklearn.datasets import load_sample_image
+from sklearn.datasets import load_diabetes, load_digits, load_sample_image
+from sklearn.model_selection import train_test_split
 
-from examples import digits as digits_example
+import optax_lossscale as ols
 
-Params = Any
+Params = dict[str, Any]  # by layer
 Data = Any
-
-FREQUENCIES = 64  # of the photograph's coordinates, each with a sine and a cosine
-DEVIATION = 10.0  # standard deviation of these frequencies
-SHRINK = 4  # divides the photograph's sides
-CONTEXT = 64  # characters that the language model sees
 
 
 class Task(NamedTuple):
     """A task, and how its result is measured."""
 
     name: str
-    weight: float  # of the loss
+    fails: bool  # whether float16 alone is expected to fail
     metric: str
     decimals: int  # of the metric in the table
     steps: int
@@ -42,110 +42,183 @@ class Task(NamedTuple):
     evaluate: Callable[[Params, Data], jax.Array]  # in float32
 
 
-def all_tasks(*, quick: bool = False) -> list[Task]:
-    """Return each task at loss weight 1 and at a small one; if `quick`, once, for a few steps.
-
-    The small weights are the share of one pixel among 100,000, of a pixel in the full-size
-    photograph, and of one batch in an average over 512.
-    """
+def all_tasks(names: Sequence[str] = (), *, quick: bool = False) -> list[Task]:
+    """Return the tasks of these names, or all; if `quick`, smaller ones for a few steps."""
+    tasks = [make(**smaller if quick else {}) for make, smaller in TASKS.values()]
     if quick:
-        tasks = digits(1e-5), photograph(1), text(1, blocks=1)
-        return [task._replace(steps=4, evaluations=2) for task in tasks]
-    return [
-        *(digits(weight) for weight in (1, 1e-5)),
-        *(photograph(weight) for weight in (1, 1 / 16)),
-        *(text(weight) for weight in (1, 1 / 512)),
-    ]
+        tasks = [task._replace(steps=4, evaluations=2) for task in tasks]
+    return [task for task in tasks if not names or task.name in names]
 
 
-def adam_epsilon(weight: float) -> float:
-    """Return Adam's epsilon for a loss of this weight.
+def words(
+    *,
+    vocabulary: int = 4096,
+    batch: int = 16384,
+    context: int = 4,
+    features: int = 32,
+    tx: optax.GradientTransformation | None = None,
+) -> Task:
+    """Predict the next word of scikit-learn's docstrings from the last few, with few parameters."""
+    parts = [re.findall(r"\w+|[^\w\s]", part) for part in corpus()]
+    common = collections.Counter(parts[0]).most_common(vocabulary - 1)
+    numbers = {word: number for number, (word, _) in enumerate(common, start=1)}  # 0: all others
+    train, test = (np.array([numbers.get(word, 0) for word in part]) for part in parts)
+    sizes = {"hidden": (context * features, features), "output": (features, vocabulary)}
 
-    Otherwise, Adam's step does not depend on the weight. In exact arithmetic, training is then the
-    same at every weight, and any difference comes from the number format.
-    """
-    return 1e-8 * weight
+    def init(key: jax.Array) -> Params:
+        first, second = jax.random.split(key)
+        embedding = 0.1 * jax.random.normal(first, (vocabulary, features))
+        return {"embedding": embedding, **init_layers(second, sizes)}
+
+    def cross_entropy(params: Params, text: jax.Array, places: jax.Array, dtype: Any) -> jax.Array:
+        """Return the mean for the words at these places."""
+        before = text[places[:, None] - jnp.arange(context, 0, -1)]
+        x = ols.cast(params["embedding"], dtype)[before].reshape(len(places), -1)
+        logits = perceptron([params["hidden"], params["output"]], x, dtype, jnp.tanh)
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, text[places]))
+
+    def loss_fn(params: Params, data: Data, key: jax.Array, dtype: Any) -> jax.Array:
+        text, *_ = data
+        places = jax.random.randint(key, (batch,), context, len(text))
+        return cross_entropy(params, text, places, dtype)
+
+    places = np.linspace(context, len(test) - 1, 2048).astype(int)
+    return Task(
+        name="words",
+        fails=True,
+        metric="test cross-entropy",
+        decimals=3,
+        steps=40,
+        evaluations=10,
+        tx=tx or optax.adam(1e-2),
+        data=tuple(map(jnp.asarray, (train, test, places))),
+        init=init,
+        loss_fn=loss_fn,
+        evaluate=lambda params, data: cross_entropy(params, *data[1:], jnp.float32),
+    )
 
 
-def shown(weight: float) -> str:
-    """Return a weight as readable text."""
-    return f"1/{1 / weight:g}" if 1e-4 < weight < 1 else f"{weight:g}".replace("e-0", "e-")
+def photograph(
+    *, shrink: int = 1, frequencies: int = 32, features: int = 32, hidden: int = 4
+) -> Task:
+    """Map coordinates to the colours of a photograph. Each step uses all of its pixels."""
+    image = load_sample_image("china.jpg")[::shrink, ::shrink] / np.float32(255)
+    points = np.stack(np.meshgrid(*(np.arange(n) for n in image.shape[:2]), indexing="ij"))
+    waves = np.random.default_rng(0).normal(0, 10, (2, frequencies)) / image.shape[1]
+    angles = 2 * np.pi * points.reshape(2, -1).T @ waves
+    inputs = np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
+    widths = 2 * frequencies, *[features] * hidden, 3
+    sizes = {f"layer {i}": pair for i, pair in enumerate(itertools.pairwise(widths), start=1)}
+
+    def mean_square(params: Params, data: Data, dtype: Any) -> jax.Array:
+        inputs, colours = data
+        layers = [params[name] for name in sizes]
+        return jnp.mean((nn.sigmoid(perceptron(layers, inputs, dtype)) - colours) ** 2)
+
+    steps = 120
+    return Task(
+        name="photograph",
+        fails=True,
+        metric="PSNR in dB",
+        decimals=2,
+        steps=steps,
+        evaluations=10,
+        tx=optax.adam(optax.cosine_decay_schedule(1e-2, steps)),
+        data=(jnp.asarray(inputs, jnp.float32), jnp.asarray(image.reshape(-1, 3))),
+        init=lambda key: init_layers(key, sizes),
+        loss_fn=lambda params, data, _, dtype: mean_square(params, data, dtype),
+        evaluate=lambda params, data: -10 * jnp.log10(mean_square(params, data, jnp.float32)),
+    )
 
 
-def digits(weight: float) -> Task:
-    """Classify scikit-learn's digits, with the network, the data and the weights of `make demo`."""
-    train_images, test_images, train_labels, test_labels = digits_example.load_data()
+def diabetes(*, features: int = 64) -> Task:
+    """Predict how far the disease has gone after a year; the loss is a sum, in the data's units."""
+    inputs, targets = load_diabetes(return_X_y=True, scaled=False)
+    split = train_test_split(inputs, targets, test_size=0.2, random_state=0)
+    train, test, train_targets, test_targets = split
+    train, test = ((part - train.mean(0)) / train.std(0) for part in (train, test))
+    sizes = {"layer 1": (10, features), "layer 2": (features, features), "layer 3": (features, 1)}
+
+    def squares(params: Params, inputs: jax.Array, targets: jax.Array, dtype: Any) -> jax.Array:
+        layers = [params[name] for name in sizes]
+        return (perceptron(layers, inputs, dtype)[:, 0] - targets) ** 2
+
+    return Task(
+        name="diabetes",
+        fails=True,
+        metric="RMSE on test patients",
+        decimals=2,
+        steps=200,
+        evaluations=10,
+        tx=optax.adam(1e-2),
+        data=tuple(
+            jnp.asarray(part, jnp.float32) for part in (train, train_targets, test, test_targets)
+        ),
+        init=lambda key: init_layers(key, sizes),
+        loss_fn=lambda params, data, _, dtype: jnp.sum(squares(params, *data[:2], dtype)),
+        evaluate=lambda params, data: jnp.sqrt(jnp.mean(squares(params, *data[2:], jnp.float32))),
+    )
+
+
+def digits(*, batch: int = 128, features: int = 256) -> Task:
+    """Classify handwritten digits."""
+    images, labels = load_digits(return_X_y=True)
+    split = train_test_split(images / 16, labels, test_size=0.2, random_state=0, stratify=labels)
+    images, test_images, labels, test_labels = map(jnp.asarray, split)
+    sizes = {"layer 1": (64, features), "layer 2": (features, features), "layer 3": (features, 10)}
+
+    def logits(params: Params, images: jax.Array, dtype: Any) -> jax.Array:
+        return perceptron([params[name] for name in sizes], images, dtype)
 
     def loss_fn(params: Params, data: Data, key: jax.Array, dtype: Any) -> jax.Array:
         images, labels, *_ = data
-        batch = jax.random.choice(key, len(images), (digits_example.BATCH,), replace=False)
-        logits = digits_example.forward(params, images[batch], dtype)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels[batch])
-        return weight * jnp.mean(losses)
+        chosen = jax.random.choice(key, len(images), (batch,), replace=False)
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            logits(params, images[chosen], dtype), labels[chosen]
+        )
+        return jnp.mean(losses)
 
     def evaluate(params: Params, data: Data) -> jax.Array:
         *_, images, labels = data
-        predicted = jnp.argmax(digits_example.forward(params, images, jnp.float32), axis=-1)
-        return 100 * jnp.mean(predicted == labels)
+        return 100 * jnp.mean(jnp.argmax(logits(params, images, jnp.float32), axis=-1) == labels)
 
     return Task(
-        name=f"digits, loss weight {shown(weight)}",
-        weight=weight,
+        name="digits",
+        fails=False,
         metric="test accuracy in %",
         decimals=2,
         steps=560,
         evaluations=10,
-        tx=optax.adam(1e-3, eps=adam_epsilon(weight)),
-        data=(train_images, train_labels, test_images, test_labels),
-        init=digits_example.init_params,
+        tx=optax.adam(1e-3),
+        data=(images, labels, test_images, test_labels),
+        init=lambda key: init_layers(key, sizes),
         loss_fn=loss_fn,
         evaluate=evaluate,
     )
 
 
-class Painter(nn.Module):
-    """Predicts the colours of points from the Fourier features of their coordinates."""
-
-    dtype: Any
-
-    @nn.compact
-    def __call__(self, features: jax.Array) -> jax.Array:
-        """Return red, green and blue, in float32."""
-        x = features
-        for _ in range(2):
-            x = nn.relu(nn.Dense(64, dtype=self.dtype)(x))
-        return nn.sigmoid(nn.Dense(3, dtype=self.dtype)(x).astype(jnp.float32))
+def init_layers(key: jax.Array, sizes: dict[str, tuple[int, int]]) -> Params:
+    """Return weights and biases in float32, for layers of these names and sizes."""
+    draw = jax.nn.initializers.lecun_normal()
+    keys = jax.random.split(key, len(sizes))
+    return {
+        name: {"weights": draw(key, size), "bias": jnp.zeros(size[1])}
+        for key, (name, size) in zip(keys, sizes.items(), strict=True)
+    }
 
 
-def photograph(weight: float) -> Task:
-    """Fit one photograph. Each step uses all of its pixels."""
-    image = load_sample_image("china.jpg")[: 104 * SHRINK, : 160 * SHRINK] / np.float32(255)
-    height, width, channels = (side // by for side, by in zip(image.shape, (4, 4, 1), strict=True))
-    image = image.reshape(height, SHRINK, width, SHRINK, channels).mean((1, 3))
-    points = np.stack(np.meshgrid(*(np.arange(n) / width for n in image.shape[:2]), indexing="ij"))
-    frequencies = np.random.default_rng(0).normal(0, DEVIATION, (2, FREQUENCIES))
-    angles = 2 * np.pi * points.reshape(2, -1).T @ frequencies
-    features = np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
-
-    steps = 300
-
-    def mean_square(params: Params, data: Data, dtype: Any) -> jax.Array:
-        features, colours = data
-        return jnp.mean((Painter(dtype).apply(params, features) - colours) ** 2)
-
-    return Task(
-        name=f"photograph, loss weight {shown(weight)}",
-        weight=weight,
-        metric="PSNR in dB",
-        decimals=2,
-        steps=steps,
-        evaluations=10,
-        tx=optax.adam(optax.cosine_decay_schedule(5e-3, steps), eps=adam_epsilon(weight)),
-        data=(jnp.asarray(features, jnp.float32), jnp.asarray(image.reshape(-1, channels))),
-        init=lambda key: Painter(jnp.float32).init(key, jnp.zeros((1, 2 * FREQUENCIES))),
-        loss_fn=lambda params, data, _, dtype: weight * mean_square(params, data, dtype),
-        evaluate=lambda params, data: -10 * jnp.log10(mean_square(params, data, jnp.float32)),
-    )
+def perceptron(
+    layers: Sequence[Params],
+    x: jax.Array,
+    dtype: Any,
+    activation: Callable[[jax.Array], jax.Array] = jax.nn.relu,
+) -> jax.Array:
+    """Return the last layer's output, in float32. Both passes compute in `dtype`."""
+    *hidden, last = ols.cast(list(layers), dtype)
+    x = x.astype(dtype)
+    for layer in hidden:
+        x = activation(x @ layer["weights"] + layer["bias"])
+    return (x @ last["weights"] + last["bias"]).astype(jnp.float32)
 
 
 def attention(
@@ -172,7 +245,7 @@ class LanguageModel(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the logits of each next character, in float32."""
         mask = nn.make_causal_mask(x, dtype=jnp.bool_)
-        places = self.param("places", nn.initializers.normal(0.02), (CONTEXT, self.features))
+        places = self.param("places", nn.initializers.normal(0.02), (x.shape[1], self.features))
         x = nn.Embed(self.characters, self.features, dtype=self.dtype)(x)
         x = x + places.astype(self.dtype)[None]
         for _ in range(self.blocks):
@@ -187,42 +260,43 @@ class LanguageModel(nn.Module):
         return nn.Dense(self.characters, dtype=self.dtype)(x).astype(jnp.float32)
 
 
-def text(weight: float, *, blocks: int = 2, batch: int = 16, tested: int = 128) -> Task:
+def characters(*, blocks: int = 2, batch: int = 16, context: int = 64, tested: int = 128) -> Task:
     """Predict the next character of scikit-learn's docstrings."""
     train, test = corpus()
-    characters = sorted(set(train + test))
-    numbers = {character: number for number, character in enumerate(characters)}
+    alphabet = sorted(set(train + test))
+    numbers = {character: number for number, character in enumerate(alphabet)}
     train, test = (np.array([numbers[c] for c in part], np.uint8) for part in (train, test))
-    starts = np.linspace(0, len(test) - CONTEXT - 1, tested).astype(int)
-    windows = test[starts[:, None] + np.arange(CONTEXT + 1)]
+    starts = np.linspace(0, len(test) - context - 1, tested).astype(int)
+    windows = test[starts[:, None] + np.arange(context + 1)]
+
+    def model(dtype: Any) -> LanguageModel:
+        return LanguageModel(dtype, len(alphabet), blocks)
 
     def cross_entropy(params: Params, tokens: jax.Array, dtype: Any) -> jax.Array:
         tokens = tokens.astype(jnp.int32)
-        logits = LanguageModel(dtype, len(characters), blocks).apply(params, tokens[:, :-1])
+        logits = model(dtype).apply({"params": params}, tokens[:, :-1])
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
         return jnp.mean(losses)
 
     def loss_fn(params: Params, data: Data, key: jax.Array, dtype: Any) -> jax.Array:
         train, _ = data
-        starts = jax.random.randint(key, (batch, 1), 0, len(train) - CONTEXT)
-        return weight * cross_entropy(params, train[starts + jnp.arange(CONTEXT + 1)[None]], dtype)
+        starts = jax.random.randint(key, (batch, 1), 0, len(train) - context)
+        return cross_entropy(params, train[starts + jnp.arange(context + 1)[None]], dtype)
 
     def init(key: jax.Array) -> Params:
-        tokens = jnp.zeros((1, CONTEXT), jnp.int32)
-        return LanguageModel(jnp.float32, len(characters), blocks).init(key, tokens)
+        tokens = jnp.zeros((1, context), jnp.int32)
+        return model(jnp.float32).init(key, tokens)["params"]
 
-    steps = 300
+    steps = 100
     rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, 30, steps)
     return Task(
-        name=f"text, loss weight {shown(weight)}",
-        weight=weight,
+        name="characters",
+        fails=False,
         metric="bits per character",
         decimals=3,
         steps=steps,
         evaluations=10,
-        tx=optax.chain(
-            optax.clip_by_global_norm(weight), optax.adamw(rate, eps=adam_epsilon(weight))
-        ),
+        tx=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate)),
         data=(jnp.asarray(train), jnp.asarray(windows)),
         init=init,
         loss_fn=loss_fn,
@@ -230,6 +304,7 @@ def text(weight: float, *, blocks: int = 2, batch: int = 16, tested: int = 128) 
     )
 
 
+@functools.cache
 def corpus() -> tuple[str, str]:
     """Return scikit-learn's docstrings in ASCII: to train on, and to test on (every tenth file)."""
     root = Path(sklearn.__file__).parent
@@ -258,3 +333,13 @@ def corpus_facts() -> dict[str, Any]:
         "test_characters": len(test),
         "sha256": hashlib.sha256(f"{train}\n{test}".encode()).hexdigest(),
     }
+
+
+# Each task, and what makes it small enough for a check.
+TASKS = {
+    "words": (words, {"vocabulary": 512, "batch": 256}),
+    "photograph": (photograph, {"shrink": 16}),
+    "diabetes": (diabetes, {}),
+    "digits": (digits, {}),
+    "characters": (characters, {"blocks": 1}),
+}

@@ -1,6 +1,5 @@
 """docs/training.md shows the stored measurements, and they can be reproduced."""
 
-import functools
 import json
 import math
 from pathlib import Path
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.fidelity import __main__ as command
-from benchmarks.fidelity import report, tasks, training
+from benchmarks.fidelity import edge, report, tasks, training
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quickly_compiled")]
 
@@ -20,43 +19,34 @@ STORED = json.loads(PAGE.with_suffix(".json").read_text())
 FLOAT32, FLOAT16, SCALED = training.FLOAT32, training.FLOAT16, training.SCALED
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _corpus():
-    """Read scikit-learn's docstrings once."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tasks, "corpus", functools.cache(tasks.corpus))
-        yield
-
-
 @pytest.fixture(scope="module")
 def all_tasks():
     return tasks.all_tasks()
 
 
-def run_digits(output, *options):
-    """Run the command for a few steps of the first task."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command, "all_tasks", lambda quick: tasks.all_tasks(quick=quick)[:1])
-        command.main(["--quick", "--seeds=2", f"--output={output}", *options])
+def run_short(output, *options):
+    """Run the command for a few steps of one failing task."""
+    command.main(["--quick", "--seeds=2", "--tasks=diabetes", f"--output={output}", *options])
 
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory):
-    """The output folder of a few steps of the digits."""
+    """The output folder of a few steps."""
     output = tmp_path_factory.mktemp("short")
-    run_digits(output)
+    run_short(output)
     return output
 
 
 def assert_trained(task):
-    small = not task["name"].endswith(" 1")
-    assert list(task["runs"]) == [w for w in training.WAYS if not small or w != training.BFLOAT16]
+    assert list(task["runs"]) == list(training.WAYS)
     for way, runs in task["runs"].items():
         first, second = runs
-        assert first["curve"] != second["curve"]  # different seeds
+        # The summed loss of the patients overflows in float16.
+        overflows = task["name"] == "diabetes" and way == FLOAT16
+        assert overflows or first["curve"] != second["curve"]  # different seeds
         for one in runs:
             assert len(one["curve"]) == 2
-            assert np.isfinite(one["curve"]).all()
+            assert np.isfinite(one["curve"]).all() != overflows
             # The run is too short for growth, so only skipped steps change the loss scale.
             assert one["loss_scale"] == (2**15 if way == SCALED else 1) * 0.5 ** one["skipped"]
 
@@ -65,11 +55,7 @@ def test_a_short_run_trains_in_every_way_and_writes_table_and_picture(short):
     results = json.loads((short / "training.json").read_text())
     (task,) = results["tasks"]
     assert_trained(task)
-    zeros = {
-        way: np.mean([one["zero_share"] for one in runs]) for way, runs in task["runs"].items()
-    }
-    assert zeros[FLOAT16] > 0.9  # at the small weight, float16 alone loses its gradients
-    assert zeros[SCALED] == pytest.approx(zeros[FLOAT32], abs=0.02)
+    assert [one["skipped"] for one in task["runs"][SCALED]] == [4, 4]  # every step
     assert (short / "training.md").read_text() == report.block(results) + "\n"
     assert (short / "training.png").read_bytes().startswith(b"\x89PNG")
     assert len(list(short.iterdir())) == 3
@@ -80,8 +66,7 @@ def test_a_short_run_trains_every_task(python, tmp_path):
     options = "--quick", "--seeds=2", f"--output={tmp_path}"
     python("-W", "error", "-m", "benchmarks.fidelity", *options, cwd=PAGE.parents[1])
     trained = json.loads((tmp_path / "training.json").read_text())["tasks"]
-    names = ["digits, loss weight 1e-5", "photograph, loss weight 1", "text, loss weight 1"]
-    assert [task["name"] for task in trained] == names
+    assert [task["name"] for task in trained] == list(tasks.TASKS)
     for task in trained:
         assert_trained(task)
 
@@ -90,11 +75,15 @@ def test_write_replaces_the_table_and_nothing_else(short, tmp_path):
     page = tmp_path / "page.md"
     page.write_text(f"Before.\n\n{report.BEGIN}\n\nold\n\n{report.END}\n\nAfter.\n")
     results = short / "training.json"
+    numbers = json.loads(results.read_text()) | {"edge": STORED["edge"]}
+    results = tmp_path / "numbers.json"
+    results.write_text(report.to_json(numbers))
     command.main([f"--results={results}", f"--output={tmp_path}", f"--write={page}"])
     block = (short / "training.md").read_text()
     assert page.read_text() == f"Before.\n\n{report.BEGIN}\n\n{block}\n{report.END}\n\nAfter.\n"
     assert (tmp_path / "page.json").read_bytes() == results.read_bytes()
-    assert (tmp_path / "images/page.png").read_bytes().startswith(b"\x89PNG")
+    for picture in ("page.png", "page_edge.png"):
+        assert (tmp_path / "images" / picture).read_bytes().startswith(b"\x89PNG")
 
 
 def test_an_interrupted_run_goes_on_where_it_was(short, tmp_path):
@@ -102,21 +91,32 @@ def test_an_interrupted_run_goes_on_where_it_was(short, tmp_path):
     stored = json.loads((short / "training.json").read_text())
     del stored["tasks"][0]["runs"][SCALED][-1]
     (tmp_path / "training.json").write_text(json.dumps(stored))
-    run_digits(tmp_path, "--resume")
+    run_short(tmp_path, "--resume")
     resumed = json.loads((tmp_path / "training.json").read_text())
     assert resumed["tasks"] == complete["tasks"]  # the same seed gives the same numbers
     assert resumed["seconds"] >= complete["seconds"]
 
 
 def test_runs_of_other_tasks_are_not_taken_up():
-    results = {**STORED, "seconds": 0}
-    other_text, other_scale = {"text": {"sha256": "another"}}, {"loss_scale": {"scale": 1}}
-    fewer_tasks = {"tasks": STORED["tasks"][1:]}
-    for other in (other_text, other_scale, fewer_tasks):
-        with pytest.raises(ValueError, match="of other tasks: start without --resume"):
-            command.take_up(results, STORED | other)
-    command.take_up(results, STORED)
-    assert results == STORED
+    new = {**STORED, "seconds": 0, "edge": {}}
+    empty = {way: [] for way in training.WAYS}
+    new["tasks"] = [{**task, "runs": empty} for task in STORED["tasks"]]
+    for other in ({"text": {"sha256": "another"}}, {"loss_scale": {"scale": 1}}):
+        with pytest.raises(ValueError, match="start without --resume"):
+            command.take_up(new, STORED | other)
+    new["tasks"][0]["steps"] += 1
+    command.take_up(new, STORED)
+    assert not any(new["tasks"][0]["runs"].values())
+    assert new["tasks"][1:] == STORED["tasks"][1:]
+    assert new["edge"] == STORED["edge"]
+    assert new["seconds"] == STORED["seconds"]
+
+
+@pytest.mark.parametrize("option", ["--quick", "--tasks=words"])
+def test_a_part_of_the_run_is_not_written_to_the_page(option, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["--write=page.md", option])
+    assert "--write needs all tasks in full length" in capsys.readouterr().err
 
 
 def test_one_seed_and_a_page_without_its_two_markers_are_refused(capsys):
@@ -134,22 +134,33 @@ def test_the_page_shows_the_stored_numbers_and_those_are_of_the_tasks_as_they_ar
     assert report.replaced(page, report.block(STORED)) == page
     assert STORED["loss_scale"] == training.WAYS[SCALED][1].get_config()
     for stored, task in zip(STORED["tasks"], all_tasks, strict=True):
-        facts = {name: getattr(task, name) for name in ("name", "metric", "decimals", "steps")}
+        names = "name", "fails", "metric", "decimals", "steps"
+        facts = {name: getattr(task, name) for name in names}
         assert stored == {**facts, "parameters": command.parameters(task), "runs": stored["runs"]}
-        assert list(stored["runs"]) == training.ways(task)
+        assert list(stored["runs"]) == list(training.WAYS)
         for way, runs in stored["runs"].items():
-            assert len(runs) == len(STORED["tasks"][0]["runs"][FLOAT32]) >= 8  # seeds
+            assert len(runs) == len(STORED["tasks"][0]["runs"][FLOAT32]) >= 4  # seeds
             assert {len(one["curve"]) for one in runs} == {task.evaluations}
             assert way == SCALED or not any(one["skipped"] for one in runs)
     # Otherwise the page would not cover skipped steps.
     assert any(one["skipped"] for task in STORED["tasks"] for one in task["runs"][SCALED])
 
 
+def test_the_pictures_cells_are_all_measured():
+    kept = {
+        "gradients": (edge.gradient_cells(), ("vocabulary", "batch")),
+        "trained": (edge.trained_cells(), ("optimizer", "batch")),
+    }
+    for kind, (cells, names) in kept.items():
+        assert [{name: cell[name] for name in names} for cell in STORED["edge"][kind]] == cells
+
+
 @pytest.mark.exhaustive
 def test_a_run_made_again_gives_the_stored_result(all_tasks):
-    task = all_tasks[2]
+    place = list(tasks.TASKS).index("characters")
+    task = all_tasks[place]
     again = training.make_train(task, SCALED)(0, lambda: None)
-    stored = STORED["tasks"][2]["runs"][SCALED][0]
+    stored = STORED["tasks"][place]["runs"][SCALED][0]
     # Another processor or XLA rounds differently, and training amplifies the differences.
     assert again.curve[-1] == pytest.approx(stored["curve"][-1], abs=2)
     assert abs(math.log2(again.loss_scale) - math.log2(stored["loss_scale"])) <= 2
@@ -177,22 +188,23 @@ def products(jaxpr):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_every_product_forward_and_backward_is_in_the_format(all_tasks, dtype):
     key = jax.random.key(0)
-    for task in all_tasks[::2]:  # each task at one weight
+    for task in all_tasks:
         params = jax.eval_shape(task.init, key)
         grad = jax.grad(lambda params, task=task: task.loss_fn(params, task.data, key, dtype))
         assert products(jax.make_jaxpr(grad)(params).jaxpr) == {jnp.dtype(dtype)}, task.name
 
 
-@pytest.mark.parametrize("what", ["digits", "photograph", "text"])
-def test_at_the_small_weight_float16_failed_scaling_repaired_it_and_float32_is_the_same(what):
-    one, small = (task for task in STORED["tasks"] if task["name"].startswith(what))
-    lost, scaled = report.difference(small, FLOAT16), report.difference(small, SCALED)
-    assert not lost.contains(0)
-    assert abs(scaled.mean) + scaled.margin < 0.1 * (abs(lost.mean) - lost.margin)
-    if what != "digits":  # its weight is not a power of two
-        # Only squares that are subnormal at the small weight may differ.
-        both = report.final(one, FLOAT32), report.final(small, FLOAT32)
-        np.testing.assert_allclose(*both, rtol=0, atol=0.1 ** one["decimals"] / 10)
+@pytest.mark.parametrize("task", STORED["tasks"], ids=lambda task: task["name"])
+def test_float16_failed_or_not_as_the_page_says_and_scaling_is_close_to_float32(task):
+    lost, scaled = report.difference(task, FLOAT16), report.difference(task, SCALED)
+    if not task["fails"]:
+        assert abs(lost.mean) < 0.005 * np.mean(report.final(task, FLOAT32))
+    elif lost.finite:
+        assert not lost.contains(0)
+        assert abs(scaled.mean) + scaled.margin < 0.1 * abs(lost.mean)
+    else:
+        assert np.isnan(report.final(task, FLOAT16)).all()
+        assert abs(scaled.mean) < 0.005 * np.mean(report.final(task, FLOAT32))
 
 
 def test_the_interval_is_students():
