@@ -52,9 +52,14 @@ def _doctest_defaults(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def _defaults() -> Iterator[None]:
-    """Run as a reader does, without the strictness that `tests` asks of the library."""
+    """Run without the strictness that `tests` asks of the library, as a reader does.
+
+    Programs as small as these take longer to compile than to run.
+    """
+    jax.config.update("jax_disable_most_optimizations", True)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 pytest_collect_file = Sybil(

@@ -185,6 +185,7 @@ def test_the_workloads_are_what_they_claim():
     assert (len(leaves), round(sum(leaf.size for leaf in leaves) / 1e6)) == (69, 35)
 
 
+@pytest.mark.exhaustive
 def test_in_row_major_order_each_gradient_is_transposed_once(capsys):
     row_major.main(["--size=tiny", "--rounds=1", "--sample-seconds=0"])
     _, _, *lines = capsys.readouterr().out.splitlines()
