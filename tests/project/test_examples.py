@@ -21,6 +21,11 @@ def is_picture(path):
     return path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_is_short_enough_to_copy_whole(path):
+    assert len(path.read_text("utf-8").splitlines()) <= 120
+
+
 def test_word_model_prints_and_draws_and_fails_when_training_was_too_short(python, tmp_path):
     command = "-W", "error", EXAMPLES / "word_model.py", "--steps=5", "--batch=64"
     out, err = python(*command, cwd=tmp_path, status=1)
@@ -68,12 +73,13 @@ def test_a_framework_example_learns_and_skips_steps(name):
 def test_both_ways_to_accumulate_learn():
     results = load("gradient_accumulation")["main"](["--epochs=6"])
     windows = 6 * (1437 // 128)
-    assert results["window"].applied + results["window"].skipped == windows
+    accuracy, applied, skipped = zip(
+        *(results[name] for name in ("wrapped", "window")), strict=True
+    )
     # Only the bad micro-batch is dropped, so the windows shift.
-    assert results["wrapped"].applied == (4 * windows - results["wrapped"].skipped) // 4
-    for result in results.values():
-        assert result.skipped >= 3
-        assert result.accuracy > 0.8
+    assert applied == ((4 * windows - skipped[0]) // 4, windows - skipped[1])
+    assert min(skipped) >= 3
+    assert min(accuracy) > 0.8
 
 
 @pytest.fixture
