@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -104,7 +105,7 @@ def main(argv: list[str] | None = None) -> Result:
             old, state = state, train_step(state, images[batch], labels[batch])
             if not state.grads_finite:
                 old, new = ((s.step, s.params, s.batch_stats, s.average) for s in (old, state))
-                kept &= jax.tree.all(jax.tree.map(jnp.array_equal, old, new))
+                kept &= jax.tree.all(jax.tree.map(np.array_equal, old, new))
         skipped = int(ols.loss_scale_state(state).total_skipped)
         correct = float(accuracy(state, test_images, test_labels))
         row = f"{epoch + 1:5}{state.step:7}{skipped:9}{state.loss_scale:12,.0f}{correct:15.1%}"
