@@ -51,8 +51,8 @@ docs: $(VENV)/docs.installed
 # docs/reinforcement_learning.md.
 fidelity: $(VENV)/test.installed
 	$(RUN) -m benchmarks.fidelity --output output/fidelity --write docs/training.md $(FIDELITY)
-	$(RUN) examples/reinforce.py --seeds 5 --steps 200 --rates 0.001 0.003 \
-	  --output output/fidelity/reinforce.png --write docs/reinforcement_learning.md
+	$(RUN) -m benchmarks.reinforcement --seeds 5 --steps 200 --rates 0.001 0.003 \
+	  --output output/fidelity/reinforcement.png --write docs/reinforcement_learning.md
 
 # Tests the oldest and the newest supported versions, on every Python that it finds, including all
 # versions that pyenv has installed.

@@ -1,26 +1,27 @@
 """A float16 convolutional network with BatchNorm in Flax Linen, on handwritten digits.
 
-The parameters and the loss are float32. The network's activations and their gradients are float16.
-The loss scale starts too high, so the first steps are skipped. A skipped step leaves the step
-count, the BatchNorm statistics and the average of the parameters unchanged.
+The parameters and the loss are float32. The network computes in float16. The loss scale starts too
+high, so the first steps are skipped. A skipped step leaves the step count, the BatchNorm statistics
+and the average of the parameters unchanged.
 """
 
 import argparse
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
-from tqdm import tqdm
+from tqdm import trange
 
 import optax_lossscale as ols
 from optax_lossscale.flax import TrainState
 
 BATCH = 128
+POLICY = ols.DynamicLossScale(initial_scale=2.0**24, growth_interval=50)
 
 
 class Network(nn.Module):
@@ -49,23 +50,8 @@ class Result(NamedTuple):
     """The result of a run."""
 
     accuracy: float
-    steps: int  # applied
     skipped: int
     kept: bool  # whether every skipped step left the statistics and the average unchanged
-
-
-def create_state(key: jax.Array, images: jax.Array) -> State:
-    """Return the state before the first step."""
-    network = Network()
-    variables = network.init(key, images[:1], train=False)
-    return State.create(
-        apply_fn=network.apply,
-        params=variables["params"],
-        batch_stats=variables["batch_stats"],
-        average=jax.tree.map(jnp.copy, variables["params"]),
-        tx=optax.adam(2e-3),
-        loss_scale=ols.DynamicLossScale(initial_scale=2.0**24, growth_interval=50),
-    )
 
 
 @jax.jit
@@ -80,12 +66,11 @@ def train_step(state: State, images: jax.Array, labels: jax.Array) -> State:
 
     loss_and_grads = ols.value_and_grad(loss_fn, has_aux=True)
     (loss, batch_stats), grads = loss_and_grads(state.opt_state, state.params)
-    old = state
     # On a skipped step, `batch_stats` and all other fields passed here keep their old values.
-    state = state.apply_gradients(grads=grads, value=loss, batch_stats=batch_stats)
+    new = state.apply_gradients(grads=grads, value=loss, batch_stats=batch_stats)
     # A value computed from the new state needs its own `tree_where`.
-    average = optax.incremental_update(state.params, old.average, step_size=0.05)
-    return state.replace(average=ols.tree_where(state.grads_finite, average, old.average))
+    average = optax.incremental_update(new.params, state.average, step_size=0.05)
+    return new.replace(average=ols.tree_where(new.grads_finite, average, state.average))
 
 
 @jax.jit
@@ -96,44 +81,37 @@ def accuracy(state: State, images: jax.Array, labels: jax.Array) -> jax.Array:
     return jnp.mean(jnp.argmax(logits, axis=-1) == labels)
 
 
-@jax.jit
-def same(old: Any, new: Any) -> jax.Array:
-    """Return whether two trees are equal."""
-    return jnp.all(jnp.stack(jax.tree.leaves(jax.tree.map(jnp.array_equal, old, new))))
-
-
-def main(argv: Sequence[str] | None = None) -> Result:
-    """Train, test, and print the result."""
+def main(argv: list[str] | None = None) -> Result:
+    """Train, print a table, and return the result."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=20, help="default: %(default)s")
     args = parser.parse_args(argv)
 
     images, labels = load_digits(return_X_y=True)
-    split = train_test_split(images / 16, labels, test_size=0.2, random_state=0, stratify=labels)
-    train_images, test_images, train_labels, test_labels = map(jnp.asarray, split)
-    train_images, test_images = (x.reshape(-1, 8, 8, 1) for x in (train_images, test_images))
+    images = images.reshape(-1, 8, 8, 1) / 16
+    split = train_test_split(images, labels, test_size=0.2, random_state=0, stratify=labels)
+    images, test_images, labels, test_labels = map(jnp.asarray, split)
 
-    state = create_state(jax.random.key(0), train_images)
-    kept = True
-    for epoch in tqdm(range(args.epochs), unit="epoch", disable=None):
-        order = jax.random.permutation(jax.random.key(epoch), len(train_images))
-        for start in range(0, len(order) - BATCH + 1, BATCH):
-            batch = order[start : start + BATCH]
-            old, state = state, train_step(state, train_images[batch], train_labels[batch])
-            if not state.grads_finite:
-                guarded = [(s.step, s.params, s.batch_stats, s.average) for s in (old, state)]
-                kept = kept and bool(same(*guarded))
-
-    result = Result(
-        accuracy=float(accuracy(state, test_images, test_labels)),
-        steps=int(state.step),
-        skipped=int(ols.loss_scale_state(state).total_skipped),
-        kept=kept,
+    network = Network()
+    variables = network.init(jax.random.key(0), images[:1], train=False)
+    average, tx = jax.tree.map(jnp.copy, variables["params"]), optax.adam(2e-3)
+    state = State.create(
+        apply_fn=network.apply, tx=tx, loss_scale=POLICY, average=average, **variables
     )
-    print(f"test accuracy {result.accuracy:.1%}, loss scale {float(state.loss_scale):.0f}")
-    print(f"{result.steps} steps applied, {result.skipped} skipped")
-    print(f"skipped steps left statistics, average and step count unchanged: {result.kept}")
-    return result
+    kept, table = True, ["epoch  steps  skipped  loss scale  test accuracy"]
+    for epoch in trange(args.epochs, unit="epoch", disable=None):  # None: in a terminal only
+        order = jax.random.permutation(jax.random.key(epoch), len(images))
+        for batch in order[: len(order) // BATCH * BATCH].reshape(-1, BATCH):
+            old, state = state, train_step(state, images[batch], labels[batch])
+            if not state.grads_finite:
+                old, new = ((s.step, s.params, s.batch_stats, s.average) for s in (old, state))
+                kept &= jax.tree.all(jax.tree.map(np.array_equal, old, new))
+        skipped = int(ols.loss_scale_state(state).total_skipped)
+        correct = float(accuracy(state, test_images, test_labels))
+        row = f"{epoch + 1:5}{state.step:7}{skipped:9}{state.loss_scale:12,.0f}{correct:15.1%}"
+        table += [row] if epoch == 0 or (epoch + 1) % 4 == 0 else []
+    print(*table, f"a skipped step changed nothing: {kept}", sep="\n")
+    return Result(correct, skipped, kept)
 
 
 if __name__ == "__main__":

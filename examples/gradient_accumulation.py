@@ -6,38 +6,29 @@ matters. With `MultiSteps` outside, an overflow would stay in its accumulator fo
 
 `window`: the pure functions. The loss scale is constant within a window while the scaled gradients
 are summed. The window ends with one check, one update of the loss scale and one of the parameters.
-A bad micro-batch drops the whole window. Unscaling, and any reduction over devices, happens once
-per window.
+A bad micro-batch drops the whole window. The table counts skipped micro-batches for the first way
+and skipped windows for the second.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
-from tqdm import tqdm
+from tqdm import trange
 
 import optax_lossscale as ols
 
-MICRO_BATCH, WINDOW = 32, 4
+MICRO_BATCH, WINDOW = 32, 4  # 128 images in a window
 POLICY = ols.DynamicLossScale(initial_scale=2.0**24, growth_interval=100)
 INNER = optax.adam(1e-3)
 WRAPPED = ols.with_loss_scaling(optax.MultiSteps(INNER, WINDOW), POLICY)
 
 Batch = tuple[jax.Array, jax.Array]  # with a leading axis over the micro-batches of a window
 Carry = tuple[Any, Any]  # parameters, optimizer state
-
-
-class Result(NamedTuple):
-    """The result of training in one way."""
-
-    accuracy: float
-    applied: int  # updates of the parameters
-    skipped: int  # micro-batches or windows
 
 
 def init_params(key: jax.Array) -> list[jax.Array]:
@@ -48,11 +39,12 @@ def init_params(key: jax.Array) -> list[jax.Array]:
 
 
 def forward(params: list[jax.Array], images: jax.Array) -> jax.Array:
-    """Return float32 logits. The forward and backward passes compute in float16."""
-    x = images.astype(jnp.float16)
-    for weights in params[:-1]:
-        x = jax.nn.relu(x @ weights.astype(jnp.float16))
-    return (x @ params[-1].astype(jnp.float16)).astype(jnp.float32)
+    """Return float32 logits, computed in the dtype of the parameters."""
+    *hidden, last = params
+    x = images.astype(last.dtype)
+    for weights in hidden:
+        x = jax.nn.relu(x @ weights)
+    return (x @ last).astype(jnp.float32)
 
 
 def loss_fn(params: list[jax.Array], images: jax.Array, labels: jax.Array) -> jax.Array:
@@ -61,13 +53,16 @@ def loss_fn(params: list[jax.Array], images: jax.Array, labels: jax.Array) -> ja
     return jnp.mean(losses)
 
 
+loss_and_grads = ols.value_and_grad(loss_fn, compute_dtype=jnp.float16)
+
+
 @jax.jit
 def wrapped(carry: Carry, window: Batch) -> Carry:
     """Train on a window, with one step of the wrapper for each micro-batch."""
 
     def micro_step(carry: Carry, batch: Batch) -> tuple[Carry, None]:
         params, opt_state = carry
-        loss, grads = ols.value_and_grad(loss_fn)(opt_state, params, *batch)
+        loss, grads = loss_and_grads(opt_state, params, *batch)
         updates, opt_state = WRAPPED.update(grads, opt_state, params, value=loss)
         return (optax.apply_updates(params, updates), opt_state), None
 
@@ -80,7 +75,7 @@ def window(carry: Carry, window: Batch) -> Carry:
     params, (scale_state, inner_state) = carry
 
     def accumulate(total: Any, batch: Batch) -> tuple[Any, None]:
-        _, grads = ols.value_and_grad(loss_fn)(scale_state, params, *batch)  # the same loss scale
+        _, grads = loss_and_grads(scale_state, params, *batch)  # the same loss scale
         return jax.tree.map(jnp.add, total, grads), None
 
     total, _ = jax.lax.scan(accumulate, jax.tree.map(jnp.zeros_like, params), window)
@@ -92,35 +87,31 @@ def window(carry: Carry, window: Batch) -> Carry:
     return params, (ols.update(scale_state, grads_finite, POLICY), inner_state)
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Result]:
-    """Train in both ways, test, and print the results."""
+def main(argv: list[str] | None = None) -> dict[str, tuple]:
+    """Train in both ways, print a table, and return its last rows."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=20, help="default: %(default)s")
     args = parser.parse_args(argv)
 
     images, labels = load_digits(return_X_y=True)
     split = train_test_split(images / 16, labels, test_size=0.2, random_state=0, stratify=labels)
-    train_images, test_images, train_labels, test_labels = map(jnp.asarray, split)
-
+    images, test_images, labels, test_labels = map(jnp.asarray, split)
     params = init_params(jax.random.key(0))
-    ways: dict[str, tuple[Callable[[Carry, Batch], Carry], Any]] = {
-        "wrapped": (wrapped, WRAPPED.init(params)),
-        "window": (window, (ols.init(POLICY), INNER.init(params))),
-    }
-    results = {}
-    for name, (train_window, opt_state) in ways.items():
-        carry = params, opt_state
-        for epoch in tqdm(range(args.epochs), unit="epoch", desc=name, disable=None):
-            order = jax.random.permutation(jax.random.key(epoch), len(train_images))
+    starts = {wrapped: WRAPPED.init(params), window: (ols.init(POLICY), INNER.init(params))}
+    results, table = {}, ["way      epoch  updates  skipped        loss scale  test accuracy"]
+    for train_window, opt_state in starts.items():
+        name, carry = train_window.__name__, (params, opt_state)
+        for epoch in trange(args.epochs, unit="epoch", desc=name, disable=None):
+            order = jax.random.permutation(jax.random.key(epoch), len(images))
             for rows in order[: len(order) // 128 * 128].reshape(-1, WINDOW, MICRO_BATCH):
-                carry = train_window(carry, (train_images[rows], train_labels[rows]))
-        predicted = jnp.argmax(forward(carry[0], test_images), axis=-1)
-        results[name] = Result(
-            accuracy=float(jnp.mean(predicted == test_labels)),
-            applied=int(optax.tree.get(carry[1], "count")),
-            skipped=int(ols.loss_scale_state(carry[1]).total_skipped),
-        )
-        print(f"{name}: {results[name]}")
+                carry = train_window(carry, (images[rows], labels[rows]))
+            predicted = jnp.argmax(forward(carry[0], test_images), axis=-1)
+            applied, state = optax.tree.get(carry[1], "count"), ols.loss_scale_state(carry[1])
+            correct, skipped = float(jnp.mean(predicted == test_labels)), int(state.total_skipped)
+            row = f"{name:9}{epoch + 1:5}{applied:9}{skipped:9}{state.loss_scale:18,.0f}"
+            table += [f"{row}{correct:15.1%}"] if epoch in {0, args.epochs - 1} else []
+        results[name] = correct, int(applied), skipped
+    print(*table, sep="\n")
     return results
 
 

@@ -1,22 +1,14 @@
-"""Reinforcement learning in four formats: how far the sampling and the trained policy drift apart.
+"""A policy learns from its own samples, in float32, bfloat16 and float16 with loss scaling.
 
-A small transformer sorts digits. After a short supervised warm start it learns from its own
-answers: an answer earns reward 1 if it is right, and each is compared with the other answers to the
-same prompt (REINFORCE with a group baseline, as in GRPO). The policy that samples decodes token by
-token with a key-value cache and a fused attention, as inference engines do. The policy that is
-trained reads the whole sequence at once. In exact arithmetic they are equal; rounding makes them
-differ.
-
-Prints how far the log-probabilities of sampled tokens differ in each format, and the reward.
+A small transformer learns to sort digits by REINFORCE. A digit in the right place earns 1, less the
+mean of all answers to the same prompt (the group baseline of GRPO). The policy is computed
+twice. Sampling decodes token by token with a key-value cache, and divides last in its attention, as
+fused kernels do. Training reads the whole sequence at once. Rounding makes their log-probabilities
+differ: the mismatch. It is that of one seed; docs/reinforcement_learning.md measures several.
 """
 
 import argparse
-import functools
-import itertools
-import json
-import platform
-import re
-from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,357 +17,133 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from matplotlib.figure import Figure
-from scipy import stats
-from tqdm import tqdm
+from tqdm import trange
 
 import optax_lossscale as ols
 
-DIGITS, START = 6, 10  # START is the token that begins the answer
-LENGTH = 2 * DIGITS  # the prompt, START, and all digits of the answer but the last
-WIDTH, HEADS, LAYERS = 32, 2, 2
+DIGITS, START, WIDTH = 6, 10, 64  # START is the token that begins an answer
 PROMPTS, GROUP = 32, 8  # prompts in a batch, and answers to each
-POINT = 5  # steps that each point of a curve averages
-
-# The dtype of both policies, the loss scale, and whether the loss corrects for the mismatch.
-FLOAT32, SCALED = "float32", "float16 + loss scaling"
-WAYS = {
-    FLOAT32: (jnp.float32, None, False),
-    "bfloat16": (jnp.bfloat16, None, False),
-    "bfloat16 + importance weights": (jnp.bfloat16, None, True),
-    "float16": (jnp.float16, None, False),
-    SCALED: (jnp.float16, ols.DynamicLossScale(growth_interval=20), False),
+SHAPES = {"embed": (11, WIDTH), "position": (2 * DIGITS, WIDTH), "qkv": (WIDTH, 3 * WIDTH)}
+SHAPES |= {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH), "head": (WIDTH, 10)}
+POLICY = ols.DynamicLossScale(growth_interval=50)  # the default is 2000, longer than this run
+FORMATS = {  # the dtype, the loss scale (None neither scales nor checks), and how it is drawn
+    "float32": (jnp.float32, None, {"color": "#999999", "lw": 5}),
+    "bfloat16": (jnp.bfloat16, None, {"color": "#009e73", "lw": 2}),
+    "float16 + loss scaling": (jnp.float16, POLICY, {"color": "#0072b2", "lw": 2, "ls": "--"}),
 }
-COLOURS = dict(zip(WAYS, ("#999999", "#009e73", "#cc79a7", "#d55e00", "#0072b2"), strict=True))
-LABELS = {
-    "reward": "share of right answers\n(mean, range over seeds)",
-    "gap": "mean difference of the\ntwo log-probabilities",
-}
-BEGIN = "<!-- reinforce: `make fidelity` writes this part -->"
-END = "<!-- reinforce: end -->"
-
-# By default XLA may keep a bfloat16 result in float32 where it fuses operations, so that the same
-# code rounds differently in two programs. Turned off, each operation rounds, as in float16.
+cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+# By default XLA keeps some bfloat16 results in float32, and not the same ones in both policies.
 ROUND = {"xla_allow_excess_precision": False}
-
-# How sampling differs from training: whether its attention is fused, and the options of XLA.
-PROGRAMS = {
-    "the same operations, each rounded": (False, ROUND),
-    "the same operations, XLA's default": (False, None),
-    "attention in another order, each operation rounded": (True, ROUND),
-}
-
-Params = dict[str, Any]
-Results = dict[str, Any]
-
-
-def init_params(key: jax.Array) -> Params:
-    """Return float32 parameters. Those of the layers are stacked."""
-    draw, keys = jax.nn.initializers.lecun_normal(batch_axis=0), jax.random.split(key, 7)
-    sizes = {"qkv": (1, 3), "out": (1, 1), "up": (1, 4), "down": (4, 1)}
-    layers = {
-        name: draw(key, (LAYERS, WIDTH * fan_in, WIDTH * fan_out))
-        for key, (name, (fan_in, fan_out)) in zip(keys, sizes.items(), strict=False)
-    }
-    embed = jax.random.normal(keys[4], (START + 1, WIDTH))
-    position = jax.random.normal(keys[5], (LENGTH, WIDTH))
-    head = draw(keys[6], (1, WIDTH, START))[0]
-    return {"layers": layers, "embed": embed, "position": position, "head": head}
-
-
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, *, fused: bool) -> jax.Array:
-    """Return attention, with its softmax in float32.
-
-    A fused kernel divides by the softmax's sum last, so it rounds the weights before the division.
-    """
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
-    scores = jnp.where(mask, scores, -jnp.inf)
-    weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
-    total = weights.sum(axis=-1, keepdims=True)
-    if not fused:
-        return jnp.einsum("bhqk,bkhd->bqhd", (weights / total).astype(v.dtype), v)
-    summed = jnp.einsum("bhqk,bkhd->bqhd", weights.astype(v.dtype), v)
-    return (summed.astype(jnp.float32) / total.swapaxes(1, 2)).astype(v.dtype)
-
-
-def norm(x: jax.Array) -> jax.Array:
-    """Return x divided by its root mean square, which is computed in float32."""
-    y = x.astype(jnp.float32)
-    return (y * jax.lax.rsqrt(jnp.mean(y**2, axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)
 
 
 def forward(
-    params: Params, tokens: jax.Array, cache: jax.Array, start: Any, *, fused: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Return float32 log-probabilities of each next digit, and the cache with these tokens' part.
+    params: dict, tokens: jax.Array, start: int | jax.Array = 0, cache: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return float32 logits of the next digits, and the cache with these tokens' keys and values.
 
     Computes in the dtype of the parameters. `start` is the position of the first token.
     """
-    batch, count = tokens.shape
-    places = start + jnp.arange(count)
-    mask = jnp.arange(LENGTH) <= places[:, None]
-
-    def layer(x: jax.Array, weights_and_cache: tuple) -> tuple[jax.Array, jax.Array]:
-        w, cache = weights_and_cache
-        qkv = (norm(x) @ w["qkv"]).reshape(batch, count, 3, HEADS, WIDTH // HEADS)
-        cache = jax.lax.dynamic_update_slice(cache, qkv[:, :, 1:], (0, start, 0, 0, 0))
-        attended = attend(qkv[:, :, 0], cache[:, :, 0], cache[:, :, 1], mask, fused=fused)
-        x += attended.reshape(x.shape) @ w["out"]
-        return x + jax.nn.gelu(norm(x) @ w["up"]) @ w["down"], cache
-
+    places = start + jnp.arange(tokens.shape[1])
     x = params["embed"][tokens] + params["position"][places]
-    x, cache = jax.lax.scan(layer, x, (params["layers"], cache))
-    return jax.nn.log_softmax((norm(x) @ params["head"]).astype(jnp.float32)), cache
+    q, k, v = jnp.split(x @ params["qkv"], 3, axis=-1)
+    if cache is not None:
+        k, v = cache = jax.lax.dynamic_update_slice(cache, jnp.stack([k, v]), (0, 0, start, 0))
+    scores = (q @ k.mT).astype(jnp.float32) / WIDTH**0.5
+    scores = jnp.where(jnp.arange(k.shape[1]) <= places[:, None], scores, -jnp.inf)
+    if cache is None:
+        x += jax.nn.softmax(scores).astype(x.dtype) @ v
+    else:
+        weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
+        attended = (weights.astype(x.dtype) @ v).astype(jnp.float32)
+        x += (attended / weights.sum(axis=-1, keepdims=True)).astype(x.dtype)
+    x += jax.nn.gelu(x @ params["up"]) @ params["down"]
+    return (x @ params["head"]).astype(jnp.float32), cache
 
 
-def empty_cache(params: Params, batch: int) -> jax.Array:
-    """Return keys and values of no tokens, in the dtype of the parameters."""
-    return jnp.zeros((LAYERS, batch, LENGTH, 2, HEADS, WIDTH // HEADS), params["head"].dtype)
-
-
-def chosen(log_probs: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Return the log-probability of each token."""
-    return jnp.take_along_axis(log_probs, tokens[..., None], axis=-1)[..., 0]
-
-
-def trained_log_probs(params: Params, prompts: jax.Array, answers: jax.Array) -> jax.Array:
-    """Return the log-probability of each token of the answers, from one pass over all tokens."""
-    begin = jnp.full_like(answers[:, :1], START)
-    tokens = jnp.concatenate([prompts, begin, answers[:, :-1]], axis=1)
-    log_probs, _ = forward(params, tokens, empty_cache(params, len(tokens)), 0, fused=False)
-    return chosen(log_probs[:, DIGITS:], answers)
-
-
-def sample(
-    params: Params, prompts: jax.Array, key: jax.Array, *, fused: bool = True
-) -> tuple[jax.Array, jax.Array]:
-    """Return answers, and the log-probability of each token as the sampling policy sees it."""
-    batch = len(prompts)
-    _, cache = forward(params, prompts, empty_cache(params, batch), 0, fused=fused)
+def sample(params: dict, prompts: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return answers, and the log-probability of each of their tokens."""
 
     def decode(carry: tuple, step: tuple) -> tuple:
-        token, cache = carry
-        place, key = step
-        log_probs, cache = forward(params, token[:, None], cache, place, fused=fused)
-        token = jax.random.categorical(key, log_probs[:, 0])
-        return (token, cache), (token, chosen(log_probs[:, 0], token))
+        (token, cache), (place, key) = carry, step
+        logits, cache = forward(params, token[:, None], place, cache)
+        token = jax.random.categorical(key, logits[:, 0])
+        return (token, cache), (token, -cross_entropy(logits[:, 0], token))
 
+    cache = jnp.zeros((2, len(prompts), 2 * DIGITS, WIDTH), params["qkv"].dtype)
+    _, cache = forward(params, prompts, 0, cache)
     steps = DIGITS + jnp.arange(DIGITS), jax.random.split(key, DIGITS)
-    _, (answers, log_probs) = jax.lax.scan(decode, (jnp.full(batch, START), cache), steps)
-    return answers.T, log_probs.T
+    _, sampled = jax.lax.scan(decode, (jnp.full(len(prompts), START), cache), steps)
+    return jax.tree.map(jnp.transpose, sampled)
 
 
-def draw_prompts(key: jax.Array, count: int) -> jax.Array:
-    """Return rows of random digits."""
-    return jax.random.randint(key, (count, DIGITS), 0, 10)
+def trained(params: dict, prompts: jax.Array, answers: jax.Array) -> jax.Array:
+    """Return the log-probability of each token of the answers, from one pass over all tokens."""
+    begin = jnp.full_like(answers[:, :1], START)
+    logits, _ = forward(params, jnp.concatenate([prompts, begin, answers[:, :-1]], axis=1))
+    return -cross_entropy(logits[:, DIGITS:], answers)
 
 
-@functools.partial(jax.jit, static_argnames="steps")
-def warm_start(key: jax.Array, steps: int) -> Params:
-    """Return parameters trained on right answers in float32, so that some samples earn a reward."""
-    params, tx = init_params(key), optax.adam(1e-3)
+def train(name: str, steps: int) -> np.ndarray:
+    """Return the reward, mismatch, skipped steps and loss scale after each step."""
+    dtype, loss_scale, _ = FORMATS[name]
+    tx = ols.with_loss_scaling(optax.adam(3e-3), loss_scale)
 
-    def loss_fn(params: Params, prompts: jax.Array) -> jax.Array:
-        return -jnp.mean(trained_log_probs(params, prompts, jnp.sort(prompts, axis=1)))
+    def loss_fn(params: dict, prompts: Any, answers: Any, advantage: Any) -> tuple:
+        log_probs = trained(params, prompts, answers)
+        return -jnp.mean(advantage * log_probs), log_probs
 
-    def train_step(carry: tuple, key: jax.Array) -> tuple:
-        params, opt_state = carry
-        grads = jax.grad(loss_fn)(params, draw_prompts(key, 128))
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), None
-
-    keys = jax.random.split(jax.random.fold_in(key, 1), steps)
-    return jax.lax.scan(train_step, (params, tx.init(params)), keys)[0][0]
-
-
-def make_train_step(
-    tx: optax.GradientTransformationExtraArgs, dtype: Any, *, corrected: bool
-) -> Callable[..., tuple]:
-    """Return a training step: sample answers, reward them, and update the parameters once."""
-
-    def loss_fn(params: Params, prompts: Any, answers: Any, advantage: Any, sampled: Any) -> tuple:
-        trained = trained_log_probs(ols.cast(params, dtype), prompts, answers)
-        ratio = jnp.minimum(jnp.exp(jax.lax.stop_gradient(trained) - sampled), 2.0)
-        weight = advantage[:, None] * (ratio if corrected else 1)
-        return -jnp.mean(weight * trained), trained
-
-    def train_step(params: Params, opt_state: optax.OptState, key: jax.Array) -> tuple:
-        prompt_key, sample_key = jax.random.split(key)
-        prompts = jnp.repeat(draw_prompts(prompt_key, PROMPTS), GROUP, axis=0)
-        answers, sampled = sample(ols.cast(params, dtype), prompts, sample_key)
-        right = jnp.all(answers == jnp.sort(prompts, axis=1), axis=1)
-        reward = right.astype(jnp.float32).reshape(PROMPTS, GROUP)
-        advantage = (reward - reward.mean(axis=1, keepdims=True)).reshape(-1)
-        (loss, trained), grads = ols.value_and_grad(loss_fn, has_aux=True)(
-            opt_state, params, prompts, answers, advantage, sampled
-        )
+    @partial(jax.jit, compiler_options=ROUND)
+    def train_step(params: dict, opt_state: optax.OptState, key: jax.Array) -> tuple:
+        prompts = jax.random.randint(key, (PROMPTS, DIGITS), 0, 10).repeat(GROUP, axis=0)
+        answers, sampled = sample(ols.cast(params, dtype), prompts, jax.random.fold_in(key, 1))
+        reward = (answers == jnp.sort(prompts)).astype(jnp.float32).reshape(PROMPTS, GROUP, DIGITS)
+        advantage = (reward - reward.mean(axis=1, keepdims=True)).reshape(answers.shape)
+        loss_and_grads = ols.value_and_grad(loss_fn, has_aux=True, compute_dtype=dtype)
+        (loss, log_probs), grads = loss_and_grads(opt_state, params, prompts, answers, advantage)
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)
-        log = {"reward": reward.mean(), "zero_share": zero_share(grads)}
-        log |= mismatch(sampled, trained)
-        return optax.apply_updates(params, updates), opt_state, log
+        params, state = optax.apply_updates(params, updates), ols.loss_scale_state(opt_state)
+        mismatch = jnp.abs(log_probs - sampled).mean()
+        return params, opt_state, (reward.mean(), mismatch, state.total_skipped, state.loss_scale)
 
-    return jax.jit(train_step, compiler_options=ROUND)
-
-
-def zero_share(grads: Params) -> jax.Array:
-    """Return the share of entries that are exactly zero."""
-    zeros = sum(jnp.sum(g == 0) for g in jax.tree.leaves(grads))
-    return zeros / sum(g.size for g in jax.tree.leaves(grads))
-
-
-def mismatch(sampled: jax.Array, trained: jax.Array) -> dict[str, jax.Array]:
-    """Return how far two log-probabilities of the sampled tokens are apart.
-
-    `kl` estimates the divergence of the trained policy from the sampling one, per token. No sample
-    of it is negative, because exp(x) >= 1 + x.
-    """
-    gap = trained - sampled
-    size = jnp.abs(gap)
-    return {"gap": size.mean(), "largest": size.max(), "kl": jnp.mean(jnp.expm1(gap) - gap)}
+    rng = np.random.default_rng(0)
+    params = {k: jnp.float32(rng.normal(0, n**-0.5, (n, m))) for k, (n, m) in SHAPES.items()}
+    opt_state, history = tx.init(params), []
+    for step in trange(steps, desc=name, unit="step", disable=None):  # None: in a terminal only
+        params, opt_state, log = train_step(params, opt_state, jax.random.key(step))
+        history.append(jax.device_get(log))
+    return np.transpose(history)
 
 
-def sources(params: Params) -> dict[str, dict[str, float]]:
-    """Return the mean gap of one policy in each format, for programs that differ ever more."""
-    found: dict[str, dict[str, float]] = {}
-    for name, (fused, options) in PROGRAMS.items():
-
-        def gap(params: Params, key: jax.Array, fused: bool = fused) -> jax.Array:
-            prompts = draw_prompts(key, PROMPTS * GROUP)
-            answers, sampled = sample(params, prompts, key, fused=fused)
-            return mismatch(sampled, trained_log_probs(params, prompts, answers))["gap"]
-
-        measure, keys = jax.jit(gap, compiler_options=options), jax.random.split(jax.random.key(0))
-        found[name] = {
-            dtype.__name__: float(np.mean([measure(ols.cast(params, dtype), key) for key in keys]))
-            for dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
-        }
-    return found
-
-
-def train(
-    seed: int, params: Params, opt_state: Any, train_step: Callable, steps: Iterable[int]
-) -> dict:
-    """Train from the given parameters, and return the curves and what the table shows."""
-    key, history = jax.random.key(seed), []
-    for step in steps:
-        params, opt_state, log = train_step(params, opt_state, jax.random.fold_in(key, step))
-        history.append(log)
-    history = jax.device_get(history)
-    logs = {name: np.array([log[name] for log in history]) for name in history[0]}
-    curves = {name: logs[name].reshape(-1, POINT).mean(axis=1) for name in ("reward", "gap")}
-    return {
-        **{name: [float(f"{x:.4g}") for x in curve] for name, curve in curves.items()},
-        "largest": float(logs["largest"].max()),
-        "kl": float(logs["kl"].mean()),
-        "zero_share": float(logs["zero_share"].mean()),
-        "skipped": int(ols.loss_scale_state(opt_state).total_skipped),
-    }
-
-
-def end_reward(runs: list[dict]) -> np.ndarray:
-    """Return the percentage of right answers in the last fifth of training, for each seed."""
-    curves = np.array([run["reward"] for run in runs])
-    return 100 * curves[:, -max(1, curves.shape[1] // 5) :].mean(axis=1)
-
-
-def interval(values: np.ndarray) -> tuple[float, float]:
-    """Return a mean and half the width of its 95 % confidence interval, by Student's t."""
-    margin = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
-    return float(np.mean(values)), float(margin)
-
-
-def tables(results: Results) -> str:
-    """Return the results as Markdown."""
-    head = "rate", "computed in", "right answers", "minus float32, same seed", "mean gap"
-    head = *head, "KL per token", "zero gradient entries", "skipped steps"
-    first = [head, ["---:", "---", *["---:"] * 6]]
-    for rate, ways in results["runs"].items():
-        for way, runs in ways.items():
-            end, base = end_reward(runs), end_reward(ways[FLOAT32])
-            mean = {name: np.mean([run[name] for run in runs]) for name in runs[0]}
-            row = [rate, way, "{:.1f} ± {:.1f} %".format(*interval(end))]
-            row.append("" if way == FLOAT32 else "{:+.1f} ± {:.1f}".format(*interval(end - base)))
-            row += [f"{mean['gap']:.1e}", f"{mean['kl']:.1e}", f"{100 * mean['zero_share']:.3f} %"]
-            first.append([*row, f"{mean['skipped']:.1f}" if way == SCALED else ""])
-    second = [["two programs", "float32", "bfloat16", "float16"], ["---", "---:", "---:", "---:"]]
-    second += [[k, *(f"{x:.1e}" for x in v.values())] for k, v in results["sources"].items()]
-    texts = ["\n".join("| " + " | ".join(row) + " |" for row in rows) for rows in (first, second)]
-    return "\n\n".join([*texts, results["circumstances"]])
-
-
-def draw(results: Results, path: Path) -> None:
-    """Draw reward and gap against the step, one column for each learning rate."""
-    columns = len(results["runs"])
-    figure = Figure(figsize=(1 + 4 * columns, 6), layout="constrained")
-    axes = figure.subplots(2, columns, sharex=True, sharey="row", squeeze=False)
-    for column, (rate, ways) in enumerate(results["runs"].items()):
-        for (way, runs), (row, name) in itertools.product(ways.items(), enumerate(LABELS)):
-            ax, curves = axes[row, column], np.array([run[name] for run in runs])
-            steps = POINT * np.arange(1, curves.shape[1] + 1)
-            style = {"linewidth": 5 if way == FLOAT32 else 1.6, "linestyle": "-:"["+ imp" in way]}
-            ax.plot(steps, curves.mean(axis=0), color=COLOURS[way], label=way, **style)
-            band = curves.min(axis=0), curves.max(axis=0)
-            ax.fill_between(steps, *band, color=COLOURS[way], alpha=0.12, linewidth=0)
-            ax.grid(alpha=0.3)
-            axes[row, 0].set_ylabel(LABELS[name])
-        axes[0, column].set_title(f"learning rate {rate}")
-        axes[1, column].set(yscale="log", xlabel="step")
-    handles = axes[0, 0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside upper center", ncols=1 + columns)
+def report(runs: dict[str, np.ndarray], path: Path) -> None:
+    """Print the table, and draw the reward and the mismatch. All are means of ten steps."""
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    axes = figure.subplots(1, 2)
+    steps = np.arange(10, 1 + len(runs["float32"][0]), 10)
+    shown = len(steps) * np.arange(1, 5) // 4 - 1
+    row = "{:<23}{:>6}{:>6}{:>6}{:>6}{:>16}{:>9}{:>12}".format
+    print(row("right digits by step", *steps[shown], "mean mismatch", "skipped", "loss scale"))
+    for name, (*curves, skipped, scale) in runs.items():
+        right, gap = (curve[: steps[-1]].reshape(-1, 10).mean(axis=1) for curve in curves)
+        for ax, curve in zip(axes, (100 * right, gap), strict=True):
+            ax.plot(steps, curve, label=name, **FORMATS[name][2])
+        ends = (f"{skipped[-1]:.0f}", f"{scale[-1]:,.0f}") if FORMATS[name][1] else "--"
+        print(row(name, *(f"{x:.0%}" for x in right[shown]), f"{gap.mean():.7f}", *ends))
+    axes[0].set(title="Digits in the right place, %", xlabel="step")
+    axes[1].set(title="Mismatch of the log-probabilities", xlabel="step", yscale="log")
+    axes[0].legend(frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=90)
+    figure.savefig(path, dpi=120)
 
 
-def write(results: Results, page: Path) -> None:
-    """Replace the tables of a page, and the numbers and the picture beside it."""
-    before, _, rest = page.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}\n\n{tables(results)}\n\n{END}{after}")
-    text = json.dumps(results, indent=1)
-    text = re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), text)
-    page.with_suffix(".json").write_text(text + "\n")
-    draw(results, page.parent / "images/reinforce.png")
-
-
-def main(argv: Sequence[str] | None = None) -> Results:
-    """Train in every format, print and draw the results, and return them."""
+def main(argv: list[str] | None = None) -> dict[str, np.ndarray]:
+    """Train in each format, print a table, draw a picture, and return the curves."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seeds", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=100, help="default: %(default)s")
-    parser.add_argument("--warm", type=int, default=120, help="steps of the warm start")
-    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3], help="learning rates")
-    parser.add_argument("--ways", nargs="+", default=[*WAYS], choices=WAYS, metavar="WAY")
-    parser.add_argument(
-        "--output", type=Path, default=Path("output/reinforce.png"), help="default: %(default)s"
-    )
-    parser.add_argument("--write", type=Path, help="a page to update")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--output", type=Path, default=Path("output/reinforce.png"))
     args = parser.parse_args(argv)
-    if args.seeds < 2 or args.steps < POINT or args.steps % POINT or args.ways[0] != FLOAT32:
-        parser.error(f"two seeds or more, a multiple of {POINT} steps, and float32 first in --ways")
-    starts = [warm_start(jax.random.key(seed), args.warm) for seed in range(args.seeds)]
-    runs: dict[str, dict[str, list]] = {f"{rate:g}": {} for rate in args.rates}
-    for rate, way in itertools.product(args.rates, args.ways):
-        dtype, loss_scale, corrected = WAYS[way]
-        tx = ols.with_loss_scaling(optax.adam(rate), loss_scale)
-        train_step = make_train_step(tx, dtype, corrected=corrected)
-        runs[f"{rate:g}"][way] = []
-        for seed, params in enumerate(starts):
-            # disable=None shows the bar in a terminal only.
-            label = f"rate {rate:g}, {way}, seed {seed + 1} of {args.seeds}"
-            steps = tqdm(range(args.steps), label, unit="step", leave=False, disable=None)
-            run = train(seed, params, tx.init(params), train_step, steps)
-            runs[f"{rate:g}"][way].append(run)
-    circumstances = (
-        f"{args.seeds} seeds and {args.steps} steps, after {args.warm} steps of the warm start. "
-        f"Means with 95 % confidence intervals, by Student's t. {jax.default_backend()}, "
-        f"{platform.machine()}, jax {jax.__version__}, optax {optax.__version__}."
-    )
-    results = {"circumstances": circumstances, "sources": sources(starts[0]), "runs": runs}
-    print(tables(results))
-    draw(results, args.output)
-    print(f"\npicture: {args.output}")
-    if args.write:
-        write(results, args.write)
-    return results
+    runs = {name: train(name, args.steps) for name in FORMATS}
+    report(runs, args.output)
+    return runs
 
 
 if __name__ == "__main__":

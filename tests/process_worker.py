@@ -32,7 +32,6 @@ POLICY = ols.DynamicLossScale(initial_scale=2.0**8, growth_interval=2)
 # Its schedule counts the applied steps, and its update is linear in the gradients.
 INNER = optax.sgd(optax.linear_schedule(0.1, 0.02, 6), momentum=0.9)
 EXAMPLE = Path(__file__).parents[1] / "examples" / "sharded_transformer.py"
-TINY = ["--steps=3", "--batch=4", "--length=16", "--layers=1", "--width=16", "--generate=9"]
 
 
 def init_params():
@@ -154,10 +153,21 @@ def replicas(mesh):
     return train(mesh, jax.jit(step), start())
 
 
+def tiny_example(batch, length, width):
+    """Return the `main` of the example, which trains a smaller model of one layer."""
+    main = runpy.run_path(str(EXAMPLE))["main"]
+    shapes = {"tokens": (256, width), "positions": (length, width)}
+    shapes |= {"qkv": (1, width, 3 * width), "out": (1, width, width)}
+    shapes |= {"up": (1, width, 4 * width), "down": (1, 4 * width, width)}
+    assert shapes.keys() == main.__globals__["SHAPES"].keys()
+    main.__globals__.update(BATCH=batch, LENGTH=length, SHAPES=shapes)
+    return main
+
+
 def example(directory):
     """Return the output of the example, which trains on all devices that it finds."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        runpy.run_path(str(EXAMPLE))["main"]([*TINY, f"--checkpoints={directory}"])
+        tiny_example(batch=8, length=16, width=16)(["--steps=3", f"--checkpoints={directory}"])
     return printed.getvalue()
 
 

@@ -49,4 +49,4 @@ def test_every_notebook_has_what_the_format_requires(notebooks):
 def test_the_smallest_notebook_runs(notebooks, python, tmp_path):
     (tmp_path / "cells.py").write_text("\n".join(code_of(notebooks["minimal"])), "utf-8")
     out, _ = python(tmp_path / "cells.py", cwd=ROOT)
-    assert "with loss scaling: 0% of the gradient is zero" in out
+    assert "float16 with loss scaling: 0% of the gradient is zero" in out

@@ -1,4 +1,4 @@
-"""The example of reinforcement learning: its two policies agree, and it learns."""
+"""The benchmark of reinforcement learning: its two policies agree, and it learns."""
 
 import importlib.util
 import json
@@ -12,26 +12,27 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quickly_compiled")]
 
 ROOT = Path(__file__).parents[2]
+PATH = ROOT / "benchmarks/reinforcement.py"
 PAGE = ROOT / "docs/reinforcement_learning.md"
 STORED = json.loads(PAGE.with_suffix(".json").read_text())
 FLOAT32, SCALED = "float32", "float16 + loss scaling"
 
 
 def load():
-    spec = importlib.util.spec_from_file_location("reinforce", ROOT / "examples/reinforce.py")
+    spec = importlib.util.spec_from_file_location("reinforcement", PATH)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 @pytest.fixture(scope="module")
-def example():
+def benchmark():
     return load()
 
 
 @pytest.fixture(scope="module")
 def small():
-    """The example at a size that learns within seconds."""
+    """The benchmark at a size that learns within seconds."""
     module = load()
     module.DIGITS, module.LENGTH, module.LAYERS, module.WIDTH = 3, 6, 1, 16
     *_, (name, program) = module.PROGRAMS.items()
@@ -105,28 +106,28 @@ def test_write_replaces_the_tables_and_nothing_else(short, small, tmp_path):
     assert (tmp_path / "images/reinforce.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_one_seed_and_a_run_without_float32_are_refused(example, capsys):
+def test_one_seed_and_a_run_without_float32_are_refused(benchmark, capsys):
     for wrong in (["--seeds=1"], ["--steps=7"], ["--ways", "bfloat16"]):
         with pytest.raises(SystemExit, match="2"):
-            example.main(wrong)
+            benchmark.main(wrong)
         assert "two seeds or more" in capsys.readouterr().err
 
 
-def test_the_page_shows_the_stored_numbers(example):
-    assert PAGE.read_text().count(example.tables(STORED)) == 1
+def test_the_page_shows_the_stored_numbers(benchmark):
+    assert PAGE.read_text().count(benchmark.tables(STORED)) == 1
     for ways in STORED["runs"].values():
-        assert list(ways) == list(example.WAYS)
+        assert list(ways) == list(benchmark.WAYS)
         for way, runs in ways.items():
             assert len(runs) == 5  # seeds
             assert {len(run[name]) for run in runs for name in ("reward", "gap")} == {40}
             assert way == SCALED or not any(run["skipped"] for run in runs)
 
 
-def test_the_stored_numbers_show_what_the_page_concludes(example):
+def test_the_stored_numbers_show_what_the_page_concludes(benchmark):
     for ways in STORED["runs"].values():
-        base = example.end_reward(ways[FLOAT32])
+        base = benchmark.end_reward(ways[FLOAT32])
         for way in ways.keys() - {FLOAT32}:
-            mean, margin = example.interval(example.end_reward(ways[way]) - base)
+            mean, margin = benchmark.interval(benchmark.end_reward(ways[way]) - base)
             assert abs(mean) <= margin  # nothing is learnt better or worse
         coarse, fine = (
             {name: np.mean([run[name] for run in ways[way]]) for name in ("gap", "kl")}
@@ -136,14 +137,14 @@ def test_the_stored_numbers_show_what_the_page_concludes(example):
         assert coarse["kl"] / fine["kl"] == pytest.approx(64, rel=0.1)
 
 
-def test_every_product_of_both_policies_is_in_the_format(example):
-    params = jax.eval_shape(example.init_params, jax.random.key(0))
+def test_every_product_of_both_policies_is_in_the_format(benchmark):
+    params = jax.eval_shape(benchmark.init_params, jax.random.key(0))
     params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float16), params)
-    prompts = jnp.zeros((2, example.DIGITS), int)
+    prompts = jnp.zeros((2, benchmark.DIGITS), int)
 
     def both(params):
-        answers, sampled = example.sample(params, prompts, jax.random.key(2))
-        return sampled, example.trained_log_probs(params, prompts, answers)
+        answers, sampled = benchmark.sample(params, prompts, jax.random.key(2))
+        return sampled, benchmark.trained_log_probs(params, prompts, answers)
 
     text = str(jax.make_jaxpr(both)(params))
     products = [line for line in text.splitlines() if "= dot_general" in line]
