@@ -1,4 +1,4 @@
-"""Loss scaling for float16 training in JAX: small, exact, functional, made for Optax."""
+"""Training in half precision for JAX, around any Optax optimizer: small, exact, functional."""
 
 from optax_lossscale import diagnostics
 from optax_lossscale._policy import (
