@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
         skipped=int(scale_state.total_skipped),
         loss_scale=float(scale_state.loss_scale),
     )
-    print(f"test accuracy {result.accuracy:.1%}, loss scale {result.loss_scale:.0f}")
+    print(f"test accuracy {result.accuracy:.1%}, loss scale {result.loss_scale:,.0f}")
     print(f"{result.skipped} steps skipped")
     return result
 

@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
         skipped=int(scale_state.total_skipped),
         kept=kept,
     )
-    print(f"test accuracy {result.accuracy:.1%}, loss scale {float(scale_state.loss_scale):.0f}")
+    print(f"test accuracy {result.accuracy:.1%}, loss scale {scale_state.loss_scale:,.0f}")
     print(f"parameters and statistics unchanged on {result.skipped} skipped steps: {result.kept}")
     return result
 

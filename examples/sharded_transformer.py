@@ -106,7 +106,7 @@ def train(steps: int, checkpoints: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Read the options, join the other processes if there are any, and train."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--checkpoints", type=Path, default=Path("output/checkpoints"))
     parser.add_argument("--distributed", nargs="*", metavar="ADDRESS PROCESSES NUMBER")
     args = parser.parse_args(argv)
