@@ -183,7 +183,7 @@ def padded(p, x):
 
 
 def reassociated(p, x):
-    """Be finite operation by operation only: XLA computes `x * (1e30 * 1e30)`."""
+    """Be finite operation by operation only: XLA may compute `x * (1e30 * 1e30)` in a scan."""
 
     def step(carry, _):
         return carry, carry * p["w"] * 1e30 * 1e30
@@ -241,7 +241,6 @@ CLOSED_OVER = "an array that `fun` closes over"
         (branches, ONE, BIG, (CAST, "p['w']", "")),
         (scanned, BIG, ONE, ("mul", "p['w']", "step 1")),
         (lambda p, x: scanned(p, x, reverse=True), BIG, ONE, ("mul", "p['w']", "step 3")),
-        (reassociated, 1e-30 * ONE, ONE, ("scan", "p['w']", "")),
         (doubled, BIG, ONE, ("while", "p['w']", "")),
         (jax.named_scope("block")(product), BIG, BIG, ("mul", "p['w']", "block")),
         # Values that are not finite from the start.
@@ -267,6 +266,13 @@ CLOSED_OVER = "an array that `fun` closes over"
 def test_the_operation_is_named(fun, w, x, expected):
     found = first_nonfinite(fun, {"w": w}, x)
     assert (found and (found.operation, found.layer, found.scope)) == expected
+
+
+def test_a_scan_that_is_finite_step_by_step_is_blamed_itself():
+    if jnp.isfinite(reassociated({"w": 1e-30 * ONE}, ONE)[1]).all():
+        pytest.skip("this XLA rounds the scan as its steps (jax 0.12)")
+    found = first_nonfinite(reassociated, {"w": 1e-30 * ONE}, ONE)
+    assert (found.operation, found.layer) == ("scan", "p['w']")
 
 
 def test_a_batch_does_not_count_as_a_layer():
