@@ -63,6 +63,7 @@ def test_decoding_with_the_cache_gives_the_log_probabilities_of_the_whole_sequen
     assert np.ptp(sampled) > 1  # the tokens differ in probability
 
 
+@pytest.mark.exhaustive
 def test_finer_formats_sample_closer_to_what_is_trained(short):
     results, _ = short
     (gap,) = results["sources"].values()
@@ -76,6 +77,7 @@ def assert_learned(small, runs):
     assert np.all(small.end_reward(runs) > start + 10)
 
 
+@pytest.mark.exhaustive
 def test_the_reward_improves_in_float32(short, small):
     results, picture = short
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -94,6 +96,7 @@ def test_the_reward_improves_in_every_format(small, tmp_path):
     assert 4 < gap["bfloat16"] / gap[SCALED] < 16
 
 
+@pytest.mark.exhaustive
 def test_write_replaces_the_tables_and_nothing_else(short, small, tmp_path):
     results, _ = short
     page = tmp_path / "page.md"
