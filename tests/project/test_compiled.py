@@ -26,7 +26,12 @@ ON_H100 = {
     "shard_map": (1.15, 203, 1, 2),
 }
 # Estimated cycles against plain Optax, at most.
-CYCLES = {("v5e", "wide"): 1.17, ("v5e", "deep"): 1.28, ("v6e", "wide"): 1.19, ("v6e", "deep"): 1.67}
+CYCLES = {
+    ("v5e", "wide"): 1.17,
+    ("v5e", "deep"): 1.28,
+    ("v6e", "wide"): 1.19,
+    ("v6e", "deep"): 1.67,
+}
 
 
 @pytest.fixture(scope="module")
