@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from plain_where import assert_same_bits
 
 import optax_lossscale as ols
+from optax_lossscale._step import finite
 from optax_lossscale._step.finite import _finite, _finite_on_cpu, _finite_on_gpu, _grouping
 
 FP8 = sorted(
@@ -217,7 +218,7 @@ def test_every_way_to_check_looks_at_every_element(check, where):
 @pytest.mark.parametrize("axes", [("manual",), ("auto",), ("manual", "auto")])
 def test_arrays_of_one_shape_are_checked_together_where_they_are_local(axes):
     mesh = jax.make_mesh((2,) * len(axes), axes, axis_types=(AxisType.Auto,) * len(axes))
-    arrays = [jnp.ones((4, 4)) for _ in range(16)]
+    arrays = [jnp.ones((4, 4)) for _ in range(17)]
 
     def check(arrays):
         return jax.shard_map(
@@ -226,7 +227,33 @@ def test_arrays_of_one_shape_are_checked_together_where_they_are_local(axes):
         )(arrays)  # fmt: skip
 
     jaxpr = str(jax.make_jaxpr(_finite if axes == ("auto",) else check)(arrays))
-    assert jaxpr.count("reduce_and[") == (1 if axes == ("manual",) else 16)
+    assert jaxpr.count("reduce_and[") == (2 if axes == ("manual",) else 17)
+
+
+@pytest.mark.parametrize(
+    ("number", "size", "reductions", "first"),
+    [
+        (16, 2**13 - 1, 1, "bool[]"),
+        (17, 2**13 - 1, 2, "bool[]"),
+        (7, 2**13, 2, "bool[64]"),  # of all arrays together, and of what is left
+        (8, 2**13, 3, "bool[64]"),
+        (8, 2**16, 3, "bool[256]"),
+        (7, 2**13 + 1, 1, "bool[]"),  # it cannot be split into 64 equal parts
+    ],
+)
+def test_a_gpu_reduces_arrays_of_one_size_together(monkeypatch, number, size, reductions, first):
+    monkeypatch.setattr(finite, "_are_local", lambda: True)
+    jaxpr = jax.make_jaxpr(_finite_on_gpu)([jnp.ones(size) for _ in range(number)])
+    found = [line for line in str(jaxpr).splitlines() if "= reduce_and[" in line]
+    assert len(found) == reductions
+    assert f":{first} = " in found[0]
+
+
+def test_a_gpu_checks_arrays_of_symbolic_size(monkeypatch):
+    monkeypatch.setattr(finite, "_are_local", lambda: True)
+    (rows,) = jax.export.symbolic_shape("rows")
+    checked = jax.eval_shape(_finite_on_gpu, [jax.ShapeDtypeStruct((rows, 3), jnp.float32)])
+    assert checked.shape == ()
 
 
 def test_a_check_is_dispatched_once_in_eager_execution():

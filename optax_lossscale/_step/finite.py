@@ -54,9 +54,9 @@ def _arrays_finite(arrays: list[jax.Array]) -> jax.Array:
 def _finite(arrays: list[jax.Array]) -> jax.Array:
     """Check arrays of one shape in one kernel, where that moves nothing between devices."""
     local = _are_local()
-    joined = [array for array in arrays if local or array.ndim == 1]
-    alone = [[array] for array in arrays if not (local or array.ndim == 1)]
-    return _all([jnp.all(_jointly_finite(group)) for group in _by_shape(joined, 16) + alone])
+    joined, alone = _parted(arrays, lambda array: local or array.ndim == 1)
+    groups = _by_shape(joined, 16) + [[array] for array in alone]
+    return _all([jnp.all(_jointly_finite(group)) for group in groups])
 
 
 def _finite_on_gpu(arrays: list[jax.Array]) -> jax.Array:
@@ -71,11 +71,10 @@ def _finite_on_gpu(arrays: list[jax.Array]) -> jax.Array:
     if not _are_local() or any(is_symbolic(array.size) for array in arrays):
         return _finite(arrays)
     flat = [array.reshape(-1) for array in arrays]
-    small = _by_shape([array for array in flat if array.size < 2**13], 16)
-    large = _by_shape([array for array in flat if array.size >= 2**13], 7)
-    flags = [jnp.all(_jointly_finite(group)) for group in small]
+    small, large = _parted(flat, lambda array: array.size < 2**13)
+    flags = [jnp.all(_jointly_finite(group)) for group in _by_shape(small, 16)]
     rows = []
-    for group in large:
+    for group in _by_shape(large, 7):
         size = group[0].size
         count = 1 << ((size.bit_length() - 1) // 2)
         if size % count:
@@ -88,6 +87,16 @@ def _finite_on_gpu(arrays: list[jax.Array]) -> jax.Array:
         padded = [jax.lax.pad(row, True, [(0, longest - row.size, 0)]) for row in rows]
         flags.append(jnp.all(functools.reduce(jnp.logical_and, padded)))
     return _all(flags)
+
+
+def _parted(
+    arrays: list[jax.Array], belongs: Callable[[jax.Array], bool]
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Return the arrays that belong to the first part, and the others."""
+    parts: tuple[list[jax.Array], list[jax.Array]] = ([], [])
+    for array in arrays:
+        parts[not belongs(array)].append(array)
+    return parts
 
 
 def _by_shape(arrays: list[jax.Array], most: int) -> list[list[jax.Array]]:
