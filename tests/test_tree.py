@@ -215,10 +215,11 @@ def test_every_way_to_check_looks_at_every_element(check, where):
             assert not check([*MANY[:i], spoilt, *MANY[i + 1 :]])
 
 
+@pytest.mark.parametrize("shape", [(4, 4), (16,)])
 @pytest.mark.parametrize("axes", [("manual",), ("auto",), ("manual", "auto")])
-def test_arrays_of_one_shape_are_checked_together_where_they_are_local(axes):
+def test_arrays_of_one_shape_are_checked_together_where_they_are_local_or_of_one_axis(axes, shape):
     mesh = jax.make_mesh((2,) * len(axes), axes, axis_types=(AxisType.Auto,) * len(axes))
-    arrays = [jnp.ones((4, 4)) for _ in range(17)]
+    arrays = [jnp.ones(shape) for _ in range(17)]
 
     def check(arrays):
         return jax.shard_map(
@@ -227,7 +228,14 @@ def test_arrays_of_one_shape_are_checked_together_where_they_are_local(axes):
         )(arrays)  # fmt: skip
 
     jaxpr = str(jax.make_jaxpr(_finite if axes == ("auto",) else check)(arrays))
-    assert jaxpr.count("reduce_and[") == (2 if axes == ("manual",) else 17)
+    together = axes == ("manual",) or shape == (16,)
+    assert jaxpr.count("reduce_and[") == (2 if together else 17)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_arrays_on_the_only_device_are_local(monkeypatch, devices):
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    assert finite._are_local() == (devices == 1)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +260,8 @@ def test_a_gpu_reduces_arrays_of_one_size_together(monkeypatch, number, size, re
 def test_a_gpu_checks_arrays_of_symbolic_size(monkeypatch):
     monkeypatch.setattr(finite, "_are_local", lambda: True)
     (rows,) = jax.export.symbolic_shape("rows")
-    checked = jax.eval_shape(_finite_on_gpu, [jax.ShapeDtypeStruct((rows, 3), jnp.float32)])
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows, 3), (4,))]
+    checked = jax.eval_shape(_finite_on_gpu, arrays)
     assert checked.shape == ()
 
 
