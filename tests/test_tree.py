@@ -13,7 +13,13 @@ from plain_where import assert_same_bits
 
 import optax_lossscale as ols
 from optax_lossscale._step import finite
-from optax_lossscale._step.finite import _finite, _finite_on_cpu, _finite_on_gpu, _grouping
+from optax_lossscale._step.finite import (
+    _are_local,
+    _finite,
+    _finite_on_cpu,
+    _finite_on_gpu,
+    _grouping,
+)
 
 FP8 = sorted(
     name for name in dir(jnp) if name.startswith("float8") and hasattr(getattr(jnp, name), "dtype")
@@ -235,7 +241,7 @@ def test_arrays_of_one_shape_are_checked_together_where_they_are_local_or_of_one
 @pytest.mark.parametrize("devices", [1, 2])
 def test_arrays_on_the_only_device_are_local(monkeypatch, devices):
     monkeypatch.setattr(jax, "device_count", lambda: devices)
-    assert finite._are_local() == (devices == 1)
+    assert _are_local() == (devices == 1)
 
 
 @pytest.mark.parametrize(
@@ -257,12 +263,12 @@ def test_a_gpu_reduces_arrays_of_one_size_together(monkeypatch, number, size, re
     assert f":{first} = " in found[0]
 
 
-def test_a_gpu_checks_arrays_of_symbolic_size(monkeypatch):
+@pytest.mark.parametrize("check", [_finite, _finite_on_cpu, _finite_on_gpu])
+def test_every_way_to_check_takes_arrays_of_symbolic_size(check, monkeypatch):
     monkeypatch.setattr(finite, "_are_local", lambda: True)
     (rows,) = jax.export.symbolic_shape("rows")
     arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows, 3), (4,))]
-    checked = jax.eval_shape(_finite_on_gpu, arrays)
-    assert checked.shape == ()
+    assert jax.eval_shape(check, arrays).shape == ()
 
 
 def test_a_check_is_dispatched_once_in_eager_execution():
