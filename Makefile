@@ -9,6 +9,9 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check
 # Each file runs in one worker, since the blocks of a document build on each other.
 PYTEST := $(RUN) -m pytest -n 2 --dist loadfile
+# It sees every Python that pyenv has installed.
+NOX = PYENV_VERSION="$${PYENV_VERSION:-$$(pyenv versions --bare 2>/dev/null | paste -sd: -)}" \
+  $(RUN) -m nox
 
 .PHONY: demo bench aot quick test test-all oracles docs fidelity matrix mutants release check lint pins clean
 .DELETE_ON_ERROR:
@@ -57,16 +60,14 @@ fidelity: $(VENV)/test.installed
 # Tests the oldest and the newest supported versions, on every Python that it finds, including all
 # versions that pyenv has installed.
 matrix: $(VENV)/matrix.installed
-	PYENV_VERSION="$${PYENV_VERSION:-$$(pyenv versions --bare 2>/dev/null | paste -sd: -)}" \
-	  $(RUN) -m nox $(MATRIX)
+	$(NOX) $(MATRIX)
 
 # Builds the sdist and the wheel in dist/, and trains with the wheel in an empty environment on every
 # Python that it finds.
 release: $(VENV)/matrix.installed $(VENV)/test.installed
 	rm -rf dist
 	$(RUN) -m hatchling build
-	PYENV_VERSION="$${PYENV_VERSION:-$$(pyenv versions --bare 2>/dev/null | paste -sd: -)}" \
-	  $(RUN) -m nox --session release $(RELEASE)
+	$(NOX) --session release $(RELEASE)
 
 # Runs the mutation tester: every small change to the package must fail a test. About an hour.
 mutants: $(VENV)/test.installed
