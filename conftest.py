@@ -51,15 +51,18 @@ def _doctest_defaults(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def _defaults() -> Iterator[None]:
-    """Run without the strictness that `tests` asks of the library, as a reader does.
-
-    Programs as small as these take longer to compile than to run.
-    """
+def quickly_compiled() -> Iterator[None]:
+    """Compile with few optimizations, because compilation dominates for programs this small."""
     jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def _defaults(quickly_compiled: None) -> Iterator[None]:  # noqa: ARG001, used for its effect
+    """Run as a reader does, without the strictness that `tests` asks of the library."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 pytest_collect_file = Sybil(

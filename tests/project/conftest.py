@@ -25,14 +25,6 @@ def _replayed():
     """Keep the default treatment of small states."""
 
 
-@pytest.fixture(scope="module")
-def quickly_compiled():
-    """Compile with few optimizations, because compilation dominates for programs this small."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.fixture(scope="session")
 def python():
     """Return a function that runs Python in a folder and returns its stdout and stderr."""
