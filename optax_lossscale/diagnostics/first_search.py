@@ -127,8 +127,8 @@ class Search:
     ) -> Origin | None:
         """Run a scan step by step, up to the first step that makes what is not finite.
 
-        Infinities that are meant have no origin. If each step is finite and the whole is not, for
-        it is rounded differently, the origin is the scan itself.
+        Infinities that are meant have no origin. If each step is finite and the whole, which may
+        be rounded differently, is not, the origin is the scan itself.
         """
         body = eqn.params["jaxpr"]
         # What is sliced has one axis more outside of the body than inside: JAX's versions differ
