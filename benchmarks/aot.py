@@ -24,7 +24,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import report, suite
+from benchmarks import command, page, suite
 from benchmarks.contenders import (
     ALL_CONTENDERS,
     CONTENDERS,
@@ -123,11 +123,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.aot",
-        description=__doc__.partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = command.parser("benchmarks.aot", __doc__)
     add = parser.add_argument
     add("--backends", nargs="+", choices=BACKENDS, default=BACKENDS[:-1])
     add("--cases", nargs="+", choices=CASES, default=list(CASES))
@@ -243,7 +239,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         for name in dict.fromkeys(row["case"] for row in rows if row["backend"] == backend):
             found = [row for row in rows if (row["backend"], row["case"]) == (backend, name)]
             lines = [[row["contender"], *cells(row, found[0])] for row in found]
-            table = report.table(["", *COLUMNS], lines)
+            table = page.table(["", *COLUMNS], lines)
             parts.append(f"## {backend}: {CASES[name].title}\n\n{table}")
     return "\n\n".join(parts) + "\n"
 

@@ -6,12 +6,9 @@ start, an answer earns reward 1 if it is right. Writes the tables, the numbers a
 docs/reinforcement_learning.md.
 """
 
-import argparse
 import functools
 import itertools
-import json
 import platform
-import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,10 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from matplotlib.figure import Figure
-from scipy import stats
 from tqdm import tqdm
 
 import optax_lossscale as ols
+from benchmarks import command
+from benchmarks.fidelity.training import zero_share
+from benchmarks.page import Part, as_json, interval, table
 
 DIGITS, START = 6, 10  # START is the token that begins the answer
 LENGTH = 2 * DIGITS  # the prompt, START, and all digits of the answer but the last
@@ -46,8 +45,7 @@ LABELS = {
     "reward": "share of right answers\n(mean, range over seeds)",
     "gap": "mean difference of the\ntwo log-probabilities",
 }
-BEGIN = "<!-- reinforce: `make fidelity` writes this part -->"
-END = "<!-- reinforce: end -->"
+PART = Part("reinforce")
 
 # By default XLA may keep a bfloat16 result in float32 where it fuses operations, so that the same
 # code rounds differently in two programs. Turned off, each operation rounds, as in float16.
@@ -212,12 +210,6 @@ def make_train_step(
     return jax.jit(train_step, compiler_options=ROUND)
 
 
-def zero_share(grads: Params) -> jax.Array:
-    """Return the share of entries that are exactly zero."""
-    zeros = sum(jnp.sum(g == 0) for g in jax.tree.leaves(grads))
-    return zeros / sum(g.size for g in jax.tree.leaves(grads))
-
-
 def mismatch(sampled: jax.Array, trained: jax.Array) -> dict[str, jax.Array]:
     """Return how far two log-probabilities of the sampled tokens are apart.
 
@@ -273,17 +265,11 @@ def end_reward(runs: list[dict]) -> np.ndarray:
     return 100 * curves[:, -max(1, curves.shape[1] // 5) :].mean(axis=1)
 
 
-def interval(values: np.ndarray) -> tuple[float, float]:
-    """Return a mean and half the width of its 95 % confidence interval, by Student's t."""
-    margin = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
-    return float(np.mean(values)), float(margin)
-
-
 def tables(results: Results) -> str:
     """Return the results as Markdown."""
     head = "rate", "computed in", "right answers", "minus float32, same seed", "mean gap"
     head = *head, "KL per token", "zero gradient entries", "skipped steps"
-    first = [head, ["---:", "---", *["---:"] * 6]]
+    body = []
     for rate, ways in results["runs"].items():
         for way, runs in ways.items():
             end, base = end_reward(runs), end_reward(ways[FLOAT32])
@@ -291,11 +277,10 @@ def tables(results: Results) -> str:
             row = [rate, way, "{:.1f} ± {:.1f} %".format(*interval(end))]
             row.append("" if way == FLOAT32 else "{:+.1f} ± {:.1f}".format(*interval(end - base)))
             row += [f"{mean['gap']:.1e}", f"{mean['kl']:.1e}", f"{100 * mean['zero_share']:.3f} %"]
-            first.append([*row, f"{mean['skipped']:.1f}" if way == SCALED else ""])
-    second = [["two programs", "float32", "bfloat16", "float16"], ["---", "---:", "---:", "---:"]]
-    second += [[k, *(f"{x:.1e}" for x in v.values())] for k, v in results["sources"].items()]
-    texts = ["\n".join("| " + " | ".join(row) + " |" for row in rows) for rows in (first, second)]
-    return "\n\n".join([*texts, results["circumstances"]])
+            body.append([*row, f"{mean['skipped']:.1f}" if way == SCALED else ""])
+    gaps = [[k, *(f"{x:.1e}" for x in v.values())] for k, v in results["sources"].items()]
+    programs = table(["two programs", "float32", "bfloat16", "float16"], gaps)
+    return "\n\n".join([table(head, body, texts=(1,)), programs, results["circumstances"]])
 
 
 def draw(results: Results, path: Path) -> None:
@@ -323,27 +308,22 @@ def draw(results: Results, path: Path) -> None:
 
 def write(results: Results, page: Path) -> None:
     """Replace the tables of a page, and the numbers and the picture beside it."""
-    before, _, rest = page.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}\n\n{tables(results)}\n\n{END}{after}")
-    text = json.dumps(results, indent=1)
-    text = re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), text)
-    page.with_suffix(".json").write_text(text + "\n")
+    page.write_text(PART.replaced(page.read_text(), tables(results)))
+    page.with_suffix(".json").write_text(as_json(results))
     draw(results, page.parent / "images/reinforce.png")
 
 
 def main(argv: Sequence[str] | None = None) -> Results:
     """Train in every format, print and draw the results, and return them."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seeds", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=100, help="default: %(default)s")
-    parser.add_argument("--warm", type=int, default=120, help="steps of the warm start")
-    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3], help="learning rates")
-    parser.add_argument("--ways", nargs="+", default=[*WAYS], choices=WAYS, metavar="WAY")
-    parser.add_argument(
-        "--output", type=Path, default=Path("output/reinforcement.png"), help="default: %(default)s"
-    )
-    parser.add_argument("--write", type=Path, help="a page to update")
+    parser = command.parser("benchmarks.reinforcement", __doc__)
+    add = parser.add_argument
+    add("--seeds", type=int, default=2, help="number of seeds, at least 2")
+    add("--steps", type=int, default=100, help="training steps")
+    add("--warm", type=int, default=120, help="steps of the warm start")
+    add("--rates", type=float, nargs="+", default=[1e-3], help="learning rates")
+    add("--ways", nargs="+", default=[*WAYS], choices=WAYS, metavar="WAY", help="ways to train")
+    add("--output", type=Path, default=Path("output/reinforcement.png"), help="the picture")
+    add("--write", type=Path, help="page to update")
     args = parser.parse_args(argv)
     if args.seeds < 2 or args.steps < POINT or args.steps % POINT or args.ways[0] != FLOAT32:
         parser.error(f"two seeds or more, a multiple of {POINT} steps, and float32 first in --ways")

@@ -23,6 +23,7 @@ from benchmarks.contenders import (
     SkipSpikes,
 )
 from benchmarks.measure import quartiles
+from benchmarks.page import table
 
 Results = dict[str, Any]
 Row = dict[str, Any]
@@ -107,12 +108,6 @@ def _inner_intro(benchmarks: list[Results]) -> str:
         f"{_size(benchmarks[0])}. The ratio to the same optimizer alone, and in parentheses the "
         "temporary memory in MB."
     )
-
-
-def table(head: list[str], body: list[list[str]]) -> str:
-    """Return a table whose first column holds names, and whose others hold numbers."""
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *body]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _steps(benchmark: Results) -> str:

@@ -10,14 +10,13 @@ peers, which write a copy of each gradient, are faster than plain Optax in the t
 `benchmarks.run`.
 """
 
-import argparse
 import dataclasses
 from collections.abc import Sequence
 
 import jax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from benchmarks import measure, suite
+from benchmarks import command, measure, suite
 from benchmarks.contenders import Contender, Control, OptaxAlone, Ours, State
 from benchmarks.workloads import SIZES, Tree
 
@@ -51,11 +50,7 @@ CONTENDERS: tuple[type[Contender], ...] = (OptaxAlone, Control, OptaxRowMajor, O
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Time the steps side by side, and print a table."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.row_major",
-        description=__doc__.partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = command.parser("benchmarks.row_major", __doc__)
     parser.add_argument("--size", choices=SIZES, default="full", help="size of the transformer")
     parser.add_argument("--rounds", type=int, default=15, help="rounds of timed steps")
     parser.add_argument("--sample-seconds", type=float, default=1.0, help="length of one sample")

@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from benchmarks import report, suite
+from benchmarks import command, report, suite
 from benchmarks.contenders import ALL_CONTENDERS, Contender
 from benchmarks.workloads import SIZES
 
@@ -71,11 +71,7 @@ def write(results: dict[str, Any], output: Path) -> None:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.run",
-        description=__doc__.partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = command.parser("benchmarks.run", __doc__)
     add = parser.add_argument
     add("--size", choices=SIZES, default="full", help="size of the workloads")
     add("--only", nargs="+", choices=ALL, default=ALL, help="the benchmarks to run")

@@ -22,6 +22,7 @@ from pathlib import Path
 import jax
 from tqdm import tqdm
 
+from benchmarks import command
 from benchmarks.fidelity import report
 from benchmarks.fidelity.edge import measure_edge
 from benchmarks.fidelity.report import Results
@@ -55,11 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.fidelity",
-        description=__doc__.partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = command.parser("benchmarks.fidelity", __doc__)
     add = parser.add_argument
     add("--seeds", type=int, default=4, help="number of seeds, at least 2")
     add("--tasks", nargs="*", default=[], choices=list(TASKS), help="tasks to train instead of all")

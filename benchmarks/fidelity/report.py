@@ -1,22 +1,20 @@
-"""The results: intervals, the table of docs/training.md, and the picture."""
+"""The results: the table of docs/training.md, and its pictures."""
 
 import json
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from scipy import stats
 
 from benchmarks.fidelity.training import BFLOAT16, FLOAT16, FLOAT32, SCALED
+from benchmarks.page import Interval, Part, as_json, interval, table
 
 Results = dict[str, Any]
-BEGIN = "<!-- fidelity: `make fidelity` writes this part -->"
-END = "<!-- fidelity: end -->"
+PART = Part("fidelity")
 
 # The colour-blind-safe palette of `make demo` (Okabe and Ito).
 STYLES = {
@@ -25,29 +23,6 @@ STYLES = {
     FLOAT16: {"color": "#d55e00", "linewidth": 1.8},
     SCALED: {"color": "#0072b2", "linewidth": 1.8, "linestyle": "--"},
 }
-
-
-class Interval(NamedTuple):
-    """A mean, and half the width of its confidence interval."""
-
-    mean: float
-    margin: float
-
-    @property
-    def finite(self) -> bool:
-        """Return whether every value was finite."""
-        return math.isfinite(self.mean)
-
-    def contains(self, value: float) -> bool:
-        """Return whether the interval contains a value; the bounds count as inside."""
-        return abs(value - self.mean) <= self.margin
-
-
-def interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
-    """Return the mean of two or more values, with its interval by Student's t."""
-    n = len(values)
-    quantile = stats.t.ppf((1 + confidence) / 2, n - 1)
-    return Interval(float(np.mean(values)), float(quantile * np.std(values, ddof=1) / n**0.5))
 
 
 def final(task: Results, way: str) -> np.ndarray:
@@ -81,9 +56,7 @@ def block(results: Results) -> str:
         "zero entries, worst layer", "skipped steps", "final loss scale",
     ]  # fmt: skip
     body = [row(task, way) for task in results["tasks"] for way in task["runs"]]
-    aligned = ["---", "---", *["---:"] * (len(head) - 2)]
-    table = "\n".join("| " + " | ".join(line) + " |" for line in [head, aligned, *body])
-    return f"{table}\n\n{summary(results)}\n\n{circumstances(results)}"
+    return "\n\n".join([table(head, body, (0, 1)), summary(results), circumstances(results)])
 
 
 def row(task: Results, way: str) -> list[str]:
@@ -151,17 +124,9 @@ def circumstances(results: Results) -> str:
     )
 
 
-def replaced(page: str, text: str) -> str:
-    """Return the page with the text between its two markers replaced."""
-    if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
-        raise ValueError(f"the page must hold the lines {BEGIN!r} and {END!r}, in this order")
-    before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}"
-
-
 def write(results: Results, page: Path) -> None:
     """Replace the table in a page, and the numbers and the picture beside it."""
-    page.write_text(replaced(page.read_text(), block(results)))
+    page.write_text(PART.replaced(page.read_text(), block(results)))
     page.with_suffix(".json").write_text(to_json(results))
     pictures = page.parent / "images"
     pictures.mkdir(exist_ok=True)
@@ -170,10 +135,9 @@ def write(results: Results, page: Path) -> None:
 
 
 def to_json(results: Results) -> str:
-    """Return the results as JSON, with six decimals and each list of numbers on one line."""
-    rounded = json.loads(json.dumps(results), parse_float=lambda text: round(float(text), 6))
-    indented = json.dumps(rounded, indent=1)
-    return re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), indented) + "\n"
+    """Return the results as JSON, with six decimals."""
+    text = json.dumps(results)
+    return as_json(json.loads(text, parse_float=lambda number: round(float(number), 6)))
 
 
 def draw(results: Results, path: Path) -> None:

@@ -44,10 +44,9 @@ class Task(NamedTuple):
 
 def all_tasks(names: Sequence[str] = (), *, quick: bool = False) -> list[Task]:
     """Return the tasks of these names, or all; if `quick`, smaller ones for a few steps."""
-    tasks = [make(**smaller if quick else {}) for make, smaller in TASKS.values()]
-    if quick:
-        tasks = [task._replace(steps=4, evaluations=2) for task in tasks]
-    return [task for task in tasks if not names or task.name in names]
+    chosen = [task for name, task in TASKS.items() if not names or name in names]
+    tasks = [make(**smaller if quick else {}) for make, smaller in chosen]
+    return [task._replace(steps=4, evaluations=2) if quick else task for task in tasks]
 
 
 def words(
@@ -107,8 +106,7 @@ def photograph(
     waves = np.random.default_rng(0).normal(0, 10, (2, frequencies)) / image.shape[1]
     angles = 2 * np.pi * points.reshape(2, -1).T @ waves
     inputs = np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
-    widths = 2 * frequencies, *[features] * hidden, 3
-    sizes = {f"layer {i}": pair for i, pair in enumerate(itertools.pairwise(widths), start=1)}
+    sizes = layer_sizes(2 * frequencies, *[features] * hidden, 3)
 
     def mean_square(params: Params, data: Data, dtype: Any) -> jax.Array:
         inputs, colours = data
@@ -137,7 +135,7 @@ def diabetes(*, features: int = 64) -> Task:
     split = train_test_split(inputs, targets, test_size=0.2, random_state=0)
     train, test, train_targets, test_targets = split
     train, test = ((part - train.mean(0)) / train.std(0) for part in (train, test))
-    sizes = {"layer 1": (10, features), "layer 2": (features, features), "layer 3": (features, 1)}
+    sizes = layer_sizes(10, features, features, 1)
 
     def squares(params: Params, inputs: jax.Array, targets: jax.Array, dtype: Any) -> jax.Array:
         layers = [params[name] for name in sizes]
@@ -165,7 +163,7 @@ def digits(*, batch: int = 128, features: int = 256) -> Task:
     images, labels = load_digits(return_X_y=True)
     split = train_test_split(images / 16, labels, test_size=0.2, random_state=0, stratify=labels)
     images, test_images, labels, test_labels = map(jnp.asarray, split)
-    sizes = {"layer 1": (64, features), "layer 2": (features, features), "layer 3": (features, 10)}
+    sizes = layer_sizes(64, features, features, 10)
 
     def logits(params: Params, images: jax.Array, dtype: Any) -> jax.Array:
         return perceptron([params[name] for name in sizes], images, dtype)
@@ -195,6 +193,11 @@ def digits(*, batch: int = 128, features: int = 256) -> Task:
         loss_fn=loss_fn,
         evaluate=evaluate,
     )
+
+
+def layer_sizes(*widths: int) -> dict[str, tuple[int, int]]:
+    """Return the names and sizes of the layers between these widths."""
+    return {f"layer {i}": pair for i, pair in enumerate(itertools.pairwise(widths), start=1)}
 
 
 def init_layers(key: jax.Array, sizes: dict[str, tuple[int, int]]) -> Params:

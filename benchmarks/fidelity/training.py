@@ -33,13 +33,10 @@ class Run(NamedTuple):
     loss_scale: float  # at the end
 
 
-def zero_shares(grads: Any) -> dict[str, jax.Array]:
-    """Return the share of entries that are exactly zero, for each layer: the tree's first level."""
-    shares = {}
-    for layer, tree in grads.items():
-        leaves = jax.tree.leaves(tree)
-        shares[layer] = sum(jnp.sum(g == 0) for g in leaves) / sum(g.size for g in leaves)
-    return shares
+def zero_share(grads: Any) -> jax.Array:
+    """Return the share of entries that are exactly zero."""
+    leaves = jax.tree.leaves(grads)
+    return sum(jnp.sum(g == 0) for g in leaves) / sum(g.size for g in leaves)
 
 
 def make_train(task: Task, way: str) -> Callable[[int, Callable[[], Any]], Run]:
@@ -73,7 +70,8 @@ def make_train(task: Task, way: str) -> Callable[[int, Callable[[], Any]], Run]:
             key = batch_key(seed, step)
             loss, grads = ols.value_and_grad(task.loss_fn)(opt_state, params, data, key, dtype)
             updates, opt_state = tx.update(grads, opt_state, params, value=loss)
-            return (optax.apply_updates(params, updates), opt_state), zero_shares(grads)
+            zeros = {layer: zero_share(tree) for layer, tree in grads.items()}
+            return (optax.apply_updates(params, updates), opt_state), zeros
 
         carry, zeros = jax.lax.scan(train_step, carry, first + jnp.arange(chunk))
         return carry, task.evaluate(carry[0], data), jax.tree.map(jnp.mean, zeros)

@@ -73,14 +73,15 @@ def test_a_short_run_trains_every_task(python, tmp_path):
 
 def test_write_replaces_the_table_and_nothing_else(short, tmp_path):
     page = tmp_path / "page.md"
-    page.write_text(f"Before.\n\n{report.BEGIN}\n\nold\n\n{report.END}\n\nAfter.\n")
+    begin, end = report.PART.begin, report.PART.end
+    page.write_text(f"Before.\n\n{begin}\n\nold\n\n{end}\n\nAfter.\n")
     results = short / "training.json"
     numbers = json.loads(results.read_text()) | {"edge": STORED["edge"]}
     results = tmp_path / "numbers.json"
     results.write_text(report.to_json(numbers))
     command.main([f"--results={results}", f"--output={tmp_path}", f"--write={page}"])
     block = (short / "training.md").read_text()
-    assert page.read_text() == f"Before.\n\n{report.BEGIN}\n\n{block}\n{report.END}\n\nAfter.\n"
+    assert page.read_text() == f"Before.\n\n{begin}\n\n{block}\n{end}\n\nAfter.\n"
     assert (tmp_path / "page.json").read_bytes() == results.read_bytes()
     for picture in ("page.png", "page_edge.png"):
         assert (tmp_path / "images" / picture).read_bytes().startswith(b"\x89PNG")
@@ -123,15 +124,15 @@ def test_one_seed_and_a_page_without_its_two_markers_are_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
         command.main(["--seeds=1"])
     assert "--seeds must be at least 2, got 1" in capsys.readouterr().err
-    begin, end = report.BEGIN, report.END
+    begin, end = report.PART.begin, report.PART.end
     for page in ("", begin, end, f"{end}\n{begin}", f"{begin}\n{begin}\n{end}"):
         with pytest.raises(ValueError, match="the page must hold the lines"):
-            report.replaced(page, "text")
+            report.PART.replaced(page, "text")
 
 
 def test_the_page_shows_the_stored_numbers_and_those_are_of_the_tasks_as_they_are(all_tasks):
     page = PAGE.read_text()
-    assert report.replaced(page, report.block(STORED)) == page
+    assert report.PART.replaced(page, report.block(STORED)) == page
     assert STORED["loss_scale"] == training.WAYS[SCALED][1].get_config()
     for stored, task in zip(STORED["tasks"], all_tasks, strict=True):
         names = "name", "fails", "metric", "decimals", "steps"
