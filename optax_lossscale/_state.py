@@ -86,9 +86,9 @@ def count_skip(
     applied: jax.Array, consecutive: jax.Array, total: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return the skipped steps in a row and since the start, after one more step."""
-    return jnp.where(applied, 0, increment(consecutive)), jnp.where(
-        applied, total, increment(total)
-    )
+    consecutive = jnp.where(applied, 0, increment(consecutive))
+    # One count is read from the other for the sake of XLA:GPU: see `DynamicLossScale.update`.
+    return consecutive, jnp.where(consecutive == 0, total, increment(total))
 
 
 def loss_scale_state(opt_state: PyTree) -> LossScaleState:

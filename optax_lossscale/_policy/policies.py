@@ -187,18 +187,24 @@ class DynamicLossScale(Configurable):
         forgiven = ~loss_finite & (counted.consecutive_skipped < self.loss_patience)
         overflowed = ~(applied | forgiven)
 
-        grow = counted.growth_count >= self.growth_interval
-        overflow_count = jnp.minimum(increment(state.overflow_count), self.hysteresis)
+        # XLA:GPU computes a field together with one that it depends on, and others each in a kernel
+        # of its own: two kernels in all, not seven (seen in jaxlib 0.10.2).
+        growth_count = jnp.where(
+            counted.growth_count < self.growth_interval, counted.growth_count, 0
+        )
+        grow = growth_count != counted.growth_count
+        overflow_count = jnp.where(
+            overflowed,
+            jnp.minimum(increment(state.overflow_count), self.hysteresis),
+            jnp.where(applied if self.consecutive_hysteresis else grow, 0, state.overflow_count),
+        )
         back_off = overflowed & (overflow_count >= self.hysteresis)
-        refill = applied if self.consecutive_hysteresis else grow
         grown = jnp.minimum(state.loss_scale * self.growth_factor, self.max_scale)
         backed_off = jnp.maximum(state.loss_scale * self.backoff_factor, self.min_scale)
         return counted._replace(
             loss_scale=jnp.where(grow, grown, jnp.where(back_off, backed_off, state.loss_scale)),
-            growth_count=jnp.where(grow, 0, counted.growth_count),
-            overflow_count=jnp.where(
-                overflowed, overflow_count, jnp.where(refill, 0, state.overflow_count)
-            ),
+            growth_count=growth_count,
+            overflow_count=overflow_count,
         )
 
 
