@@ -238,6 +238,20 @@ def test_arrays_of_one_shape_are_checked_together_where_they_are_local_or_of_one
     assert jaxpr.count("reduce_and[") == (2 if together else 17)
 
 
+@pytest.mark.parametrize("shape", [(8, 8), (16,)])
+def test_arrays_of_one_shape_are_checked_together_where_their_types_shard_them_alike(shape):
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    shardings = [NamedSharding(mesh, spec) for spec in (P("a"), P("b"), P(), P("a"), P("b"))]
+    good, bad = np.ones(shape), np.full(shape, np.inf)
+    together = [jax.device_put(good, sharding) for sharding in shardings]
+    assert str(jax.make_jaxpr(_finite)(together)).count("reduce_and[") == 3
+    assert ols.all_finite(together)
+    for i, sharding in enumerate(shardings):
+        assert not ols.all_finite(
+            [*together[:i], jax.device_put(bad, sharding), *together[i + 1 :]]
+        )
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 def test_arrays_on_the_only_device_are_local(monkeypatch, devices):
     monkeypatch.setattr(jax, "device_count", lambda: devices)

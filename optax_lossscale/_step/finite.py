@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
 from optax_lossscale._support.checks import AxisName
 from optax_lossscale._support.tree import PyTree, is_inexact, is_symbolic, readable
@@ -52,9 +53,13 @@ def _arrays_finite(arrays: list[jax.Array]) -> jax.Array:
 
 
 def _finite(arrays: list[jax.Array]) -> jax.Array:
-    """Check arrays of one shape in one kernel, where that moves nothing between devices."""
+    """Check arrays of one shape in one kernel, where that moves nothing between devices.
+
+    Under `jax.jit`, arrays of one shape may be sharded differently. Their types say how if the axes
+    of the mesh are Explicit. One-dimensional arrays are small and usually sharded alike.
+    """
     local = _are_local()
-    joined, alone = _parted(arrays, lambda array: local or array.ndim == 1)
+    joined, alone = _parted(arrays, lambda array: local or array.ndim == 1 or _is_explicit(array))
     groups = _by_shape(joined, 16) + [[array] for array in alone]
     return _all([jnp.all(_jointly_finite(group)) for group in groups])
 
@@ -100,10 +105,11 @@ def _parted(
 
 
 def _by_shape(arrays: list[jax.Array], most: int) -> list[list[jax.Array]]:
-    """Group arrays of one shape and type, with at most `most` arrays in a group."""
+    """Group arrays of one shape, dtype and explicit sharding, at most `most` in a group."""
     found: dict[Any, list[jax.Array]] = {}
     for array in arrays:
-        found.setdefault((array.shape, array.dtype), []).append(array)
+        kind = array.shape, array.dtype, jax.typeof(array).sharding
+        found.setdefault(kind, []).append(array)
     return [group[i : i + most] for group in found.values() for i in range(0, len(group), most)]
 
 
@@ -119,15 +125,13 @@ def _all(flags: list[jax.Array]) -> jax.Array:
 
 
 def _are_local() -> bool:
-    """Return whether traced arrays are known to lie on one device each.
+    """Return whether traced arrays are known to lie on one device each."""
+    axes = jax.sharding.get_abstract_mesh().axis_types
+    return jax.device_count() == 1 or set(axes) == {AxisType.Manual}
 
-    Under `jax.jit`, arrays of one shape may be sharded differently, and checking them together
-    would move data between devices. One-dimensional ones are small and usually sharded alike.
-    """
-    types = jax.sharding.get_abstract_mesh().axis_types
-    return jax.device_count() == 1 or (
-        bool(types) and all(kind == jax.sharding.AxisType.Manual for kind in types)
-    )
+
+def _is_explicit(array: jax.Array) -> bool:
+    return set(jax.typeof(array).sharding.mesh.axis_types) == {AxisType.Explicit}
 
 
 def _is_finite(array: jax.Array) -> jax.Array:
