@@ -21,7 +21,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import command, page, suite
@@ -81,6 +81,7 @@ CASES = {
     "lion": Case("12 arrays, `lion`", "lion"),
     "adafactor": Case("12 arrays, `adafactor`", "adafactor"),
     "fsdp": Case("161 arrays, first axes over 4 devices", arrays="deep", spread="fsdp"),
+    "explicit": Case("the same, the mesh's axis Explicit", arrays="deep", spread="explicit"),
     "tensor": Case("161 arrays, alternating axes over 4 devices", arrays="deep", spread="tensor"),
     "shard_map": Case("161 arrays, `shard_map` over 4 devices", arrays="deep", spread="shard_map"),
     "masters": Case("12 float16 arrays with masters, `adamw`", arrays="half"),
@@ -202,7 +203,8 @@ def lower(
     # An axis is not there before `shard_map`, so what uses it cannot be checked on its own.
     build = suite.take if kind is OverAxis else functools.partial(suite.build, chosen=[kind])
     contender, step, data = build(kind, case.optimizer, workload)
-    mesh = Mesh(devices, ("data",))
+    axis_type = AxisType.Explicit if case.spread == "explicit" else AxisType.Auto
+    mesh = Mesh(devices, ("data",), axis_types=(axis_type,))
 
     def place(path: Any, leaf: Any) -> Any:
         sharding: Any = SingleDeviceSharding(devices[0])
