@@ -18,3 +18,14 @@ document.addEventListener("DOMContentLoaded", () => {
     block.append(button);
   }
 });
+
+// A picture leads to itself, so that a wide one can be read.
+document.addEventListener("DOMContentLoaded", () => {
+  for (const picture of document.querySelectorAll("article img")) {
+    if (picture.closest("a")) continue;
+    const link = document.createElement("a");
+    link.href = picture.src;
+    picture.replaceWith(link);
+    link.append(picture);
+  }
+});
