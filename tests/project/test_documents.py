@@ -60,8 +60,16 @@ def test_code_on_the_pages_does_not_scroll_sideways():
     pages = [path for path in DOCUMENTS if path.name not in prose]
     lines = [line for path in pages for line in code_lines(path.read_text("utf-8"))]
     assert len(lines) > 2000
-    messages = "The last 60 steps", "`initial_scale` must"  # of one line each
-    assert [line for line in lines if len(line) > 88 and not line.startswith(messages)] == []
+    message = "`initial_scale` must"  # of one line
+    assert [line for line in lines if len(line) > 88 and not line.startswith(message)] == []
+
+
+def test_examples_in_docstrings_do_not_scroll_sideways():
+    example = re.compile(r"^ +((?:>>>|\.\.\.) .*)$", re.MULTILINE)
+    sources = [path.read_text("utf-8") for path in ROOT.glob("optax_lossscale/**/*.py")]
+    lines = [line for source in sources for line in example.findall(source)]
+    assert len(lines) > 200
+    assert [line for line in lines if len(line) > 86] == []
 
 
 def test_links_within_the_project_lead_somewhere():
