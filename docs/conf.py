@@ -1,5 +1,6 @@
 """How Sphinx builds the site: `make docs`. The pages are plain Markdown and need none of this."""
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -103,9 +104,10 @@ WORDS = {
     "faq": ("FAQ",),
     "fine_tuning": ("LoRA", "frozen"),
     "glossary": ("underflow", "subnormal"),
-    "gpu": ("CUDA", "tensor core", "memory", "V100", "T4"),
+    "gpu": ("CUDA", "tensor core", "memory", "OOM", "V100", "T4"),
     "install": ("Windows", "pip"),
     "linen": ("fp8",),
+    "order": ("clip", "clipping"),
     "reinforcement_learning": ("REINFORCE", "GRPO"),
     "skipping": ("spike",),
 }
@@ -151,6 +153,19 @@ class FindWords(SphinxTransform):
             section.insert(1, addnodes.index(entries=[entry]))
 
 
+class JoinPercents(SphinxTransform):
+    """Keeps a number and its percent sign on one line."""
+
+    default_priority = 500
+
+    def apply(self, **kwargs: object) -> None:
+        """Replace the space before each percent sign of the prose."""
+        del kwargs
+        for text in list(self.document.findall(nodes.Text)):
+            if " %" in text and not isinstance(text.parent, (nodes.literal, nodes.literal_block)):
+                text.parent.replace(text, nodes.Text(re.sub(r"(?<=\d) %", "\u00a0%", text)))
+
+
 class LinkNotebooks(SphinxTransform):
     """Links the notebook of an example beside the example."""
 
@@ -190,6 +205,7 @@ def setup(app: Sphinx) -> None:
     app.add_transform(LinkNames)
     app.add_transform(FindWords)
     app.add_transform(LinkNotebooks)
+    app.add_transform(JoinPercents)
     app.connect("build-finished", write_notebooks)
     app.connect("viewcode-follow-imported", source_of)
     app.connect("autodoc-process-docstring", keep_bars)

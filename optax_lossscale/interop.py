@@ -48,7 +48,8 @@ def from_flax_dynamic_scale(ds: Any) -> tuple[DynamicLossScale, LossScaleState]:
     Examples:
       >>> from flax.training.dynamic_scale import DynamicScale
       >>> from optax_lossscale.interop import from_flax_dynamic_scale
-      >>> policy, state = from_flax_dynamic_scale(DynamicScale(growth_interval=100, fin_steps=7))
+      >>> dynamic_scale = DynamicScale(growth_interval=100, fin_steps=7)
+      >>> policy, state = from_flax_dynamic_scale(dynamic_scale)
       >>> policy.growth_interval, float(state.loss_scale), int(state.growth_count)
       (101, 65536.0, 7)
     """

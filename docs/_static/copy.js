@@ -1,4 +1,12 @@
-// A button beside each block of code that copies it. Output has none.
+// A button beside each block of code that copies it. Output has none, and is not copied from an
+// example in a docstring, nor are its prompts.
+function code(block) {
+  const pre = block.querySelector("pre").cloneNode(true);
+  if (!pre.querySelector(".gp")) return pre.textContent;
+  for (const other of pre.querySelectorAll(".gp, .go, .gt, .gr")) other.remove();
+  return pre.textContent.replace(/\n{2,}/g, "\n");
+}
+
 document.addEventListener("DOMContentLoaded", () => {
   for (const block of document.querySelectorAll("div.highlight")) {
     if (block.closest(".highlight-text")) continue;
@@ -8,7 +16,7 @@ document.addEventListener("DOMContentLoaded", () => {
     button.textContent = "copy";
     button.addEventListener("click", async () => {
       try {
-        await navigator.clipboard.writeText(block.querySelector("pre").innerText);
+        await navigator.clipboard.writeText(code(block));
         button.textContent = "copied";
       } catch {
         button.textContent = "not allowed";
@@ -16,5 +24,16 @@ document.addEventListener("DOMContentLoaded", () => {
       setTimeout(() => (button.textContent = "copy"), 1500);
     });
     block.append(button);
+  }
+});
+
+// A picture leads to itself, so that a wide one can be read.
+document.addEventListener("DOMContentLoaded", () => {
+  for (const picture of document.querySelectorAll("article img")) {
+    if (picture.closest("a")) continue;
+    const link = document.createElement("a");
+    link.href = picture.src;
+    picture.replaceWith(link);
+    link.append(picture);
   }
 });

@@ -36,7 +36,7 @@ def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = N
     Examples:
       >>> import jax.numpy as jnp
       >>> import optax_lossscale as ols
-      >>> params = {"dense": jnp.ones(2), "norm": jnp.ones(2), "steps": jnp.zeros((), jnp.int32)}
+      >>> params = {"dense": jnp.ones(2), "norm": jnp.ones(2), "steps": jnp.int32(0)}
       >>> params = ols.cast(params, jnp.float16, keep=lambda path: "norm" in path)
       >>> {name: str(array.dtype) for name, array in params.items()}
       {'dense': 'float16', 'norm': 'float32', 'steps': 'int32'}

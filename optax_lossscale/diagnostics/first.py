@@ -49,10 +49,10 @@ def first_nonfinite(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Fi
     Examples:
       >>> import jax.numpy as jnp
       >>> import optax_lossscale as ols
-      >>> params = {"energy": {"w": jnp.full((2, 2), 300.0)}, "head": {"w": jnp.ones((2, 1))}}
+      >>> params = {"energy": jnp.full((2, 2), 300.0), "head": jnp.ones((2, 1))}
       >>> def loss_fn(params, x):
-      ...     energy = (x @ params["energy"]["w"]).astype(jnp.float16) ** 2
-      ...     return jnp.mean(energy.astype(jnp.float32) @ params["head"]["w"])
+      ...     energy = (x @ params["energy"]).astype(jnp.float16) ** 2
+      ...     return jnp.mean(energy.astype(jnp.float32) @ params["head"])
       >>> found = ols.diagnostics.first_nonfinite(loss_fn, params, jnp.ones((4, 2)))
       >>> found.layer, found.operation, found.inf
       ("params['energy']", 'integer_pow', 8)

@@ -91,7 +91,8 @@ def format_nonfinite_report(report: Mapping[str, NonfiniteCounts]) -> str:
       >>> import jax.numpy as jnp
       >>> import optax_lossscale as ols
       >>> grads = {"dense": jnp.array([1.0, jnp.nan]), "head": jnp.ones(3)}
-      >>> print(ols.diagnostics.format_nonfinite_report(ols.diagnostics.nonfinite_report(grads)))
+      >>> report = ols.diagnostics.nonfinite_report(grads)
+      >>> print(ols.diagnostics.format_nonfinite_report(report))
       1 of 2 arrays are not finite:
         ['dense']: 1 NaN and 0 infinite of 2 elements (50 %)
     """

@@ -47,7 +47,8 @@ class DynamicScale(dynamic_scale.DynamicScale):
       >>> @jax.jit
       ... def gradient(dynamic_scale, w):
       ...     return dynamic_scale.value_and_grad(lambda w: jnp.sum(w**2))(w)
-      >>> dynamic_scale, is_finite, loss, grad = gradient(DynamicScale(scale=8.0), jnp.ones(2))
+      >>> dynamic_scale = DynamicScale(scale=8.0)
+      >>> dynamic_scale, is_finite, loss, grad = gradient(dynamic_scale, jnp.ones(2))
       >>> bool(is_finite), float(loss), grad.tolist(), int(dynamic_scale.fin_steps)
       (True, 2.0, [2.0, 2.0], 1)
     """

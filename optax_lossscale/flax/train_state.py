@@ -41,9 +41,8 @@ class TrainState(train_state.TrainState):
       >>> import jax, jax.numpy as jnp, optax
       >>> from optax_lossscale.flax import TrainState
       >>> model, x = nn.Dense(1), jnp.ones((4, 3))
-      >>> state = TrainState.create(
-      ...     apply_fn=model.apply, params=model.init(jax.random.key(0), x), tx=optax.sgd(0.1)
-      ... )
+      >>> params = model.init(jax.random.key(0), x)
+      >>> state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1))
       >>> @jax.jit
       ... def train_step(state, x):
       ...     def loss_fn(params):

@@ -92,7 +92,8 @@ def loss_scale_optimizer(
       >>> import optax
       >>> import optax_lossscale as ols
       >>> from optax_lossscale.keras import ema_params, loss_scale_optimizer
-      >>> tx = loss_scale_optimizer(optax.sgd(0.5), initial_scale=8, clipvalue=1.0, use_ema=True)
+      >>> inner = optax.sgd(0.5)
+      >>> tx = loss_scale_optimizer(inner, initial_scale=8, clipvalue=1.0, use_ema=True)
       >>> params = jnp.array([1.0, 2.0])
       >>> opt_state = tx.init(params)
       >>> loss, grads = ols.value_and_grad(lambda w: jnp.sum(w**2))(opt_state, params)
