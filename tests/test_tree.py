@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from plain_where import assert_same_bits
@@ -280,7 +281,7 @@ def test_a_gpu_reduces_arrays_of_one_size_together(monkeypatch, number, size, re
 @pytest.mark.parametrize("check", [_finite, _finite_on_cpu, _finite_on_gpu])
 def test_every_way_to_check_takes_arrays_of_symbolic_size(check, monkeypatch):
     monkeypatch.setattr(finite, "_are_local", lambda: True)
-    (rows,) = jax.export.symbolic_shape("rows")
+    (rows,) = export.symbolic_shape("rows")
     arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows, 3), (4,))]
     assert jax.eval_shape(check, arrays).shape == ()
 
