@@ -143,13 +143,18 @@ def to_json(results: Results) -> str:
 def draw(results: Results, path: Path) -> None:
     """Draw learning curves, and below them the zero entries of each layer's gradient."""
     tasks = results["tasks"]
-    figure = Figure(figsize=(3.6 * len(tasks), 5.8), layout="constrained")
-    axes = figure.subplots(2, len(tasks), squeeze=False, height_ratios=(3, 2))
-    for column, task in enumerate(tasks):
-        _draw_curves(axes[0, column], task)
-        _draw_zeros(axes[1, column], task)
+    rows = -(-len(tasks) // 3)
+    figure = Figure(figsize=(9, 0.3 + 5 * rows), layout="constrained")
+    axes = figure.subplots(2 * rows, 3, squeeze=False, height_ratios=(3, 2) * rows)
+    places = [(row, column) for row in range(0, 2 * rows, 2) for column in range(3)]
+    for (row, column), task in zip(places, tasks, strict=False):
+        _draw_curves(axes[row, column], task)
+        _draw_zeros(axes[row + 1, column], task)
+    for row, column in places[len(tasks) :]:
+        axes[row, column].remove()
+        axes[row + 1, column].remove()
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
-    figure.savefig(path, dpi=90)
+    figure.savefig(path, dpi=110)
 
 
 def _draw_curves(ax: Axes, task: Results) -> None:
