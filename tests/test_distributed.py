@@ -54,6 +54,7 @@ class Way(NamedTuple):
     reduce: Callable = lambda loss, grads: (loss, grads)
     inner: optax.GradientTransformation = INNER
     axis_name: Any = None
+    axis_type: AxisType = AUTO
     added: tuple[str, ...] = ()  # collectives that loss scaling adds
 
 
@@ -100,6 +101,12 @@ def gathered(axis_name, loss_fn):
         return loss_fn(jax.lax.all_gather(params, axis_name, tiled=True), *data)
 
     return gathering
+
+
+def resharded(params, *data):
+    """Gather the parameters where JAX checks in the types how they are sharded."""
+    mesh = jax.typeof(params["w1"]).sharding.mesh
+    return loss_fn(jax.sharding.reshard(params, NamedSharding(mesh, P())), *data)
 
 
 def divided(params, x, y):
@@ -149,6 +156,13 @@ WAYS = {
         specs={"w1": P(None, "model"), "b1": P("model"), "w2": P("model")},
         added=ONE_FLAG_EACH,
     ),
+    "jit, FSDP over an Explicit axis": Way(
+        jitted,
+        specs=SPREAD,
+        loss_fn=resharded,
+        axis_type=AxisType.Explicit,
+        added=ONE_FLAG_EACH,
+    ),
 }
 
 # One of each kind. `make test-all` runs the others.
@@ -168,7 +182,7 @@ class Trainer:
 
     def __init__(self, way, tx):
         self.way, self.tx = way, tx
-        types = (AUTO,) * len(way.mesh)
+        types = (way.axis_type,) * len(way.mesh)
         self.mesh = jax.make_mesh(tuple(way.mesh.values()), tuple(way.mesh), types)
         params = init_params()
         state_specs = optax.tree.map_params(
