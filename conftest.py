@@ -52,10 +52,25 @@ def _doctest_defaults(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def quickly_compiled() -> Iterator[None]:
-    """Compile with few optimizations, because compilation dominates for programs this small."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    """Compile with few optimizations, because compilation dominates for programs this small.
+
+    XLA:CPU's emitters of fusions take half of it. They can be turned off for the whole process
+    only, except in the options of each compilation, for which JAX has no public default. jaxlib
+    0.12 has no such option.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if jax.version.__version_info__[:2] == (0, 10):
+            options = jax._src.compiler.get_compile_options
+
+            def with_fewer(*args: object, **kwargs: object) -> object:
+                found = options(*args, **kwargs)
+                found.env_option_overrides += [("xla_cpu_use_fusion_emitters", False)]
+                return found
+
+            patch.setattr(jax._src.compiler, "get_compile_options", with_fewer)
+        jax.config.update("jax_disable_most_optimizations", True)
+        yield
+        jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")
