@@ -237,9 +237,8 @@ def test_a_program_is_counted_in_its_text():
 
 def test_steps_are_compiled_for_devices_and_counted(tmp_path):
     cases = ["wide", "fsdp", "shard_map", "masters"]
-    contenders = ["Ours", "OverAxis", "MastersScaled", "Jmp"]
     size = ["--size=tiny", f"--output={tmp_path}", "--backends=cpu"]
-    aot.main([*size, "--cases", *cases, "--contenders", *contenders])
+    aot.main([*size, "--cases", *cases, "--contenders", "Ours", "OverAxis", "MastersScaled"])
     rows = {(r["case"], r["contender"]): r for r in json.loads((tmp_path / "aot.json").read_text())}
     assert [case for case, name in rows if name == Ours.name] == cases
     for case, plain in zip(cases, 3 * ["Optax alone"] + ["Masters by hand"], strict=True):

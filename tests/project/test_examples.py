@@ -30,11 +30,13 @@ def test_an_example_is_short_enough_to_copy_whole(path):
     assert len(path.read_text("utf-8").splitlines()) <= limit
 
 
-def test_word_model_prints_and_draws_and_fails_when_training_was_too_short(python, tmp_path):
-    command = "-W", "error", EXAMPLES / "word_model.py", "--steps=5", "--batch=64"
-    out, err = python(*command, cwd=tmp_path, status=1)
-    first, *_ = err.splitlines()  # no progress bar without a terminal
-    assert re.fullmatch(r"final test loss, float32: [\d.]+, expected at most 5.5", first)
+def test_word_model_prints_and_draws_and_fails_when_too_short(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["word_model.py", "--steps=5", "--batch=64"])
+    with pytest.raises(SystemExit, match=r"final test loss, float32: [\d.]+, expected at most 5.5"):
+        runpy.run_path(str(EXAMPLES / "word_model.py"), run_name="__main__")
+    out, err = capsys.readouterr()
+    assert err == ""  # no progress bar without a terminal
     head, *rows = out.splitlines()
     assert re.findall(r"\d+", head) == [*"12345"]
     assert [row.split()[-2:] for row in rows] == [["-", "-"], ["-", "-"], ["0", "2**15"]]
@@ -68,9 +70,9 @@ def test_word_model_loses_most_of_a_gradient_in_float16_alone():
 
 @pytest.mark.parametrize("name", ["flax_train_state", "nnx_training", "equinox_training"])
 def test_a_framework_example_learns_and_skips_steps(name):
-    result = load(name)["main"](["--epochs=6"])
+    result = load(name)["main"](["--epochs=3"])
     assert result.skipped >= 3
-    assert result.accuracy > 0.8
+    assert result.accuracy > 0.6  # of ten digits
     assert getattr(result, "kept", True)  # a skipped step must not change these
 
 
@@ -141,8 +143,9 @@ def test_diagnose_finds_and_fixes_three_failures_and_draws_them(tmp_path, capsys
 
 
 def test_reinforce_learns_and_finer_formats_agree_better(tmp_path, capsys):
-    example = load("reinforce")
-    runs = example["main"](["--steps=40", f"--output={tmp_path / 'a.png'}"])
+    main = load("reinforce")["main"]
+    main.__globals__["PROMPTS"] = 16
+    runs = main(["--steps=40", f"--output={tmp_path / 'a.png'}"])
     gaps = {}
     for name, (right, mismatch, skipped, _) in runs.items():
         assert right[-10:].mean() > right[:10].mean() + 0.1

@@ -47,6 +47,7 @@ def test_every_notebook_has_what_the_format_requires(notebooks):
 
 @pytest.mark.slow
 def test_the_smallest_notebook_runs(notebooks, python, tmp_path):
-    (tmp_path / "cells.py").write_text("\n".join(code_of(notebooks["minimal"])), "utf-8")
+    code = "\n".join(code_of(notebooks["minimal"])).replace("32768", "3277")  # fewer words: faster
+    (tmp_path / "cells.py").write_text(code, "utf-8")
     out, _ = python(tmp_path / "cells.py", cwd=ROOT)
     assert "float16 with loss scaling: 0% of the gradient is zero" in out
