@@ -48,10 +48,9 @@ def from_flax_dynamic_scale(ds: Any) -> tuple[DynamicLossScale, LossScaleState]:
     Examples:
       >>> from flax.training.dynamic_scale import DynamicScale
       >>> from optax_lossscale.interop import from_flax_dynamic_scale
-      >>> dynamic_scale = DynamicScale(growth_interval=100, fin_steps=7)
-      >>> policy, state = from_flax_dynamic_scale(dynamic_scale)
+      >>> policy, state = from_flax_dynamic_scale(DynamicScale(fin_steps=7))
       >>> policy.growth_interval, float(state.loss_scale), int(state.growth_count)
-      (101, 65536.0, 7)
+      (2001, 65536.0, 7)
     """
     expected = "a flax.training.dynamic_scale.DynamicScale"
     names = ("scale", "fin_steps", "growth_interval", "growth_factor", "backoff_factor")
