@@ -66,7 +66,7 @@ def quickly_compiled() -> Iterator[None]:
         options.env_option_overrides += [("xla_cpu_use_fusion_emitters", False)]
         return options
 
-    before = jax.config.jax_disable_most_optimizations
+    before = jax.config.read("jax_disable_most_optimizations")
     with pytest.MonkeyPatch.context() as patch:
         if jax.version.__version_info__[:2] == (0, 10):
             patch.setattr(compiler, "get_compile_options", without_emitters)

@@ -117,7 +117,7 @@ def test_plain_where_on_the_outputs_copies_the_state():
     # The reason for `_step/replay.py`, and proof that the tests above can fail. If this test fails,
     # XLA no longer needs the module, and it can be removed.
     plain, params, _ = compile_step(OPTIMIZERS["adamw"])
-    copying, _, _ = compile_step(with_plain_where(OPTIMIZERS["adamw"], ols.DynamicLossScale()))
+    copying, _, _ = compile_step(with_plain_where(OPTIMIZERS["adamw"], ols.FixedLossScale(1024)))
     assert temporaries(copying) > temporaries(plain) + 1.5 * params
     assert len(large_copies(copying)) >= 6
     assert bytes_accessed(copying) > 1.4 * bytes_accessed(plain)
@@ -140,7 +140,7 @@ def test_the_program_grows_linearly_with_the_number_of_arrays():
 def test_a_conjunction_of_flags_grows_quadratically():
     # Proves that the test above can fail: the reference combines the flags with `and`.
     few, many = program_sizes(
-        with_plain_where(OPTIMIZERS["sgd with momentum"], ols.DynamicLossScale())
+        with_plain_where(OPTIMIZERS["sgd with momentum"], ols.FixedLossScale(1024))
     )
     assert many > 1.1 * few
 
