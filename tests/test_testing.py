@@ -1,5 +1,7 @@
 """`assert_scaled_once` accepts right steps of every framework, and names each mistake."""
 
+import contextlib
+
 import equinox as eqx
 import flax.linen as nn
 import flax.nnx
@@ -109,7 +111,9 @@ def test_a_right_step_passes_and_each_mistake_is_named(framework, dtype):
         with pytest.raises(AssertionError, match=message):
             assert_scaled_once(mistake, state, params)
     # `calibrate` also sets the loss scale this way.
-    found = ols.diagnostics.calibrate(right, state, params)
+    at_the_cap = pytest.warns(UserWarning, match="finite even at 2..24, the cap")
+    with contextlib.nullcontext() if dtype == jnp.float16 else at_the_cap:
+        found = ols.diagnostics.calibrate(right, state, params)
     assert ols.all_finite(right(found, params))
     twice = found._replace(loss_scale=2 * found.loss_scale)
     assert found.loss_scale == 2.0**24 or not ols.all_finite(right(twice, params))
