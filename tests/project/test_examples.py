@@ -70,9 +70,9 @@ def test_word_model_loses_most_of_a_gradient_in_float16_alone():
 
 @pytest.mark.parametrize("name", ["flax_train_state", "nnx_training", "equinox_training"])
 def test_a_framework_example_learns_and_skips_steps(name):
-    result = load(name)["main"](["--epochs=3"])
+    result = load(name)["main"](["--epochs=6"])
     assert result.skipped >= 3
-    assert result.accuracy > 0.6  # of ten digits
+    assert result.accuracy > 0.8
     assert getattr(result, "kept", True)  # a skipped step must not change these
 
 
