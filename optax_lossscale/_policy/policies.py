@@ -193,10 +193,11 @@ class DynamicLossScale(Configurable):
             counted.growth_count < self.growth_interval, counted.growth_count, 0
         )
         grow = growth_count != counted.growth_count
+        refill = applied if self.consecutive_hysteresis else grow
         overflow_count = jnp.where(
             overflowed,
             jnp.minimum(increment(state.overflow_count), self.hysteresis),
-            jnp.where(applied if self.consecutive_hysteresis else grow, 0, state.overflow_count),
+            jnp.where(refill, 0, state.overflow_count),
         )
         back_off = overflowed & (overflow_count >= self.hysteresis)
         grown = jnp.minimum(state.loss_scale * self.growth_factor, self.max_scale)
