@@ -10,12 +10,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from optax_lossscale._policy import LossScaleLike, as_loss_scale
-from optax_lossscale._state import (
-    LossScaleState,
-    loss_scale_state,
-    strongly_typed,
-    with_scale,
-)
+from optax_lossscale._state import LossScaleState, loss_scale_state, strongly_typed, with_scale
 from optax_lossscale._step.scale import unscale_and_check
 from optax_lossscale._support.checks import AxisName
 from optax_lossscale._support.tree import PyTree, is_inexact

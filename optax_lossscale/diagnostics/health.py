@@ -7,11 +7,7 @@ import jax
 import numpy as np
 
 from optax_lossscale._policy import LossScale, LossScaleLike, as_loss_scale
-from optax_lossscale._state import (
-    LossScaleState,
-    loss_scale_state,
-    strongly_typed,
-)
+from optax_lossscale._state import LossScaleState, loss_scale_state, strongly_typed
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import LARGEST_SCALE, SMALLEST_SCALE
 from optax_lossscale._support.tree import PyTree, leaves_of_type

@@ -14,10 +14,7 @@ from optax_lossscale._step.finite import all_finite
 from optax_lossscale._step.scale import unscale_and_check
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import INT32_MAX, LARGEST_SCALE, SMALLEST_SCALE
-from optax_lossscale._support.tree import (
-    as_strong_array,
-    is_array,
-)
+from optax_lossscale._support.tree import as_strong_array, is_array
 
 #: What `DynamicScale.value_and_grad` returns: Flax's own class.
 DynamicScaleResult = dynamic_scale.DynamicScaleResult

@@ -18,11 +18,7 @@ from optax_lossscale._step.select import tree_where
 from optax_lossscale._step.transform import with_loss_scaling
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import AxisName
-from optax_lossscale._support.tree import (
-    PyTree,
-    Tree,
-    as_strong_array,
-)
+from optax_lossscale._support.tree import PyTree, Tree, as_strong_array
 
 
 class TrainState(train_state.TrainState):

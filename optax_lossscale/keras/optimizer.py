@@ -9,9 +9,7 @@ from optax_lossscale._policy import DynamicLossScale, FixedLossScale
 from optax_lossscale._step.transform import with_loss_scaling
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import AxisName
-from optax_lossscale._support.tree import (
-    PyTree,
-)
+from optax_lossscale._support.tree import PyTree
 from optax_lossscale.keras.parts import (
     EmaParamsState,
     accumulated,
@@ -126,11 +124,7 @@ def loss_scale_optimizer(
         policy = FixedLossScale(initial_scale)
     else:
         default = DynamicLossScale()
-        start = (
-            default.initial_scale
-            if initial_scale is None
-            else checks.scale_number("initial_scale", initial_scale)
-        )
+        start = default.initial_scale if initial_scale is None else initial_scale
         policy = DynamicLossScale(
             initial_scale=start,
             growth_interval=(
@@ -209,13 +203,16 @@ def _check_together(given: dict[str, Any]) -> None:
 
 
 def _check_each(given: dict[str, Any]) -> None:
-    # What policies and Optax do not check: without an error here, training would go wrong.
+    # What Optax does not check, and what policies have by another name.
     if isinstance(given.get("inner_optimizer"), optax.MultiSteps):
         raise TypeError(
             "`inner_optimizer` must be an optax.GradientTransformation, got an optax.MultiSteps, "
             "between whose steps clipping, decay and the average would go on. Use "
             "`gradient_accumulation_steps`."
         )
+    for name in ("initial_scale", "loss_scale_factor"):
+        if name in given:
+            checks.scale_number(name, given[name])
     largest = float(jnp.finfo(jnp.float32).max)
     for name in ("clipnorm", "clipvalue", "global_clipnorm"):
         if name in given:
@@ -224,6 +221,10 @@ def _check_each(given: dict[str, Any]) -> None:
         if name in given and not (name == "learning_rate" and callable(given[name])):
             checks.between(name, given[name], 0, largest)
     checks.between("ema_momentum", given.get("ema_momentum"), 0, 1)
-    for name, least in {"ema_overwrite_frequency": 1, "gradient_accumulation_steps": 2}.items():
+    for name, least in (
+        ("dynamic_growth_steps", 1),
+        ("ema_overwrite_frequency", 1),
+        ("gradient_accumulation_steps", 2),
+    ):
         if name in given:
             checks.count(name, given[name], least=least)

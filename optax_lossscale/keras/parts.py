@@ -7,11 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import DictKey, GetAttrKey
 
-from optax_lossscale._support.tree import (
-    at_least_float32,
-    is_inexact,
-    path_name,
-)
+from optax_lossscale._support.tree import at_least_float32, is_inexact, path_name
 
 
 class DecayedState(NamedTuple):
