@@ -17,6 +17,7 @@ import hashlib
 import importlib
 import json
 import os
+import pkgutil
 import shutil
 import signal
 import subprocess
@@ -117,6 +118,9 @@ def record(file: str) -> dict[str, Any]:
     coverage = Coverage(data_file=None, config_file=False, source=[str(Path(PACKAGE).resolve())])
     watch = _Watch(coverage)
     with coverage.collect():
+        # Outside of all tests, or a test that imports a module would seem to test its constants.
+        for module in pkgutil.walk_packages([PACKAGE], f"{PACKAGE}."):
+            importlib.import_module(module.name)
         code = pytest.main([*OPTIONS, file], plugins=[watch])
     data = coverage.get_data()
     lines = {
