@@ -56,7 +56,7 @@ OPTIONS = (
 )
 
 
-def forked(log: Path, limit: float, work: Callable[..., Any], *arguments: Any) -> Any:
+def forked(log: Path, limit: int, work: Callable[..., Any], *arguments: Any) -> Any:
     """Run `work` in a fork and return its result, or None if the fork dies or takes too long."""
     with tempfile.TemporaryFile("w+") as answer:
         child = os.fork()
@@ -65,7 +65,7 @@ def forked(log: Path, limit: float, work: Callable[..., Any], *arguments: Any) -
             answer.seek(0)
             return json.loads(answer.read() or "null")
         try:
-            signal.alarm(int(limit))
+            signal.alarm(limit)
             sys.stdout = sys.stderr = log.open("a")
             os.dup2(sys.stdout.fileno(), 1)
             os.dup2(sys.stdout.fileno(), 2)
@@ -80,10 +80,10 @@ def forked(log: Path, limit: float, work: Callable[..., Any], *arguments: Any) -
 
 
 class _Watch:
-    """A pytest plugin that records the time of each test and the failures."""
+    """A pytest plugin that records the time of each test and the failures, and limits the time."""
 
-    def __init__(self, coverage: Any = None) -> None:
-        self.coverage = coverage
+    def __init__(self, coverage: Any = None, limit: int = 3600) -> None:
+        self.coverage, self.limit = coverage, limit
         self.seconds: dict[str, float] = defaultdict(float)
         self.failed: list[str] = []
 
@@ -92,6 +92,7 @@ class _Watch:
             self.failed.append(report.nodeid)
 
     def pytest_runtest_setup(self, item: Any) -> None:
+        signal.alarm(self.limit)
         if self.coverage:
             self.coverage.switch_context(_unit(item.nodeid))
 
@@ -130,8 +131,11 @@ def record(file: str) -> dict[str, Any]:
     return {"code": code, "seconds": watch.seconds, "lines": lines}
 
 
-def first_failure(mutant: Mutant | None, stages: list[list[str]]) -> str:
-    """Run tests on a mutant, or on the unchanged package; return the first failure, or ""."""
+def first_failure(mutant: Mutant | None, stages: list[list[str]], limit: int) -> str:
+    """Run tests on a mutant, or on the unchanged package; return the first failure, or "".
+
+    A test that takes more than `limit` seconds kills the process.
+    """
     import pytest  # noqa: PLC0415
 
     original = SourceFileLoader.get_code
@@ -143,7 +147,7 @@ def first_failure(mutant: Mutant | None, stages: list[list[str]]) -> str:
 
     SourceFileLoader.get_code = get_code
     for stage in stages:
-        watch = _Watch()
+        watch = _Watch(limit=limit)
         code = pytest.main([*OPTIONS, "-x", *stage], plugins=[watch])
         if code == pytest.ExitCode.USAGE_ERROR:  # the change may have renamed a test
             code = pytest.main([*OPTIONS, "-x", *sorted(set(map(_file, stage)))], plugins=[watch])
@@ -253,8 +257,9 @@ class Run:
 
     def run(self, mutant: Mutant | None, stages: list[list[str]]) -> str | None:
         """Run `first_failure` in a fork and return its result, or None if the fork dies."""
-        seconds = sum(self.seconds.get(test, 60) for stage in stages for test in stage)
-        return forked(self.log, 60 + 10 * seconds, first_failure, mutant, stages)
+        longest = max((self.seconds.get(test, 60) for stage in stages for test in stage), default=0)
+        limit = 60 + int(10 * longest)
+        return forked(self.log, limit, first_failure, mutant, stages, limit)
 
     def seen(self, mutant: Mutant, killer: str) -> list[str | None]:
         """Return the digests of the files that a kill depends on."""
