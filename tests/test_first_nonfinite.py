@@ -1,6 +1,8 @@
 """`first_nonfinite` names the layer that overflows first, in every framework."""
 
+import dataclasses
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import equinox as eqx
 import flax.linen as nn
@@ -175,11 +177,36 @@ def scanned(p, x, *, reverse=False):
     return jax.lax.scan(step, x, jnp.arange(4.0), reverse=reverse)
 
 
+def grown(p, x):
+    return jax.lax.scan(lambda carry, row: (carry * p["w"], row), x, jnp.arange(6.0))
+
+
 def padded(p, x):
     def step(carry, row):
-        return carry, jnp.where(row > 1, INF, carry * p["w"])
+        return carry + row, jnp.where(row > 1, INF, carry * p["w"])
 
     return jax.lax.scan(step, x, jnp.arange(4.0))
+
+
+def twice_in_a_step(p, x):
+    def step(carry, row):
+        return carry, (p["w"] * row * 1e30, jnp.sqrt(-x - row))[::-1]
+
+    return jax.lax.scan(step, x, 1 + jnp.arange(4.0))
+
+
+def each_scaled(p, x):
+    return jax.lax.scan(lambda carry, row: (carry, p["w"] * row), x, x)
+
+
+def saved(p, x):
+    """Have what comes before a scan computed in a call, with the scan."""
+
+    def layers(p, x):
+        return jax.lax.scan(lambda c, _: (c * (p["w"] @ p["w"]), None), x, None, length=3)[0].sum()
+
+    policy = jax.checkpoint_policies.everything_saveable
+    return jax.grad(jax.checkpoint(layers, policy=policy), 1)(p, x)
 
 
 def reassociated(p, x):
@@ -225,8 +252,21 @@ def squared(p, x):
     return product(p, x).astype("complex64") ** 2
 
 
+def imaginary(p, x):
+    return jax.lax.complex(0 * x, x) * p["w"]
+
+
+@jax.custom_jvp
+def halved(x):
+    return x.astype(F16) / 2
+
+
+halved.defjvps(lambda t, _, __: t.astype(F16) / 2)
+
+
 ONE, BIG = jnp.ones(2), jnp.full(2, 1e30)
 CONSTANT = np.array([1.0, np.nan], np.float32)
+LIMITS = np.array([np.inf, -np.inf], np.float32)
 CLOSED_OVER = "an array that `fun` closes over"
 
 
@@ -237,21 +277,32 @@ CLOSED_OVER = "an array that `fun` closes over"
         (lambda p, x: product(p, x).astype(F16), ONE, BIG, (CAST, "p['w']", "")),
         (lambda p, x: p["w"].sum() * jnp.sqrt(-x), ONE, ONE, ("sqrt", "x", "")),
         (squared, ONE, BIG, ("integer_pow", "p['w']", "")),
+        (imaginary, BIG, BIG, ("mul", "p['w']", "")),
+        (lambda p, x: (jnp.sqrt(-product(p, x)), product(p, x)), BIG, BIG, ("mul", "p['w']", "")),
+        (lambda p, x: product(p, x) + jnp.sqrt(-x), BIG, BIG, ("mul", "p['w']", "")),
+        (lambda p, x: halved(p["w"] * x), ONE, BIG, (CAST, "p['w']", "")),
+        (saved, BIG, ONE, ("dot_general", "p['w']", "")),
         (lambda p, x: x.astype(F16) * p["w"].astype(F16), ONE, BIG, (CAST, "p['w']", "")),
         (branches, ONE, BIG, (CAST, "p['w']", "")),
         (scanned, BIG, ONE, ("mul", "p['w']", "step 1")),
         (lambda p, x: scanned(p, x, reverse=True), BIG, ONE, ("mul", "p['w']", "step 3")),
+        (grown, 1e10 * ONE, ONE, ("mul", "p['w']", "step 3")),
+        (twice_in_a_step, BIG, ONE, ("mul", "p['w']", "step 0")),
         (doubled, BIG, ONE, ("while", "p['w']", "")),
         (jax.named_scope("block")(product), BIG, BIG, ("mul", "p['w']", "block")),
         # Values that are not finite from the start.
         (product, ONE, ONE.at[1].set(NAN), (None, "x", "")),
         (product, ONE.at[0].set(INF), ONE, (None, "p['w']", "")),
+        (each_scaled, ONE, ONE.at[1].set(NAN), (None, "x", "")),
         (jax.jit(lambda p, x: product(p, x) * CONSTANT), ONE, ONE, (None, CLOSED_OVER, "")),
         # Intended infinities, and the NaN that they cause.
         (masked_softmax, ONE, ONE, None),
         (lambda p, x: jnp.where(x > 0, p["w"], -INF), ONE, -ONE, None),
         (lambda p, x: masked_softmax(p, x, (False, False)), ONE, ONE, ("sub", "p['w']", "")),
         (lambda p, x: jax.nn.softmax(p["w"] + x), ONE, jnp.array([0.0, -INF]), None),
+        (lambda p, x: jax.nn.softmax(p["w"] + x), ONE, -INF * ONE, ("sub", "p['w']", "")),
+        (jax.jit(lambda p, x: jnp.where(x > 0, p["w"], LIMITS)), ONE, -ONE, None),
+        (lambda p, x: -jnp.where(x > 0, p["w"], INF), ONE, -ONE, None),
         (padded, ONE, ONE, None),
         # Values that do not reach the output.
         (silu, ONE, -100 * ONE, None),
@@ -276,19 +327,86 @@ def test_a_scan_that_is_finite_step_by_step_is_blamed_itself():
 
 
 def test_a_batch_does_not_count_as_a_layer():
-    def loss_fn(params, batch):
+    def predict(params, batch):
         predicted = batch["x"] @ params["hidden"]["w"] + params["hidden"]["b"]
         for array in params.get("head", {}).values():
             predicted = predicted + array
-        return jnp.mean(((predicted - batch["y"]) * 1e30) ** 2)
+        return jnp.where(batch["mask"] > 0, predicted, 0)
+
+    def loss_fn(params, batch):
+        return jnp.mean(((predict(params, batch) - batch["y"]) * 1e30) ** 2)
+
+    def of_the_batch(params, batch):
+        return jnp.sqrt(-batch["x"]) + predict(params, batch) + batch["y"]
+
+    def of_two_in_the_batch(params, batch):
+        with jax.named_scope("error"):
+            return jnp.log(batch["y"] - batch["x"]) + predict(params, batch)
 
     ones = jnp.ones((2, 2))
-    batch = {"x": ones, "y": 0 * ones}
-    params = {"hidden": {"w": ones, "b": ones}, "unused": ONE}
+    batch = {"x": ones, "y": 0 * ones, "mask": jnp.ones((2, 2), int)}
+    params = {"hidden": {"w": ones, "b": ones}, "unused": [ONE, ONE, ONE]}
     # The same number of arrays is read from both, so they cannot be distinguished.
     assert first_nonfinite(loss_fn, params, batch).layer == "batch['y']"
-    params["head"] = {"w": ones, "b": ones, "c": ones}
+    params["head"] = {"w": ones, "b": ones}
     assert first_nonfinite(loss_fn, params, batch).layer == "params['head']"
+    assert first_nonfinite(of_the_batch, params, batch).layer == "batch['x']"
+    assert first_nonfinite(of_two_in_the_batch, params, batch).layer == "error"
+
+
+LAYERS = {"a": {"w": 1e-30 * ONE}, "b": {"w": 1e30 * ONE}, "c": {"w": ONE}}
+
+
+def in_both_layers(p, x):
+    a, b = p["a"]["w"] * x, p["b"]["w"] - x
+    return jnp.exp(100 * (a + b)) * p["c"]["w"]
+
+
+def cast_before_both_are_read(p, x):
+    return (1e10 * (p["a"]["w"] * x)).astype(F16) * (p["c"]["w"] - x).astype(F16)
+
+
+def through_all(p, x):
+    return (p["b"]["w"] * (p["a"]["w"] * x) * p["c"]["w"]).sum()
+
+
+def through_small(p, x):
+    return (p["a"]["w"] * (p["c"]["w"] * x) * p["b"]["w"]).sum()
+
+
+def after_the_backward_pass(p, x):
+    a = 1e20 * (p["a"]["w"] * x)
+    return a * jax.grad(through_all)(p, ONE)["a"]["w"]
+
+
+@pytest.mark.parametrize(
+    ("fun", "layer", "backward"),
+    [
+        (in_both_layers, "b", False),  # the one that was read last
+        (cast_before_both_are_read, "a", False),
+        (jax.grad(through_all), "b", True),  # the batch times what comes back from "b"
+        (jax.grad(through_small), "c", True),  # the output of "c" times what comes back from "b"
+        (after_the_backward_pass, "b", False),
+    ],
+)
+def test_an_operation_between_layers_belongs_to_one_of_them(fun, layer, backward):
+    found = first_nonfinite(fun, LAYERS, 1e30 * ONE)
+    assert (found.layer, found.backward) == (f"p['{layer}']", backward)
+
+
+def test_what_a_checkpoint_computes_a_second_time_is_the_forward_pass():
+    loss_fn = lambda p, x: jax.checkpoint(silu)(p, x).sum()  # noqa: E731
+    found = first_nonfinite(jax.grad(loss_fn, 1), {"w": ONE}, -100 * ONE)
+    assert (found.operation, found.backward) == ("exp", False)
+
+
+def test_a_box_around_a_parameter_is_not_a_layer():
+    params = {"energy": {"w": nn.Partitioned(BIG, (None,))}, "head": {"w": ONE}}
+
+    def fun(params, x):
+        return params["energy"]["w"].value * x * params["head"]["w"]
+
+    assert first_nonfinite(fun, params, BIG).layer == "params['energy']"
 
 
 def test_arguments_are_named_as_well_as_can_be():
@@ -298,7 +416,7 @@ def test_arguments_are_named_as_well_as_can_be():
     for position, name in enumerate(["first", "args[1]", "b"]):
         arrays = [jnp.where(position == i, NAN, 1.0) for i in range(3)]
         found = first_nonfinite(fun, *arrays[:2], b=arrays[2], a="text")
-        assert (found.layer, found.operation) == (name, None)
+        assert (found.layer, found.operation, found.backward) == (name, None, False)
     assert first_nonfinite(getattr, NAN * ONE, "T").layer == "args[0]"  # it has no signature
 
 
@@ -335,13 +453,30 @@ def test_the_finding_reads_as_text():
 
     text = str(first_nonfinite(jax.grad(fun), {"w": ONE}, ONE))
     counts = "0 NaN and 2 infinite of 2 elements (float32)"
-    assert text.startswith(f"`div` in the backward pass is the first to make {counts}\n")
-    assert text.splitlines()[1] == "  layer: p['w']"
-    text = str(first_nonfinite(jnp.multiply, BIG, BIG))  # shows this very line
+    first, *facts, source = text.splitlines()
+    assert first == f"`div` in the backward pass is the first to make {counts}"
+    assert facts == ["  layer: p['w']", "  scope: block"]
+    assert source.startswith(f"  source: {__file__}:")
+    text = str(first_nonfinite(jnp.multiply, BIG, BIG))
     assert "backward" not in text
     counts = "2 NaN and 0 infinite of 2 elements (float32)"
     text = str(first_nonfinite(jnp.negative, NAN * ONE))
     assert text == f"`args[0]` is not finite before the first operation: {counts}"
+
+
+def test_a_finding_counts_each_kind_and_cannot_be_changed():
+    found = first_nonfinite(jnp.log, jnp.array([0.0, -1.0, 1.0, -1.0]))
+    assert (found.nan, found.inf, found.size) == (2, 1, 4)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.nan = 0
+    with pytest.raises(TypeError, match="positional"):
+        type(found)("layer", None, "float32", 0, 1, 2)
+
+
+def test_without_a_line_of_your_own_there_is_no_source():
+    with ThreadPoolExecutor(1) as pool:  # whose stack has lines of libraries only
+        found = pool.submit(first_nonfinite, jnp.multiply, BIG, BIG).result()
+    assert found.source == ""
 
 
 def test_a_traced_argument_is_refused():

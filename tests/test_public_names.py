@@ -128,7 +128,8 @@ def test_all_is_the_sorted_public_names(module):
 def test_every_public_name_has_a_docstring():
     names = [(module, name) for module in PUBLIC_ROOMS for name in module.__all__]
     bare = [name for module, name in names if not getattr(module, name).__doc__]
-    assert bare == ["LossScaleLike"]  # an alias cannot hold one; docs/api/policies.md describes it
+    # An alias cannot hold one before Python 3.14; docs/api/policies.md describes it.
+    assert set(bare) <= {"LossScaleLike"}
 
 
 # The rules. Each takes the folder of a package and returns the violations.

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
@@ -29,17 +28,8 @@ from optax_lossscale.diagnostics.first_values import (
 
 # Operations that do nothing but run a function, which is followed instead.
 _CALLS = frozenset(
-    {
-        "checkpoint",
-        "closed_call",
-        "core_call",
-        "custom_jvp_call",
-        "custom_vjp_call",
-        "custom_vjp_call_jaxpr",
-        "jit",
-        "pjit",
-        "remat2",
-    }
+    # `eval_jaxpr` is the name of `closed_call` since jax 0.12.
+    ["closed_call", "custom_jvp_call", "custom_vjp_call", "eval_jaxpr", "jit", "remat2"]
 )
 
 
@@ -74,7 +64,7 @@ class Search:
                 is_parameter=2 * counts[name] > max(counts.values()),
             )
             value = self._input(array, leaf.name, meant=frozenset({"-inf"}))
-            yield dataclasses.replace(value, leaf=leaf if is_inexact(array) else None)
+            yield value._replace(leaf=leaf if is_inexact(array) else None)
 
     def _constant(self, array: Any) -> Value:
         return self._input(array, "an array that `fun` closes over", meant={"inf", "-inf"})
@@ -106,16 +96,15 @@ class Search:
         """Run an operation, by way of the function that it holds if there is one to follow."""
         name, params = eqn.primitive.name, eqn.params
         if name in _CALLS:
-            held = next(params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in params)
+            held = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
             return self._run_held(held, operands, scope)
         if name == "cond":
             index, *rest = operands
-            branch = int(np.clip(index.array, 0, len(params["branches"]) - 1))
-            return self._run_held(params["branches"][branch], rest, scope)
+            return self._run_held(params["branches"][int(index.array)], rest, scope)
         results = self._apply(jaxpr, eqn, operands, scope)
         if name == "scan" and (origins := [x.origin for x in results if x.origin]):
             first = self._first_in_scan(eqn, [*operands], scope, of_scan=origins[0])
-            results = [dataclasses.replace(x, origin=first) if x.origin else x for x in results]
+            results = [x._replace(origin=first) if x.origin else x for x in results]
         return results
 
     def _run_held(self, held: Any, operands: list[Value], scope: str) -> list[Value]:
@@ -178,7 +167,7 @@ class Search:
         is_backward = "transpose(" in scope.rpartition("rematted_computation")[2]
         leaf = variables[0].leaf if len(variables) == 1 else None
         layer = layer_of(variables, time, is_backward=is_backward)
-        origins = [x.origin for x in operands if x.kinds and x.origin]
+        origins = [x.origin for x in operands if x.origin]
         if layer and layer[0] == time:
             # Layers cast their input before they read their parameters.
             for x in variables:
@@ -192,7 +181,7 @@ class Search:
             if not kinds:
                 return value
             if origins:
-                return dataclasses.replace(value, origin=min(origins, key=time_of))
+                return value._replace(origin=min(origins, key=time_of))
             if given and not kinds - given - {"-inf"}:
                 return value  # infinities that are meant
             read = next((x.leaf.name for x in variables if x.leaf), "")
@@ -205,6 +194,6 @@ class Search:
                 **count_nonfinite(array),
             )
             cast = array if eqn.primitive.name == "convert_element_type" else None
-            return dataclasses.replace(value, origin=Origin(time, found, cast))
+            return value._replace(origin=Origin(time, found, cast))
 
         return [result(array) for array in arrays]

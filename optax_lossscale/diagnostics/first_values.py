@@ -5,7 +5,7 @@ import linecache
 import re
 import sysconfig
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -58,8 +58,7 @@ class FirstNonfinite:
         return "\n".join(lines)
 
 
-@dataclasses.dataclass(frozen=True)
-class Leaf:
+class Leaf(NamedTuple):
     """An array of the arguments."""
 
     position: int
@@ -77,8 +76,7 @@ class Origin:
     cast: Any = None  # the result, if a cast made them
 
 
-@dataclasses.dataclass(frozen=True)
-class Value:
+class Value(NamedTuple):
     """An array, and what is known of its past.
 
     Attributes:
@@ -103,7 +101,7 @@ def sliced(value: Value, step: int) -> Value:
     array = value.array[step]
     kinds = kinds_of(array)
     origin = value.origin if kinds else None
-    return dataclasses.replace(value, array=array, kinds=kinds, origin=origin)
+    return value._replace(array=array, kinds=kinds, origin=origin)
 
 
 def rank_of(aval: Any) -> int:
@@ -130,7 +128,7 @@ def layer_of(operands: list[Value], time: int, *, is_backward: bool) -> tuple[in
 def layer_path(path: KeyPath) -> KeyPath:
     """Return the path of the layer that a parameter belongs to."""
     # Flax keeps parameters in boxes.
-    if path and jax.tree_util.keystr(path[-1:]) in {".value", ".raw_value"}:
+    if jax.tree_util.keystr(path[-1:]) == ".value":
         path = path[:-1]
     return path[:-1] or path  # a parameter outside of any layer is its own
 
@@ -172,7 +170,7 @@ def source_of(eqn: JaxprEqn) -> str:
     installed = {*map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))}
     installed.add(str(Path(__file__).parent))
     for frame in frames:
-        if not frame.file_name.startswith((*installed, "<frozen")):
+        if not frame.file_name.startswith(tuple(installed)):
             line = linecache.getline(frame.file_name, frame.line_num).strip()
             return f"{frame.file_name}:{frame.line_num}" + (f": {line}" if line else "")
     return ""
