@@ -196,8 +196,8 @@ class Run:
         """Return the tests that can detect a mutant.
 
         For code that runs at import only (a constant, a default, a decorator), these are the tests
-        of the enclosing function or class, and those that inspect the package without executing it.
-        Without such a scope, they are the tests of the module and of lines that contain the name.
+        of the enclosing function or class, or else of the module; of lines with the name of the
+        class or constant; and those that inspect the package without executing it.
         """
         lines = self.lines[mutant.path]
         here, around = (
@@ -205,14 +205,14 @@ class Run:
             for first, last in (mutant.rows, mutant.scope)
         )
         if "" not in here:
-            return here
-        if around != {""}:
-            executing = set().union(*(s for rows in self.lines.values() for s in rows.values()))
-            return ((here - {""} or around) | self.seconds.keys() - executing) - {""}
-        tests = set().union(*lines.values())
+            return here or around - {""}  # Python does not execute a line that is all constants
+        executing = set().union(*(s for rows in self.lines.values() for s in rows.values()))
+        tests = here | around | self.seconds.keys() - executing
+        if around == {""}:
+            tests = tests.union(*lines.values())
         for path in list(self.lines):
             for row, line in enumerate(Path(path).read_text("utf-8").splitlines(), 1):
-                if mutant.bound in line:
+                if mutant.bound and mutant.bound in line:
                     tests |= self.lines[path][row]
         return tests - {""}
 

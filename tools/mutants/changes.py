@@ -52,7 +52,7 @@ class Mutant:
     line: str  # the source line where the change begins
     rows: Rows  # executed together with the change
     scope: Rows  # of the enclosing function or class, or of the statement
-    bound: str  # the name that the outermost statement binds in the module
+    bound: str  # the name of the class or constant in the module, "" in a function
     source: bytes = dataclasses.field(repr=False)  # of the module with the change
 
     @property
@@ -69,7 +69,7 @@ def mutants_of(path: str, source: bytes) -> list[Mutant]:
     seen: Counter[str] = Counter()
     for outermost in ast.parse(source).body:
         first = lines[outermost.lineno - 1].decode()
-        bound = re.sub(r"^(class |def )?(\w*).*", r"\2", first.strip())
+        bound = re.sub(r"^(class |def \w*)?(\w*).*", r"\2", first.strip())
         for (node, new, what), function, scope, rows in _walk(outermost, "", _rows(outermost)):
             begin = starts[node.lineno - 1] + node.col_offset - what.startswith("without @")
             end = starts[node.end_lineno - 1] + node.end_col_offset
