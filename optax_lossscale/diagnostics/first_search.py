@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -63,15 +63,15 @@ class Search:
                 layer=name + jax.tree_util.keystr(layer_path(path)),
                 is_parameter=2 * counts[name] > max(counts.values()),
             )
-            value = self._input(array, leaf.name, meant=frozenset({"-inf"}))
+            value = self._input(array, leaf.name, meant={"-inf"})
             yield value._replace(leaf=leaf if is_inexact(array) else None)
 
     def _constant(self, array: Any) -> Value:
         return self._input(array, "an array that `fun` closes over", meant={"inf", "-inf"})
 
-    def _input(self, array: Any, name: str, meant: Iterable[str]) -> Value:
+    def _input(self, array: Any, name: str, meant: set[str]) -> Value:
         kinds = kinds_of(array)
-        if kinds <= set(meant):
+        if kinds <= meant:
             return Value(array, kinds)
         found = FirstNonfinite(layer=name, operation=None, **count_nonfinite(array))
         return Value(array, kinds, Origin(next(self._clock), found))

@@ -167,10 +167,10 @@ def source_of(eqn: JaxprEqn) -> str:
     """Return the innermost line that is not of an installed package."""
     traceback = eqn.source_info.traceback
     frames = list(traceback.frames) if traceback else []
-    installed = {*map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))}
-    installed.add(str(Path(__file__).parent))
+    libraries = map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))
+    installed = (*libraries, str(Path(__file__).parent))
     for frame in frames:
-        if not frame.file_name.startswith(tuple(installed)):
+        if not frame.file_name.startswith(installed):
             line = linecache.getline(frame.file_name, frame.line_num).strip()
             return f"{frame.file_name}:{frame.line_num}" + (f": {line}" if line else "")
     return ""

@@ -82,7 +82,7 @@ def forked(log: Path, limit: int, work: Callable[..., Any], *arguments: Any) -> 
 class _Watch:
     """A pytest plugin that records the time of each test and the failures, and limits the time."""
 
-    def __init__(self, coverage: Any = None, limit: int = 3600) -> None:
+    def __init__(self, coverage: Any = None, limit: int = 0) -> None:
         self.coverage, self.limit = coverage, limit
         self.seconds: dict[str, float] = defaultdict(float)
         self.failed: list[str] = []
@@ -92,7 +92,8 @@ class _Watch:
             self.failed.append(report.nodeid)
 
     def pytest_runtest_setup(self, item: Any) -> None:
-        signal.alarm(self.limit)
+        if self.limit:
+            signal.alarm(self.limit)
         if self.coverage:
             self.coverage.switch_context(_unit(item.nodeid))
 
@@ -168,6 +169,7 @@ class Run:
         self.seconds: dict[str, float] = {}  # of each test
         # By path and row, the tests that execute it; "" means that the import does.
         self.lines: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+        self.executing: set[str] = set()  # all tests in `lines`
         # By path and by scope, the number of mutants that each test has killed.
         self.killers: dict[Any, Counter[str]] = defaultdict(Counter)
         self.trusted: dict[str, bool] = {}
@@ -191,6 +193,7 @@ class Run:
         for path, lines in found["lines"].items():
             for row, tests in lines.items():
                 self.lines[path][int(row)].update(tests)
+                self.executing.update(tests)
 
     def covering(self, mutant: Mutant) -> set[str]:
         """Return the tests that can detect a mutant.
@@ -206,13 +209,14 @@ class Run:
         )
         if "" not in here:
             return here or around - {""}  # Python does not execute a line that is all constants
-        executing = set().union(*(s for rows in self.lines.values() for s in rows.values()))
-        tests = here | around | self.seconds.keys() - executing
+        tests = here | around | self.seconds.keys() - self.executing
         if around == {""}:
             tests = tests.union(*lines.values())
+        if not mutant.bound:
+            return tests - {""}
         for path in list(self.lines):
             for row, line in enumerate(Path(path).read_text("utf-8").splitlines(), 1):
-                if mutant.bound and mutant.bound in line:
+                if mutant.bound in line:
                     tests |= self.lines[path][row]
         return tests - {""}
 
