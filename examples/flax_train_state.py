@@ -70,7 +70,7 @@ def train_step(state: State, images: jax.Array, labels: jax.Array) -> State:
     new = state.apply_gradients(grads=grads, value=loss, batch_stats=batch_stats)
     # A value computed from the new state needs its own `tree_where`.
     average = optax.incremental_update(new.params, state.average, step_size=0.05)
-    return new.replace(average=ols.tree_where(new.grads_finite, average, state.average))
+    return new.replace(average=ols.tree_where(new.applied, average, state.average))
 
 
 @jax.jit
@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> Result:
         order = jax.random.permutation(jax.random.key(epoch), len(images))
         for batch in order[: len(order) // BATCH * BATCH].reshape(-1, BATCH):
             old, state = state, train_step(state, images[batch], labels[batch])
-            if not state.grads_finite:
+            if not state.applied:
                 old, new = ((s.step, s.params, s.batch_stats, s.average) for s in (old, state))
                 kept &= jax.tree.all(jax.tree.map(np.array_equal, old, new))
         skipped = int(ols.loss_scale_state(state).total_skipped)

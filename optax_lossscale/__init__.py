@@ -10,20 +10,19 @@ from optax_lossscale._policy import (
     init,
     update,
 )
-from optax_lossscale._state import LossScaleState, loss_scale_state
+from optax_lossscale._state import LossScaleState, SkipIfState, applied, loss_scale_state
 from optax_lossscale._step.cast import cast
+from optax_lossscale._step.choose import tree_where
 from optax_lossscale._step.differentiate import value_and_grad
 from optax_lossscale._step.finite import all_finite
+from optax_lossscale._step.guard import WithLossScalingState, skip_if, with_loss_scaling
 from optax_lossscale._step.masters import (
     MasterWeightsState,
     master_weights,
     with_master_weights,
 )
+from optax_lossscale._step.rules import Spike
 from optax_lossscale._step.scale import scale_loss, unscale_and_check
-from optax_lossscale._step.select import tree_where
-from optax_lossscale._step.skip import SkipIfState, skip_if
-from optax_lossscale._step.spike import Spike
-from optax_lossscale._step.transform import WithLossScalingState, with_loss_scaling
 
 __version__ = "0.1.0"
 
@@ -38,6 +37,7 @@ __all__ = [
     "Spike",
     "WithLossScalingState",
     "all_finite",
+    "applied",
     "as_loss_scale",
     "cast",
     "diagnostics",

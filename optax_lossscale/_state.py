@@ -1,9 +1,10 @@
-"""The state of loss scaling, and finding it inside an optimizer's state."""
+"""The states that say how training goes, and finding them inside an optimizer's state."""
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.typing import ArrayLike
 
 from optax_lossscale._support import checks
@@ -19,13 +20,13 @@ class LossScaleState(NamedTuple):
 
     Attributes:
       loss_scale: What the next loss is multiplied by. `float32[]`.
-      growth_count: Finite steps in a row since the loss scale last changed or a step was skipped.
-        `int32[]`.
+      growth_count: Steps in a row whose gradients and loss were finite, since the loss scale last
+        moved. `int32[]`.
       overflow_count: Overflows counted towards `hysteresis` since it was last refilled.
         `int32[]`.
-      consecutive_skipped: Skipped steps in a row; 0 means that the last step was applied.
-        `int32[]`.
-      total_skipped: Skipped steps since the start. `int32[]`.
+      consecutive_skipped: Skipped steps in a row, whatever skipped them; 0 means that the last step
+        was applied. `int32[]`.
+      total_skipped: Skipped steps since the start, whatever skipped them. `int32[]`.
 
     Examples:
       >>> import optax_lossscale as ols
@@ -39,6 +40,43 @@ class LossScaleState(NamedTuple):
     overflow_count: jax.Array
     consecutive_skipped: jax.Array
     total_skipped: jax.Array
+
+
+class SkipIfState(NamedTuple):
+    """The state of `skip_if`.
+
+    Attributes:
+      rule_state: The state of the rule; a tuple of states if several rules were given, and
+        `optax.EmptyState()` for a function or if there is no rule.
+      consecutive_skipped: Skipped steps in a row; 0 means that the last step was applied.
+        `int32[]`.
+      total_skipped: Skipped steps since the start. `int32[]`.
+      inner_state: The inner optimizer's state, as the inner optimizer itself would keep it.
+    """
+
+    rule_state: PyTree
+    consecutive_skipped: jax.Array
+    total_skipped: jax.Array
+    inner_state: optax.OptState
+
+
+class SpikeState(NamedTuple):
+    """The state of a `Spike`.
+
+    Attributes:
+      values: The last accepted values, the newest last, and zeros before the first one.
+        `float32[window]`.
+      held: The number of values, up to `window`. `int32[]`.
+      consecutive_skipped: Spikes in a row that were skipped. `int32[]`.
+    """
+
+    values: jax.Array
+    held: jax.Array
+    consecutive_skipped: jax.Array
+
+
+class Guard(optax.GradientTransformationExtraArgs):
+    """An optimizer that decides about each step, and whose state says how: `applied`."""
 
 
 def initial_state(loss_scale: float) -> LossScaleState:
@@ -82,6 +120,12 @@ def increment(count: jax.Array) -> jax.Array:
     return jnp.where(count < checks.INT32_MAX, count + 1, count)
 
 
+def count_step(new: LossScaleState, old: LossScaleState, is_applied: jax.Array) -> LossScaleState:
+    """Return the state `new` of a policy with the counts of skipped steps after `old`."""
+    counts = count_skip(is_applied, *strongly_typed(old)[3:])
+    return LossScaleState(*strongly_typed(new)[:3], *counts)
+
+
 def count_skip(
     applied: jax.Array, consecutive: jax.Array, total: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -89,6 +133,53 @@ def count_skip(
     consecutive = jnp.where(applied, 0, increment(consecutive))
     # One count is read from the other for the sake of XLA:GPU: see `DynamicLossScale.update`.
     return consecutive, jnp.where(consecutive == 0, total, increment(total))
+
+
+def applied(opt_state: PyTree) -> jax.Array:
+    """Return whether the last step was applied.
+
+    Use it to keep whatever else a step changes, such as BatchNorm statistics or an average of the
+    parameters, as it was on a skipped step: `tree_where(applied(opt_state), new, old)`.
+
+    Args:
+      opt_state: The state of `with_loss_scaling` or `skip_if` after the step, or any pytree that
+        holds exactly one, however deep; or a `LossScaleState`.
+
+    Returns:
+      False if the step was skipped, because of its gradients, its loss or a rule. True before the
+      first step. `bool[]`; of a state with further axes, as under `jax.vmap`, one for each member.
+
+    Raises:
+      ValueError: If there is no such state, or more than one. The message says where each was
+        found.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> import optax_lossscale as ols
+      >>> tx = ols.with_loss_scaling(optax.sgd(0.1))
+      >>> opt_state = tx.init(jnp.ones(3))
+      >>> for grads in (jnp.ones(3), jnp.full(3, jnp.inf)):
+      ...     _, opt_state = tx.update(grads, opt_state)
+      ...     print(ols.applied(opt_state))
+      True
+      False
+    """
+    return skip_counts(opt_state)["consecutive_skipped"] == 0
+
+
+def skip_counts(opt_state: PyTree) -> dict[str, jax.Array]:
+    """Return the two counts of skipped steps of the one guard in `opt_state`."""
+    _, state = checks.only_one("opt_state", opt_state, (LossScaleState, SkipIfState), WRAP_ONCE)
+    counts = {name: getattr(state, name) for name in ("consecutive_skipped", "total_skipped")}
+    # flax.nnx keeps each array of an optimizer's state in a Variable, a pytree of one leaf.
+    return {name: as_field(name, *jax.tree.leaves(count)) for name, count in counts.items()}
+
+
+WRAP_ONCE = (
+    "Wrap the whole optimizer once, with `with_loss_scaling` or `skip_if`, or pass the state that "
+    "is meant."
+)
 
 
 def loss_scale_state(opt_state: PyTree) -> LossScaleState:
@@ -124,8 +215,7 @@ def find_state(argument: str, tree: PyTree) -> LossScaleState:
         LossScaleState,
         "Wrap the whole optimizer once with `with_loss_scaling`, or pass the state that is meant.",
     )
-    # flax.nnx keeps each array of an optimizer's state in a Variable, which is a pytree of one
-    # leaf; what is returned holds the arrays themselves.
+    # The arrays themselves, without the Variables of flax.nnx.
     return LossScaleState(*jax.tree.leaves(state, is_leaf=lambda leaf: leaf is None))
 
 

@@ -5,8 +5,6 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from optax_lossscale._step import select
-
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -21,12 +19,6 @@ def _promotion(request):
             yield
     else:
         yield
-
-
-@pytest.fixture(autouse=True)
-def _replayed(monkeypatch):
-    """Treat every state as large, since the arrays in tests are small."""
-    monkeypatch.setattr(select, "SMALL", 0)
 
 
 @pytest.fixture

@@ -115,6 +115,43 @@ class Rule:
         return self.skip, self.after
 
 
+NO_RULES = (
+    *("x", 3, ols.Spike, {}, SimpleNamespace(init=len)),
+    *(SimpleNamespace(init=len, **{name: len}) for name in ("measure", "judge")),
+)
+
+
+def answers(answer):
+    return lambda *_, **__: answer
+
+
+def spike_health(**fields):
+    spike = ols.Spike().init(None)._replace(**fields)
+    diag.check_health(OPT_STATE._replace(rule_state=spike))
+
+
+def skip_from(rule_state, rule):
+    tx = ols.skip_if(SGD, rule)
+    return tx.update(PARAMS, tx.init(PARAMS)._replace(rule_state=rule_state), value=1.0)
+
+
+@dataclasses.dataclass
+class Measured:
+    """A rule that measures 0 and answers `skip`."""
+
+    skip: object
+
+    def init(self, params):
+        del params
+        return ()
+
+    def measure(self, *_):
+        return 0.0
+
+    def judge(self, state, _):
+        return self.skip, state
+
+
 def skip(rule, **extra_args):
     tx = ols.skip_if(SGD, rule)
     return tx.update(PARAMS, tx.init(PARAMS), PARAMS, **extra_args)
@@ -253,12 +290,15 @@ TABLE = {
     # -- flags and states
     "TypeError: `{name}` must be a bool or a boolean array, got {got}. Compute it with ...": [
         *given(choose, "pred", None, "x", 1, jnp.float32(1), on_true=ONE, on_false=ONE),
+        *given(ols.update, "grads_finite", 1, state=STATE, loss_scale="dynamic"),
+        *given(ols.update, "loss_finite", 1, state=STATE, loss_scale=8, grads_finite=True),
         *given(fixed_update, "grads_finite", 1, state=STATE),
         *given(fixed_update, "loss_finite", 1, state=STATE, grads_finite=True),
         *given(dynamic_update, "grads_finite", 1, state=STATE),
         *given(dynamic_update, "loss_finite", 1, state=STATE, grads_finite=True),
         (lambda: skip(returning(1)), "rule", "1"),
         (lambda: skip(Rule(1)), "rule", "1"),
+        (lambda: skip((Measured(1),)), "rule", "1"),
     ],
     "ValueError: `{name}` must be a scalar, got shape {got}": [
         (lambda: choose(ONE, ONE, ONE > 0), "pred", "(1,). Reduce it with `jnp.all`, or map ..."),
@@ -289,7 +329,9 @@ TABLE = {
         (lambda: fixed_update(tuple(STATE), True), "LossScaleState", "tuple. Find it in ..."),
         (lambda: dynamic_update(tuple(STATE), True), "LossScaleState", "tuple. Find it in ..."),
         (lambda: TX.update(PARAMS, STATE), "WithLossScalingState", "LossScaleState. Make it ..."),
+        (lambda: TX.update(PARAMS, SKIPPED), "WithLossScalingState", "SkipIfState. Make it ..."),
         (lambda: ols.skip_if(SGD).update(PARAMS, STATE), "SkipIfState", "LossScaleState. Make ..."),
+        (lambda: ols.skip_if(SGD).update(PARAMS, OPT_STATE), "SkipIfState", "WithLoss... Make ..."),
         (
             lambda: MASTERS.update(PARAMS, STATE),
             "MasterWeightsState",
@@ -304,7 +346,7 @@ TABLE = {
         (lambda: assert_scaled_once(apply, PARAMS), "opt_state", "0 in a dict, found at: nowhere"),
         *(
             (lambda f=f: f(PARAMS), "opt_state", "0 in a dict, found at: nowhere")
-            for f in (diag.metrics, diag.check_health, calibrate, to_torch)
+            for f in (calibrate, to_torch)
         ),
         (
             lambda: ols.loss_scale_state({"a": OPT_STATE, "b": [STATE]}),
@@ -322,11 +364,18 @@ TABLE = {
             "0 in a W..., found at: nowhere",
         ),
     ],
-    "ValueError: `{name}` must hold exactly one SkipIfState, got {got}. Pass the state ...": [
-        (
-            lambda: diag.metrics({"a": SKIPPED, "b": SKIPPED}),
-            "opt_state",
-            "2 in a dict, found at: `['a']`, `['b']`",
+    "ValueError: `{name}` must hold exactly one ...LossScaleState..., got {got}. Wrap ..., or...": [
+        *(
+            (lambda f=f: f(PARAMS), "opt_state", "0 in a dict, found at: nowhere")
+            for f in (diag.metrics, diag.check_health, diag.is_stalled, ols.applied)
+        ),
+        *(
+            (
+                lambda f=f: f({"a": SKIPPED, "b": OPT_STATE}),
+                "opt_state",
+                "2 in a dict, found at: `['a']`, `['b']...`",
+            )
+            for f in (diag.metrics, diag.check_health, diag.is_stalled, ols.applied)
         ),
     ],
     # -- axes, optimizers, losses
@@ -356,7 +405,20 @@ TABLE = {
     ],
     # -- rules, masters and casts
     "TypeError: `{name}` must be a function of ..., an object ..., got {got}. Use ...": [
-        *given(ols.skip_if, "rule", "x", 3, ols.Spike, {}, SimpleNamespace(init=len), inner=SGD),
+        *given(ols.skip_if, "rule", *NO_RULES, inner=SGD),
+        *given(ols.with_loss_scaling, "skip_if", *NO_RULES, inner=SGD),
+        *given(train_state, "skip_if", *NO_RULES, tx=SGD),
+        (lambda: ols.skip_if(SGD, (ols.Spike(), 3)), "rule", "3"),
+        (lambda: ols.with_loss_scaling(SGD, skip_if=[(ols.Spike(),)]), "skip_if", "(Spike(...),)"),
+    ],
+    "ValueError: `state.rule_state` must be that of `{name}`, got {got}. Make it ...": [
+        (lambda: skip_from(ols.Spike().init(None), None), "rule", "SpikeState(...)"),
+        (lambda: skip_from((), (ols.Spike(),)), "rule", "()"),
+        (lambda: skip_from(ols.Spike().init(None), (ols.Spike(),)), "rule", "SpikeState(...)"),
+    ],
+    "TypeError: `state.rule_state` must be a {name}, got {got}. Make it ...": [
+        (lambda: skip_from(ols.Spike().init(None), answers(True)), "EmptyState", "SpikeState"),
+        (lambda: skip_from(optax.EmptyState(), ols.Spike()), "SpikeState", "EmptyState"),
     ],
     'TypeError: `{name}` must be "value", "grad_norm" or ..., got {got}. Leave it out ...': [
         *given(ols.Spike, "of", None, 3),
@@ -382,9 +444,11 @@ TABLE = {
     "TypeError: `tree` must not hold a stateful flax.nnx module, got {got}: ... Give ...": [
         (lambda: ols.cast([nnx.BatchNorm(1, rngs=nnx.Rngs(0))], "float16"), "", "BatchNorm"),
     ],
-    "ValueError: `inner` must not scale the loss itself, got a ... at `{got}` ... Call ...": [
-        (lambda: ols.with_loss_scaling(TX).init(PARAMS), "", ".loss_scale_state"),
-        (lambda: train_state(tx=optax.chain(SGD, TX)), "", "[1].loss_scale_state"),
+    "ValueError: `inner` must not decide about steps itself, got a ... at {got} of ... Use ...": [
+        (lambda: ols.with_loss_scaling(TX).init(PARAMS), "", "`.loss_scale_state`"),
+        (lambda: ols.skip_if(TX).init(PARAMS), "", "`.loss_scale_state`"),
+        (lambda: ols.with_loss_scaling(ols.skip_if(SGD)).init(PARAMS), "", "the root of the tree"),
+        (lambda: train_state(tx=optax.chain(SGD, TX)), "", "`[1].loss_scale_state`"),
     ],
     "TypeError: `loss` must be floating-point, got {name} at {got}. Cast it with `astype(...": [
         (lambda: ols.scale_loss("x", STATE), "str", "the root of the tree"),
@@ -422,7 +486,7 @@ TABLE = {
         (lambda: choose(None, 1), "on_true", "the root of the tree"),
         (lambda: keep([1], [1, 1]), "inner", "`[1]`"),
         (lambda: apply({"v": ONE}), "grads", "`['v']`"),
-        (lambda: skip(Rule(TRUE, [1])), "rule", "`[0]`"),
+        (lambda: skip(Rule(TRUE, [1])), "rule", "`[0][0]`"),
         (lambda: master_step({"v": HALF}), "params", "`['v']`"),
         (lambda: master_step({"w": None}), "params", "`['w']`"),
     ],
@@ -448,7 +512,7 @@ TABLE = {
         (lambda: choose(FLOAT0, ONE), "the root of the tree", "...float0... and float32"),
         (lambda: choose(KEY, jax.random.PRNGKey(0)), "the root of the tree", "key<fry> and uint32"),
     ],
-    "TypeError: `{name}` must keep the kind of numbers in its state, got {got}. Start with ...": [
+    "TypeError: `{name}` must keep the kind of numbers in its state, got {got}. Initialize ...": [
         (lambda: keep(jnp.arange(1), ONE), "inner", "float32 for int32 at the root of the tree"),
     ],
     # -- diagnostics and testing
@@ -457,7 +521,25 @@ TABLE = {
             (lambda x=x: health(loss_scale=jnp.float32(x)), "", f"{x:g} and ...")
             for x in (NAN, INF, 0, -8, 2.0**127)
         ),
+        (
+            lambda: diag.check_health(having(loss_scale=0.5), loss_scale="dynamic"),
+            "",
+            "0.5 and ...",
+        ),
         *((lambda n=n: health(**{n: jnp.int32(-1)}), "", f"8 and ...'{n}': -1...") for n in COUNTS),
+    ],
+    "ValueError: `opt_state` must hold a Spike with at most the 128 ..., got {got}. Restore ...": [
+        (lambda: spike_health(held=jnp.int32(129)), "", "{'held': 129, ...} at the root ..."),
+        (lambda: spike_health(held=jnp.int32(-1)), "", "{'held': -1, ...} at the root of the tree"),
+        (lambda: spike_health(consecutive_skipped=jnp.int32(-1)), "", "...': -1} at the root ..."),
+    ],
+    "ValueError: `opt_state` must hold arrays of finite ..., got NaN or infinity at {got} ...": [
+        (lambda: diag.check_health(SKIPPED._replace(inner_state=[ONE, NAN * ONE])), "", "`[1]`"),
+        (
+            lambda: diag.check_health(OPT_STATE._replace(inner_state={"m": INF * HALF})),
+            "",
+            "`['m']`",
+        ),
     ],
     "TypeError: `{name}` must hold values, got traced arrays. {got}": [
         (traced(lambda n: health(growth_count=n)), "opt_state", "Call `check_health` ..."),
@@ -638,6 +720,7 @@ ACCEPTED = [
     *given(from_torch, "d", *(TORCH | {"scale": x} for x in (2.0**-126, 2.0**126))),
     *given(health, "loss_scale", 2.0**-126, 2.0**126),
     *given(health, " ".join(COUNTS), 0),
+    *given(spike_health, "held", jnp.int32(0), jnp.int32(128)),
     *given(check_health, "max_consecutive_skipped", 0),
     *given(suggest_scale, "headroom", np.int64(0)),
     *given(exponents, "dtype", "float32"),

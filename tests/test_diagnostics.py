@@ -62,12 +62,12 @@ def test_metrics_are_those_of_the_contract():
     found = jax.jit(metrics)(state(512.0, 3, 1, 0, 7))
     assert {name: (value.dtype.name, value.item()) for name, value in found.items()} == {
         "loss_scale": ("float32", 512.0),
-        "grads_finite": ("bool", True),
+        "applied": ("bool", True),
         "growth_count": ("int32", 3),
         "consecutive_skipped": ("int32", 0),
         "total_skipped": ("int32", 7),
     }
-    assert not metrics(state(consecutive=1))["grads_finite"]
+    assert not metrics(state(consecutive=1))["applied"]
 
 
 def test_metrics_are_strongly_typed_whatever_was_set_in_the_optimizer():
@@ -126,8 +126,10 @@ def test_a_step_with_all_diagnostics_neither_waits_nor_compiles_twice_and_may_do
         (state(2.0**24), ols.DynamicLossScale(2.0**24)),  # started there
         (state(2.0**24), 2.0**24),  # fixed
         (state(2.0**24), None),  # the cap is unknown
-        (state(2.0**-126), DYNAMIC),
-        (state(2.0**126), DYNAMIC),
+        (state(2.0**-126), ols.DynamicLossScale(min_scale=2.0**-126)),
+        (state(2.0**126, total=1), ols.DynamicLossScale(max_scale=2.0**126)),
+        (state(2.0**-126), None),
+        (state(2.0**126), None),
     ],
 )
 def test_healthy_training_raises_and_warns_of_nothing(healthy, policy):

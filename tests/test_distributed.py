@@ -440,7 +440,7 @@ def test_check_vma_sums_in_float16_unless_the_params_vary_before_the_cast():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`params` are float16")
+@pytest.mark.filterwarnings("ignore:`params` are b?float16")
 def test_a_float16_mean_overflows_where_a_float32_mean_does_not():
     mesh = jax.make_mesh((2,), ("data",), (AUTO,), devices=jax.devices()[:2])
     inside = optax.chain(optax.stateless(lambda g, _: jax.lax.pmean(g, "data")), optax.sgd(1.0))

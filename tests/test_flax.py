@@ -88,7 +88,7 @@ def test_a_good_step_moves_everything_and_a_skipped_one_the_loss_scale_only():
     for name in ("params", *GUARDED):
         old, new = (jax.tree.leaves(getattr(state, name)) for state in (start, before))
         assert not any(np.array_equal(bits(a), bits(b)) for a, b in zip(old, new, strict=True))
-    assert (int(before.step), bool(before.grads_finite)) == (1, True)
+    assert (int(before.step), bool(before.applied)) == (1, True)
     assert float(before.loss_scale) == 2.0**15
     assert types(before) == types(start)
 
@@ -98,7 +98,7 @@ def test_a_good_step_moves_everything_and_a_skipped_one_the_loss_scale_only():
         for name in ("step", "params", *GUARDED):
             assert_same_bits(getattr(after, name), getattr(before, name))
         assert_same_bits(after.opt_state.inner_state, before.opt_state.inner_state)
-        assert not after.grads_finite
+        assert not after.applied
         assert float(after.loss_scale) == loss_scale / 2
         assert types(after) == types(before)
 
@@ -167,12 +167,11 @@ def test_it_can_be_scanned_and_donated():
 
     def body(state, value):
         state = state.apply_gradients(grads=grads_of(state, value), seen=state.seen + 1)
-        return state, state.grads_finite
+        return state, state.applied
 
     run = jax.jit(lambda state: jax.lax.scan(body, state, values), donate_argnums=0)
     scanned, applied = run(state)
-    # A step does not read the flag of the previous step.
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state) if leaf.dtype != jnp.bool_)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
     assert applied.tolist() == np.isfinite(values).tolist()
     assert int(scanned.step) == int(scanned.seen) == 5
     assert float(scanned.loss_scale) == 2.0**14  # twice halved, once grown
@@ -194,7 +193,7 @@ def test_one_bad_replica_skips_everywhere_if_the_axis_is_named(axis_name, steps)
     replicated = jax_utils.replicate(scalar_state(axis_name=axis_name), devices)
     after = jax.pmap(on_each, "batch", devices=devices)(replicated, jnp.array([1, jnp.inf]))
     assert after.step.tolist() == steps
-    assert after.grads_finite.tolist() == [bool(n) for n in steps]
+    assert after.applied.tolist() == [bool(n) for n in steps]
     assert after.params["w"].tolist() == [1 - n for n in steps]
 
 
@@ -208,7 +207,7 @@ def test_where_nothing_is_skipped_everything_moves(loss_scale):
     after = state.replace(opt_state=opt_state).apply_gradients(
         grads=grads_of(state, jnp.nan), seen=jnp.int32(1)
     )
-    assert (int(after.step), int(after.seen), bool(after.grads_finite)) == (1, 1, True)
+    assert (int(after.step), int(after.seen), bool(after.applied)) == (1, 1, True)
     assert jnp.isnan(after.params["w"])
 
 
@@ -236,12 +235,12 @@ def test_a_step_is_skipped_whatever_the_policy_counts(loss_scale, skipped_before
     state = state.replace(
         opt_state=optax.tree.set(state.opt_state, consecutive_skipped=jnp.int32(skipped_before))
     )
-    assert state.grads_finite
+    assert state.applied == (not skipped_before)
     for value, applied in ((jnp.inf, 0), (1, 1)):
         state = state.apply_gradients(
             grads=grads_of(state, value), seen=jnp.float32(1 if applied else jnp.nan)
         )
-        assert (int(state.step), bool(state.grads_finite)) == (applied, applied)
+        assert (int(state.step), bool(state.applied)) == (applied, applied)
         assert (float(state.params["w"]), float(state.seen)) == (1 - applied, applied)
 
 
@@ -265,7 +264,7 @@ def test_the_value_is_handed_to_the_optimizer_and_decides_whether_to_skip():
     for value, w, applied in ((3, 1 + 2 * 3, 1), (jnp.nan, 1, 0)):
         after = state.apply_gradients(grads=grads_of(state, 2), value=jnp.float32(value))
         assert (float(after.params["w"]), int(after.step)) == (w, applied)
-        assert bool(after.grads_finite) == applied
+        assert bool(after.applied) == applied
         assert float(after.loss_scale) == float(state.loss_scale)
 
 
@@ -318,7 +317,7 @@ def test_an_optimizer_that_is_not_wrapped_as_a_whole_is_refused_by_a_step(tx):
 
 
 @pytest.mark.parametrize(
-    "name", ["batch_stat", "loss_scale", "step", "params", "opt_state", "grads_finite"]
+    "name", ["batch_stat", "loss_scale", "step", "params", "opt_state", "applied"]
 )
 def test_a_field_that_it_does_not_take_is_refused(name):
     state = scalar_state()
@@ -438,5 +437,5 @@ def test_micro_batches_of_an_fp8_layer_keep_the_largest_amax():
     for name in ("input_amax_history", "kernel_amax_history", "input_scale", "kernel_scale"):
         np.testing.assert_array_equal(found_owg[name], expected_owg[name])
     after = state.apply_gradients(grads=found, value=found_loss)
-    assert after.grads_finite
+    assert after.applied
     assert_same_bits(after.params[OWG], found[OWG])

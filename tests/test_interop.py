@@ -174,7 +174,7 @@ def test_jmp_stops_growing_only_in_float16_where_twice_as_much_is_infinite(scale
 
 def test_torchs_dict_survives_the_way_here_and_back():
     policy, state = interop.from_torch_state_dict(TORCH)
-    opt_state = ols.WithLossScalingState(state, ())
+    opt_state = ols.WithLossScalingState(state, (), ())
     for holder in (state, jax.tree.map(np.asarray, state), opt_state):
         d = interop.to_torch_state_dict(policy, holder)
         assert d == TORCH

@@ -336,7 +336,7 @@ def test_a_skipped_step_changes_nothing_and_the_state_keeps_its_type():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`params` are float16")
+@pytest.mark.filterwarnings("ignore:`params` are b?float16")
 @pytest.mark.parametrize(
     ("dtype", "rate"),
     [(jnp.float16, 2.0**-12), (jnp.bfloat16, lambda _: 2.0**-12), (jnp.float16, None)],
@@ -362,7 +362,7 @@ def test_small_params_are_decayed_and_averaged_in_float32(dtype, rate):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`params` are float16")
+@pytest.mark.filterwarnings("ignore:`params` are b?float16")
 def test_an_overwriting_step_in_float16_gives_the_rounded_average():
     tx = loss_scale_optimizer(optax.sgd(0.1), use_ema=True, ema_overwrite_frequency=1)
     params = jax.tree.map(jnp.float16, start())

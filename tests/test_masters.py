@@ -119,7 +119,8 @@ def test_a_skipped_step_leaves_the_masters_alone(loop):
 def test_a_donated_step_copies_nothing(inner):
     shapes = [jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)] * 6
     masters = ols.with_master_weights(inner)
-    for tx in (masters, ols.skip_if(masters), ols.with_loss_scaling(ols.skip_if(masters))):
+    guards = ols.skip_if(masters), ols.with_loss_scaling(masters, skip_if=lambda *_: False)
+    for tx in (masters, *guards):
         state = jax.eval_shape(tx.init, shapes)
 
         def step(params, state, grads, tx=tx):
@@ -187,14 +188,21 @@ def test_init_takes_shapes():
     )
 
 
-def test_float16_parameters_without_masters_are_warned_of():
-    params = {"w": jnp.ones(3, jnp.float16)}
-    for tx in (optax.sgd(0.1), ols.skip_if(optax.adam(0.1))):
-        with pytest.warns(UserWarning, match=r"float16, and no float32 master .*with_master_w"):
-            ols.with_loss_scaling(tx).init(params)
-    ols.with_loss_scaling(ols.with_master_weights(optax.sgd(0.1))).init(params)
-    ols.with_loss_scaling(ols.skip_if(ols.with_master_weights(optax.sgd(0.1)))).init(params)
-    ols.with_loss_scaling(optax.sgd(0.1)).init({"w": jnp.ones(3, jnp.bfloat16)})
+@pytest.mark.parametrize("guard", [ols.with_loss_scaling, ols.skip_if])
+@pytest.mark.parametrize(("dtype", "least"), [("float16", 4096), ("bfloat16", 512)])
+def test_half_precision_parameters_without_masters_are_warned_of_once(guard, dtype, least):
+    params = {"w": jnp.ones(3, dtype), "b": jnp.ones(2, dtype), "s": jnp.ones(2)}
+    match = rf"are {dtype}, and no float32 master .* below 1/{least} of .*`with_master_weights"
+    with pytest.warns(UserWarning, match=match) as caught:
+        guard(optax.sgd(0.1)).init(params)
+    assert [warning.filename for warning in caught] == [__file__]
+    # Less than that is lost.
+    assert jnp.nextafter(params["w"], jnp.zeros_like(params["w"]))[0] == 1 - 2 / least
+    guard(ols.with_master_weights(optax.sgd(0.1))).init(params)
+    guard(
+        optax.masked(ols.with_master_weights(optax.sgd(0.1)), {"w": True, "b": False, "s": False})
+    ).init(params)
+    guard(optax.sgd(0.1)).init(ols.cast(params, jnp.float32))
 
 
 def test_masked_parameters_have_no_masters():

@@ -133,7 +133,7 @@ def with_loss_scaled_factories(module, loss_scale):
 
 # Optax 0.2.6 does not expect the warning in its own tests.
 @pytest.mark.filterwarnings("ignore:`optimistic_adam` is deprecated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:`params` are float16")
+@pytest.mark.filterwarnings("ignore:`params` are b?float16")
 @pytest.mark.parametrize(("claim", "case"), list(cases()))
 def test_what_optax_claims_of_an_optimizer_holds_with_loss_scaling(claim, case, monkeypatch):
     for name in ("alias", "combine", "contrib"):

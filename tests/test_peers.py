@@ -472,7 +472,7 @@ def test_apply_if_finite_gives_up_and_applies_nan_where_ours_skips():
     np.testing.assert_array_equal(history, [-1, -1, -1, np.nan, np.nan, -1, -1, -1, -1, -2])
 
 
-@pytest.mark.filterwarnings("ignore:`params` are float16")
+@pytest.mark.filterwarnings("ignore:`params` are b?float16")
 @pytest.mark.slow
 def test_apply_if_finite_refuses_half_precision_params_and_ours_takes_them():
     # Adam's moments of such params become float32 when they meet float32 gradients, and the two

@@ -277,7 +277,7 @@ def test_as_loss_scale_returns_a_policy_as_it_is(policy):
         ("dynamic", False, [2.0**15, 0, 0, 1, 1]),
         (8, True, [8, 0, 0, 1, 1]),
         (None, True, [1, 0, 0, 0, 0]),
-        (Halving(), True, [32, 0, 0, 0, 0]),
+        (Halving(), True, [32, 0, 0, 1, 1]),  # counted for it
     ],
 )
 def test_update_takes_whatever_names_a_policy_and_any_boolean_scalar(

@@ -428,7 +428,7 @@ def with_any_bits(state):
 
 @pytest.mark.slow
 @pytest.mark.integration  # Optax promotes
-@pytest.mark.filterwarnings("ignore:`params` are float16")
+@pytest.mark.filterwarnings("ignore:`params` are b?float16")
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_skipped_step_changes_no_bit_of_any_state(dtype):
     inner = optax.chain(optax.add_noise(0.1, 0.5, 3), optax.adamw(0.1))

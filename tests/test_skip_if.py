@@ -17,6 +17,7 @@ pytestmark = pytest.mark.integration
 
 PARAMS = {"w": jnp.linspace(-1, 1, 12).reshape(3, 4), "b": jnp.array([-0.0, 0.5])}
 STEPS = 80
+SGD = optax.sgd(1.0)
 
 
 def gradients(seed):
@@ -58,7 +59,7 @@ def train(tx, losses, grads, *, loop="jit", scale=1.0):
 
 
 def above(limit):
-    return lambda *_, value: value > limit
+    return lambda *_, value, **__: value > limit
 
 
 def without(skipped, losses, grads):
@@ -234,23 +235,85 @@ def test_a_measure_that_is_not_finite_is_skipped_and_never_remembered(bad):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", ["outside", "inside"])
-def test_spikes_and_overflows_are_skipped_together(order):
+def test_spikes_and_overflows_are_one_count_and_a_spike_does_not_lower_the_loss_scale():
     losses, grads = spoil(nan_at=60, spike_at=70)
-    rule, inner = ols.Spike(window=32), optax.adam(0.1)
-    policy = ols.FixedLossScale(8)
-    if order == "inside":
-        tx = ols.with_loss_scaling(ols.skip_if(inner, rule), policy)
-    else:
-        tx = ols.skip_if(ols.with_loss_scaling(inner, policy), rule)
-    params, state = train(tx, losses, grads, scale=8.0)
-    expected, _ = train(inner, *without([60, 70], losses, grads))
+    inner = optax.adam(0.1)
+    tx = ols.with_loss_scaling(inner, ols.DynamicLossScale(8), skip_if=ols.Spike(window=32))
+    grads = [jax.tree.map(lambda g, n=i: g / (1 if n <= 60 else 2), g) for i, g in enumerate(grads)]
+    params, state = train(tx, losses, grads, scale=8.0)  # 8, and 4 after the overflow
+    expected, _ = train(inner, *without([60, 70], losses, spoil()[1]))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), params, expected)
-    scaling = ols.loss_scale_state(state)
-    # Outside, it hides the overflow from the loss scale: it belongs inside.
-    skips = state.inner_state if order == "inside" else state
-    found = int(skips.total_skipped), int(scaling.total_skipped)
-    assert found == {"inside": (1, 1), "outside": (2, 0)}[order]
+    found = {name: number.item() for name, number in ols.diagnostics.metrics(state).items()}
+    assert found == {
+        "loss_scale": 4,
+        "applied": True,
+        "growth_count": 80 - 61,  # a spike is finite
+        "consecutive_skipped": 0,
+        "total_skipped": 2,
+    }
+
+
+class Alternates:
+    """Skips every second step, by a measure that it averages."""
+
+    def init(self, params):
+        del params
+        return jnp.zeros((), jnp.int32)
+
+    def measure(self, grads, extra_args):
+        del grads
+        return extra_args["value"]
+
+    def judge(self, state, measure):
+        return (state % 2 == 1) & (measure > 0), state + 1
+
+
+RULES = {
+    "none": (None, optax.EmptyState()),
+    "no rules": ((), ()),
+    "function": (above(3), optax.EmptyState()),
+    "spike": (ols.Spike(window=4), None),
+    "two": ((above(3), Alternates()), (optax.EmptyState(), jnp.int32(0))),
+    "a list": ([Alternates()], (jnp.int32(0),)),
+}
+
+
+@pytest.mark.parametrize("policy", [8.0, None], ids=["scaled", "loss_scale=None"])
+@pytest.mark.parametrize("name", RULES)
+def test_rules_and_their_states_are_the_same_in_both_guards(name, policy):
+    rule, start = RULES[name]
+    scaled, plain = ols.with_loss_scaling(SGD, policy, skip_if=rule), ols.skip_if(SGD, rule)
+    states = [tx.init(PARAMS) for tx in (scaled, plain)]
+    if start is not None:
+        assert_same_bits(states[0].rule_state, start)
+    for value in (1.0, 5.0, np.nan, 1.0, 4.0, 1.0):
+        given = jax.tree.map(lambda p: p * (policy or 1), PARAMS)
+        steps = zip((scaled, plain), states, (given, PARAMS), strict=True)
+        found = [jax.jit(tx.update)(g, s, PARAMS, value=value) for tx, s, g in steps]
+        (updates, states[0]), (expected, states[1]) = found
+        if policy is None and name in ("none", "no rules"):
+            assert ols.applied(states[0])  # nothing is checked
+            continue
+        assert_same_bits(updates, expected)
+        assert_same_bits(states[0].rule_state, states[1].rule_state)
+        assert ols.applied(states[0]) == ols.applied(states[1])
+    scaling, skips = states[0].loss_scale_state, states[1]
+    expected = {"none": 1, "no rules": 1, "function": 3, "spike": 1, "two": 3, "a list": 3}[name]
+    assert skips.total_skipped == expected
+    unchecked = policy is None and name in ("none", "no rules")
+    assert scaling.total_skipped == (0 if unchecked else expected)
+
+
+def test_a_step_is_skipped_if_any_rule_says_so_and_all_of_them_remember_it():
+    rules = above(3), ols.Spike("other", window=4, warmup=2), lambda *_, other, **__: other < 0
+    tx = ols.skip_if(SGD, rules)
+    state = tx.init(PARAMS)
+    skipped = []
+    for value, other in [(1, 1), (1, 1.1), (5, 1), (1, 9), (1, 1), (1, -1)]:
+        _, state = tx.update(PARAMS, state, PARAMS, value=value, other=other)
+        skipped.append(not ols.applied(state))
+    assert skipped == [False, False, True, True, False, True]
+    np.testing.assert_allclose(state.rule_state[1].values, [1.1, 1, 1, -1])
 
 
 def test_around_a_skip_multi_steps_accumulates_what_is_skipped():
@@ -362,37 +425,20 @@ def test_a_step_takes_next_to_no_memory():
 
 
 def test_metrics_health_and_the_flag_for_loops_count_the_skips():
-    tx = ols.skip_if(optax.sgd(1.0), above(0))
-    states = [tx.init(PARAMS), ols.with_loss_scaling(tx, 8.0).init(PARAMS)]
-    alone, both = (
-        optax.tree.set(state, consecutive_skipped=jnp.int32(0), total_skipped=jnp.int32(0))
-        for state in states
-    )
+    healthy = ols.skip_if(optax.sgd(1.0), above(0)).init(PARAMS)
     counts = {"consecutive_skipped": 51, "total_skipped": 52}
-    stalled = alone._replace(**{name: jnp.int32(count) for name, count in counts.items()})
-    assert ols.diagnostics.metrics(stalled) == counts
-    assert not jax.jit(ols.diagnostics.is_stalled)(alone)
+    stalled = healthy._replace(**{name: jnp.int32(count) for name, count in counts.items()})
+    assert ols.diagnostics.metrics(stalled) == {"applied": False} | counts
+    assert not jax.jit(ols.diagnostics.is_stalled)(healthy)
     assert jax.jit(ols.diagnostics.is_stalled)(stalled)
     assert not ols.diagnostics.is_stalled(stalled, max_consecutive_skipped=51)
-    assert not ols.diagnostics.is_stalled(alone, max_consecutive_skipped=0)
-    ols.diagnostics.check_health(alone)
+    assert not ols.diagnostics.is_stalled(healthy, max_consecutive_skipped=0)
+    ols.diagnostics.check_health(healthy)
     ols.diagnostics.check_health(stalled, max_consecutive_skipped=51)
     with pytest.raises(
-        ols.diagnostics.LossScaleStalledError, match=r"(?s)last 51 steps \(52 .*rule"
+        ols.diagnostics.LossScaleStalledError, match=r"(?s)last 51 steps \(52 .*A rule"
     ):
         ols.diagnostics.check_health(stalled)
-
-    inside = both._replace(inner_state=stalled)
-    logged = ols.diagnostics.metrics(inside)
-    assert (logged["skip_if_consecutive_skipped"], logged["skip_if_total_skipped"]) == (51, 52)
-    assert (logged["consecutive_skipped"], logged["loss_scale"]) == (0, 8)
-    assert ols.diagnostics.is_stalled(inside)
-    outside = optax.tree.set(both, consecutive_skipped=jnp.int32(51))
-    assert ols.diagnostics.is_stalled(outside._replace(inner_state=alone))
-    ols.diagnostics.check_health(both)
-    for state in (inside, outside._replace(inner_state=alone)):
-        with pytest.raises(ols.diagnostics.LossScaleStalledError, match="51"):
-            ols.diagnostics.check_health(state)
 
 
 def test_a_loop_on_the_device_ends_when_it_is_stalled():

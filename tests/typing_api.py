@@ -74,6 +74,7 @@ def pure_functions(params: Params, x: jax.Array) -> None:
     assert_type(ols.update(state, grads_finite, "dynamic"), ols.LossScaleState)
     ols.update(state, grads_finite=True, loss_scale=ols.DynamicLossScale(), loss_finite=False)
     assert_type(ols.all_finite(grads), jax.Array)
+    assert_type(ols.applied(state), jax.Array)
     assert_type(ols.tree_where(grads_finite, grads, params), Params)
     assert_type(ols.tree_where(True, (x, None), (x, None)), tuple[jax.Array, None])
     value_and_grads = ols.value_and_grad(loss_fn)
@@ -106,7 +107,8 @@ def wrapper(params: Params, x: jax.Array) -> None:
 
 
 def other_wrappers(params: Params, x: jax.Array) -> None:
-    tx = ols.skip_if(ols.with_master_weights(optax.adam(1e-3)), ols.Spike("grad_norm", window=64))
+    inner = ols.with_master_weights(optax.adam(1e-3))
+    tx = ols.skip_if(inner, ols.Spike("grad_norm", window=64))
     assert_type(tx, optax.GradientTransformationExtraArgs)
     ols.skip_if(optax.MultiSteps(tx, 2), lambda *_, **__: x > 1, axis_name="data")
     opt_state = tx.init(params)
@@ -129,7 +131,7 @@ class BatchNormState(TrainState):
 
 def flax_states(apply_fn: Callable[..., Any], params: Params, x: jax.Array) -> None:
     state = TrainState.create(apply_fn=apply_fn, params=params, tx=optax.adam(1e-3))
-    assert_type((state.loss_scale, state.grads_finite), tuple[jax.Array, jax.Array])
+    assert_type((state.loss_scale, state.applied), tuple[jax.Array, jax.Array])
     assert_type(state.scale_loss(loss_fn(params, x)), jax.Array)
     assert_type(state.apply_gradients(grads=params, value=1.0), TrainState)
     own = BatchNormState.create(

@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 
 from optax_lossscale._policy.interface import LossScale
 from optax_lossscale._policy.policies import DynamicLossScale, FixedLossScale
-from optax_lossscale._state import LossScaleState
+from optax_lossscale._state import LossScaleState, count_step
 from optax_lossscale._support import checks
 
 #: Everything that `as_loss_scale` turns into a policy.
@@ -88,7 +88,7 @@ def update(
     *,
     loss_finite: ArrayLike = True,
 ) -> LossScaleState:
-    """Apply the policy's rule once, after each step.
+    """Apply the policy's rule once, after each step, and count the step if it was skipped.
 
     Args:
       state: The state that the loss was scaled with.
@@ -111,4 +111,9 @@ def update(
       >>> float(state.loss_scale), int(state.total_skipped)
       (16384.0, 1)
     """
-    return as_loss_scale(loss_scale).update(state, grads_finite, loss_finite=loss_finite)
+    policy = as_loss_scale(loss_scale)
+    if not policy.skip_nonfinite:
+        return policy.update(state, grads_finite, loss_finite=loss_finite)
+    applied = checks.flag("grads_finite", grads_finite) & checks.flag("loss_finite", loss_finite)
+    new = policy.update(state, grads_finite, loss_finite=loss_finite)
+    return count_step(new, state, applied)

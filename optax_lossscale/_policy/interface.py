@@ -14,12 +14,13 @@ class LossScale(Protocol):
     """The interface of a policy. Any object with these members is a policy.
 
     `init` and `update` must be pure and traceable, and `update` must return a state of the same
-    type, shapes and dtypes as its argument. The object itself holds Python values only and should
-    be hashable.
+    type, shapes and dtypes as its argument. It need not count skipped steps: `update` and
+    `with_loss_scaling` do, after it. The object itself holds Python values only and should be
+    hashable.
 
     Attributes:
       skip_nonfinite: Whether a step with non-finite gradients is skipped. If false, nothing is
-        checked and `update` receives `grads_finite=True`.
+        checked, and `update` receives `grads_finite=True`, unless there is a rule (`skip_if`).
     """
 
     @property

@@ -26,7 +26,8 @@ class FixedLossScale(Configurable):
         unscaling exact.
       skip_nonfinite: Whether a step whose gradients are not finite is skipped. If false, nothing
         is checked, every step is applied and the counters are unchanged, at no cost for the check
-        (TensorFlow's `FixedLossScale`, MindSpore's `drop_overflow_update=False`).
+        (TensorFlow's `FixedLossScale`, MindSpore's `drop_overflow_update=False`), unless there is a
+        rule: see `skip_if`.
 
     Raises:
       TypeError: If `scale` is not a real number.
@@ -67,7 +68,7 @@ class FixedLossScale(Configurable):
 class DynamicLossScale(Configurable):
     """A loss scale that follows the largest value at which gradients stay finite.
 
-    The first line that applies is taken, once for each step::
+    At each step, the first case that applies is used::
 
         loss not finite, and consecutive_skipped + 1 < loss_patience:
                            growth_count = 0
@@ -83,10 +84,10 @@ class DynamicLossScale(Configurable):
                                loss_scale = min(loss_scale * growth_factor, max_scale)
                                growth_count = 0; overflow_count = 0
 
-    The first two skip the step and add one to `consecutive_skipped` and `total_skipped`; the last
-    applies it and sets `consecutive_skipped` to 0. So the loss scale grows on exactly the
-    `growth_interval`-th finite step in a row. Powers of two make scaling and unscaling exact;
-    other values work.
+    The first two skip the step and add one to `consecutive_skipped` and `total_skipped`. The last
+    applies it and sets `consecutive_skipped` to 0, unless a rule (`skip_if`) skips it. So the loss
+    scale grows on exactly the `growth_interval`-th finite step in a row. Powers of two make scaling
+    and unscaling exact; other values work.
 
     Args:
       initial_scale: The loss scale of the first step. If it is too large, the first few steps are

@@ -1,7 +1,7 @@
 """Whether all numbers of a tree are finite, and whether all devices agree that they are."""
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -197,21 +197,31 @@ def _grouping(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]] | None:
     return None
 
 
-def agree(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
-    """Return whether `flag` holds on every member of the mapped axes, if there are any."""
-    return _reduce_over(jax.lax.pmin, flag, axis_name)
+def agree(
+    flags: Sequence[jax.Array], axis_name: AxisName | None, measures: Sequence[jax.Array] = ()
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Return which flags hold on every member of the mapped axes, and the mean of each measure.
 
+    There is one collective for all of them.
 
-def average(array: jax.Array, axis_name: AxisName | None) -> jax.Array:
-    """Return the mean over the members of the mapped axes, if there are any."""
-    return _reduce_over(jax.lax.pmean, array, axis_name)
+    Args:
+      flags: `bool[]` each.
+      axis_name: The mapped axes; None if there are none.
+      measures: `float32[]` each.
+    """
+    if axis_name is None:
+        return list(flags), list(measures)
+    if not measures:
+        return list(_reduce_over(jax.lax.pmin, jnp.stack(flags), axis_name)), []
+    # The mean of a flag is 1 if it is true everywhere.
+    numbers = jnp.stack([*(flag.astype(jnp.float32) for flag in flags), *measures])
+    means = list(_reduce_over(jax.lax.pmean, numbers, axis_name))
+    return [mean == 1 for mean in means[: len(flags)]], means[len(flags) :]
 
 
 def _reduce_over(
-    reduce: Callable[..., jax.Array], array: jax.Array, axis_name: AxisName | None
+    reduce: Callable[..., jax.Array], array: jax.Array, axis_name: AxisName
 ) -> jax.Array:
-    if axis_name is None:
-        return array
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     try:
         varying = tuple(name for name in names if _may_vary(array, name))

@@ -1,122 +1,294 @@
-"""One step of an optimizer that is either applied or leaves no trace."""
+"""The guard around an optimizer: each step is either applied, or leaves no trace.
 
-from collections.abc import Callable
-from typing import Any, Self
+It checks the gradients and the loss once, asks the rules, decides once for all devices, takes the
+new state or keeps the old one, and counts. `with_loss_scaling` and `skip_if` are this guard with
+and without a loss scale.
+"""
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from optax_lossscale._step.select import negative_zero_unless, update_where, zero_unless
+from optax_lossscale._policy import LossScaleLike, as_loss_scale
+from optax_lossscale._state import (
+    Guard,
+    LossScaleState,
+    SkipIfState,
+    count_skip,
+    count_step,
+    current_scale,
+)
+from optax_lossscale._step.choose import tree_where, zero_unless
+from optax_lossscale._step.finite import agree, all_finite
+from optax_lossscale._step.keep import apply, apply_where, as_arrays
+from optax_lossscale._step.masters import warn_without_masters
+from optax_lossscale._step.rules import Rules, is_measured
+from optax_lossscale._step.scale import unscale_by
 from optax_lossscale._support import checks
-from optax_lossscale._support.tree import KeyPath, Tree, is_array, is_inexact, path_name
+from optax_lossscale._support.checks import AxisName
+from optax_lossscale._support.tree import PyTree, leaves_of_type, path_name
 
 
-class Guarded(optax.GradientTransformationExtraArgs):
-    """An optimizer that skips some steps, and can also say whether it applied one.
+class WithLossScalingState(NamedTuple):
+    """The state of `with_loss_scaling`.
 
     Attributes:
-      update_and_flag: As `update`, with one more result: whether the step was applied. `bool[]`.
+      loss_scale_state: The state of loss scaling, which counts the skipped steps.
+      rule_state: The state of the rule `skip_if`; a tuple of states if several rules were given,
+        and `optax.EmptyState()` for a function or if there is no rule.
+      inner_state: The inner optimizer's state, as the inner optimizer itself would keep it: a
+        checkpoint of the plain optimizer goes in and out here.
     """
 
-    update_and_flag: Callable[..., tuple[optax.Updates, Any, jax.Array]]
-
-    def __new__(cls, init: Any, update_and_flag: Any) -> Self:
-        """Build the transformation whose `update` leaves the flag out."""
-
-        def update_fn(
-            updates: optax.Updates,
-            state: optax.OptState,
-            params: optax.Params | None = None,
-            **extra_args: Any,
-        ) -> tuple[optax.Updates, optax.OptState]:
-            return update_and_flag(updates, state, params, **extra_args)[:2]
-
-        self = super().__new__(cls, init, update_fn)
-        self.update_and_flag = update_and_flag
-        return self
+    loss_scale_state: LossScaleState
+    rule_state: PyTree
+    inner_state: optax.OptState
 
 
-def apply_where(
-    applied: jax.Array,
-    inner: optax.GradientTransformationExtraArgs,
-    grads: optax.Updates,
-    inner_state: optax.OptState,
-    params: optax.Params | None,
-    **extra_args: Any,
-) -> tuple[optax.Updates, optax.OptState]:
-    """Take a step where `applied` is true. Elsewhere updates are -0.0, and the state is kept."""
-    given = zero_unless(applied, extra_args)
-    updates, inner_state = update_where(
-        applied,
-        lambda g, s: apply(inner, g, s, params, **given),
-        grads,
-        as_arrays(inner_state),
-    )
-    return negative_zero_unless(applied, updates), inner_state
+def with_loss_scaling(
+    inner: optax.GradientTransformation | optax.MultiSteps,
+    loss_scale: LossScaleLike = "dynamic",
+    *,
+    skip_if: Any = None,
+    axis_name: AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Wrap an optimizer with loss scaling.
 
+    At each step the wrapper unscales the gradients and checks them. If all are finite, the inner
+    optimizer is applied to them, bit for bit as if it had received `grads * (1 / loss_scale)`.
+    Otherwise the step is skipped: the inner state is bitwise unchanged, and the updates are
+    negative zeros, since `p + -0.0` is `p` for every normal `p` (`-0.0 + 0.0` is not `-0.0`). A
+    skip is a selection with `jnp.where`: a step stays one compiled program, and the derivative is
+    that of a step that was never taken. Then the policy updates the loss scale.
+    `applied(opt_state)` says whether the step was applied.
 
-def apply(
-    inner: optax.GradientTransformationExtraArgs,
-    grads: optax.Updates,
-    inner_state: optax.OptState,
-    params: optax.Params | None,
-    **extra_args: Any,
-) -> tuple[optax.Updates, optax.OptState]:
-    """Take a step, after which the state has the dtypes that it had before."""
-    try:
-        updates, new_state = inner.update(grads, inner_state, params, **extra_args)
-    except (TypeError, ValueError) as error:
-        dtypes = [jnp.result_type(p) for p in jax.tree.leaves(params) if is_inexact(p)]
-        if any(jnp.finfo(dtype).bits < 32 for dtype in dtypes):
-            error.add_note(
-                "`params` are of a smaller type than float32, and the gradients may be float32, "
-                "which `inner` may not take together. Wrap it: `with_master_weights(inner)`. Or "
-                "keep the parameters in float32, and cast them inside the loss function."
-            )
-        raise
-    return updates, _cast_like(new_state, inner_state)
+    Wrap the whole optimizer, once. Clipping, gradient accumulation, weight decay, averages and
+    master weights inside see true gradients and are unchanged by a skipped step. `optax.MultiSteps`
+    above all belongs inside: outside, a single overflow stays in its accumulator forever.
 
+    The extra argument `value` of `update` (Optax's name for the loss, here unscaled) is passed on
+    to `inner`. If it is given, a loss that is NaN or infinite skips the step too, and the policy
+    can tell a bad batch from an overflow: see `DynamicLossScale`. Extra arguments are in true
+    units, as `inner` expects them.
 
-def as_arrays(state: Tree) -> Tree:
-    """Return `state` with arrays for numbers of Python and NumPy, as `jax.jit` does."""
+    Under `jax.jit` the inner update is traced on its own, as in a nested `jax.jit`. Values that it
+    leaks through Python side effects are tracers, and cannot be used afterwards.
 
-    def convert(leaf: Any) -> Any:
-        if isinstance(leaf, (np.ndarray, np.generic)):
-            is_number = leaf.dtype.kind not in "OSU" and leaf.dtype != jax.dtypes.float0
-        else:
-            is_number = isinstance(leaf, (int, float, complex))
-        return jnp.asarray(leaf) if is_number else leaf
+    Args:
+      inner: Any Optax optimizer, or an `optax.MultiSteps`.
+      loss_scale: `"dynamic"`, a number (fixed), a policy, or whatever else `as_loss_scale` takes.
+      skip_if: A rule that skips steps which are finite, such as `Spike()`, or a tuple of rules: see
+        the function `skip_if`. Such a step does not lower the loss scale. With a rule, steps that
+        are not finite are skipped under every policy.
+      axis_name: The mapped axis, or a tuple of them, over which all must skip together. See
+        `unscale_and_check`.
 
-    return jax.tree.map(convert, state)
+    Returns:
+      A gradient transformation whose `update` takes gradients of the scaled loss (see
+      `scale_loss` and `value_and_grad`) and whose state is a `WithLossScalingState`.
 
+    Raises:
+      TypeError: If `inner` is not a gradient transformation, `loss_scale` does not name a policy,
+        `skip_if` is not a rule or `axis_name` not an axis; from `update`, if its state is not a
+        `WithLossScalingState`, or a rule needs an extra argument that is missing or does not return
+        a boolean.
+      ValueError: From `init`, if `inner` has a loss scale or skips steps already.
 
-def _cast_like(new: Tree, old: Tree) -> Tree:
-    """Return the new state of the inner optimizer with the dtypes of the old one.
+    Warns:
+      UserWarning: From `init`, if parameters are float16 or bfloat16, and nothing inside keeps
+        master weights.
 
-    Optax promotes: Adam's float16 moments become float32 when they meet float32 gradients. The
-    state would change its type from one step to the next, which `jax.lax.scan` refuses and
-    `jax.jit` compiles twice.
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> import optax_lossscale as ols
+      >>> tx = ols.with_loss_scaling(optax.sgd(0.5), ols.DynamicLossScale(initial_scale=8))
+      >>> params = jnp.array([1.0, 2.0])
+      >>> opt_state = tx.init(params)
+      >>> loss_and_grads = ols.value_and_grad(lambda w: jnp.sum(w**2))
+      >>> loss, grads = loss_and_grads(opt_state, params)
+      >>> updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+      >>> optax.apply_updates(params, updates)
+      Array([0., 0.], dtype=float32)
     """
-    checks.same_structure(
-        "inner", new, old, "Keep what changes in the state in arrays of a fixed shape."
-    )
+    inner = checks.transformation("inner", inner)
+    policy = as_loss_scale(loss_scale)
+    rules = Rules("skip_if", skip_if)
+    checks.axis_names(axis_name)
 
-    def cast(path: KeyPath, new_leaf: Any, old_leaf: Any) -> Any:
-        if not is_array(old_leaf):
-            return new_leaf
-        checks.same_shape(
-            "inner", path, new_leaf, old_leaf, "Give it the parameters it was initialized with."
+    def init_fn(params: optax.Params) -> WithLossScalingState:
+        inner_state = _init(inner, params, "with_loss_scaling(inner, skip_if=rule)")
+        return WithLossScalingState(policy.init(), rules.init(params), inner_state)
+
+    def update_fn(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, WithLossScalingState]:
+        state = checks.expect_state(state, WithLossScalingState)
+        scale_state = state.loss_scale_state
+        grads = unscale_by(updates, current_scale("state", scale_state))
+        if not (policy.skip_nonfinite or rules.each):
+            inner_state = as_arrays(state.inner_state)
+            updates, inner_state = apply(inner, grads, inner_state, params, extra_args=extra_args)
+            scale_state = policy.update(scale_state, grads_finite=True)
+            # The last step may have been skipped under another policy; this one is applied.
+            scale_state = scale_state._replace(consecutive_skipped=jnp.zeros((), jnp.int32))
+            return updates, state._replace(loss_scale_state=scale_state, inner_state=inner_state)
+        is_applied, (grads_finite, loss_finite), rule_state = _judge(
+            rules, state.rule_state, grads, params, extra_args=extra_args, axis_name=axis_name
         )
-        if is_array(new_leaf) and new_leaf.dtype == old_leaf.dtype:
-            return new_leaf
-        if is_inexact(new_leaf) and not jnp.issubdtype(old_leaf.dtype, jnp.inexact):
-            raise TypeError(
-                "`inner` must keep the kind of numbers in its state, got "
-                f"{jnp.result_type(new_leaf)} for {old_leaf.dtype} at {path_name(path)}. Start "
-                "with the type that it becomes."
-            )
-        return jnp.asarray(new_leaf, old_leaf.dtype)
+        updates, inner_state = apply_where(
+            is_applied, inner, grads, state.inner_state, params, extra_args=extra_args
+        )
+        new_scale_state = policy.update(scale_state, grads_finite, loss_finite=loss_finite)
+        scale_state = count_step(new_scale_state, scale_state, is_applied)
+        return updates, WithLossScalingState(scale_state, rule_state, inner_state)
 
-    return jax.tree_util.tree_map_with_path(cast, new, old)
+    return Guard(init_fn, update_fn)
+
+
+def skip_if(
+    inner: optax.GradientTransformation | optax.MultiSteps,
+    rule: Any = None,
+    *,
+    axis_name: AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Skip a step if its gradients or its loss are not finite, or if a rule says so.
+
+    A skipped step leaves no trace: the inner state is bitwise unchanged, and the updates are
+    negative zeros. It is the skip of `with_loss_scaling`, without the loss scale, for bfloat16 and
+    float32. Unlike `optax.apply_if_finite`, it copies no state and never gives up. With a loss
+    scale, give the rule to that guard: `with_loss_scaling(inner, skip_if=rule)`.
+
+    Args:
+      inner: Any Optax optimizer, or an `optax.MultiSteps`.
+      rule: Which steps to skip although they are finite; see below. A tuple or list of rules skips
+        a step if any of them does. None for no rule.
+      axis_name: The mapped axis, or a tuple of them, over which all must skip together. A rule's
+        answer counts if it is true on any member; a measure is averaged. See `unscale_and_check`.
+
+    Returns:
+      A gradient transformation whose state is a `SkipIfState`. The loss is the extra argument
+      `value`, as Optax calls it; where it is given, it must be finite, too.
+
+    Raises:
+      TypeError: If `inner` is not a gradient transformation, `rule` is not a rule or `axis_name`
+        not the name of an axis; from `update`, if its state is not a `SkipIfState`, or the rule
+        needs an extra argument that is missing or does not return a boolean.
+      ValueError: From `init`, if `inner` has a loss scale or skips steps already.
+
+    Warns:
+      UserWarning: As `with_loss_scaling`.
+
+    A rule is traceable, and True skips the step. On a step that is not finite, it is given zeros,
+    its answer is ignored, and its state is unchanged. It is one of these:
+
+    * a function `(grads, params, **extra_args) -> bool[]`;
+    * an object with `init(params) -> state` and `update(state, grads, params, **extra_args) ->
+      (bool[], state)`;
+    * an object that compares one number, such as `Spike`: `init(params) -> state`,
+      `measure(grads, extra_args) -> float32[]` and `judge(state, measure) -> (bool[], state)`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> import optax_lossscale as ols
+      >>> tx = ols.skip_if(optax.sgd(1.0), lambda grads, params, *, value: value > 10)
+      >>> params = jnp.array([1.0, 2.0])
+      >>> opt_state = tx.init(params)
+      >>> updates, opt_state = tx.update(params, opt_state, params, value=11.0)
+      >>> print(updates, ols.applied(opt_state))
+      [-0. -0.] False
+    """
+    inner = checks.transformation("inner", inner)
+    rules = Rules("rule", rule)
+    checks.axis_names(axis_name)
+
+    def init_fn(params: optax.Params) -> SkipIfState:
+        inner_state = _init(inner, params, "skip_if(inner, (rule, another_rule))")
+        zeros = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+        return SkipIfState(rules.init(params), *zeros, inner_state)
+
+    def update_fn(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, SkipIfState]:
+        state = checks.expect_state(state, SkipIfState)
+        is_applied, _, rule_state = _judge(
+            rules, state.rule_state, updates, params, extra_args=extra_args, axis_name=axis_name
+        )
+        updates, inner_state = apply_where(
+            is_applied, inner, updates, state.inner_state, params, extra_args=extra_args
+        )
+        counts = count_skip(is_applied, *map(as_arrays, state[1:3]))
+        return updates, SkipIfState(rule_state, *counts, inner_state)
+
+    return Guard(init_fn, update_fn)
+
+
+def _judge(
+    rules: Rules,
+    rule_state: PyTree,
+    grads: optax.Updates,
+    params: optax.Params | None,
+    *,
+    extra_args: dict[str, Any],
+    axis_name: AxisName | None,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array], PyTree]:
+    """Check the gradients and the loss, ask the rules, and decide for all members of the axis.
+
+    Returns:
+      Whether the step is applied, whether its gradients and its loss are finite (`bool[]` each),
+      and the state of the rules after it.
+    """
+    grads_finite, loss_finite = all_finite(grads), all_finite(extra_args.get("value"))
+    finite = grads_finite & loss_finite
+    old = rules.split(as_arrays(rule_state))
+    new, keeps, measures = list(old), [], []
+    for i, rule in enumerate(rules.each):
+        if is_measured(rule):
+            # Of the gradients as they came: XLA:CPU would write those with zeros to memory.
+            with jax.debug_nans(False), jax.debug_infs(False):
+                measure = checks.measure(rules.argument, rule.measure(grads, extra_args))
+                measures.append(zero_unless(finite, measure))
+        else:
+            seen, given = zero_unless(finite, (grads, extra_args))
+            skip, new[i] = rule.update(old[i], seen, params, **given)
+            keeps.append(~checks.flag(rules.argument, skip))
+    flags = [grads_finite, loss_finite, *keeps]
+    (grads_finite, loss_finite, *keeps), measures = agree(flags, axis_name, measures)
+    for i, rule in enumerate(rules.each):
+        if is_measured(rule):
+            skip, new[i] = rule.judge(old[i], measures.pop(0))
+            keeps.append(~checks.flag(rules.argument, skip))
+    checks.same_structure(rules.argument, new, old, "Return a state like that of `init`.")
+    finite = applied = grads_finite & loss_finite
+    if keeps:
+        # A minimum over numbers, as in `finite.py`: XLA:CPU fuses a conjunction, and the rule with
+        # it, into every selection.
+        applied = jnp.min(jnp.stack([finite, *keeps]).astype(jnp.int32)).astype(jnp.bool_)
+    rule_state = rules.layout.unflatten(tree_where(finite, new, old))
+    return applied, (grads_finite, loss_finite), rule_state
+
+
+def _init(
+    inner: optax.GradientTransformation, params: optax.Params, instead: str
+) -> optax.OptState:
+    """Return the state of an optimizer that a guard can hold."""
+    inner_state = inner.init(params)
+    for path, state in leaves_of_type(inner_state, (LossScaleState, SkipIfState)):
+        if isinstance(state, LossScaleState):
+            instead = "with_loss_scaling(inner, skip_if=rule)"
+        raise ValueError(
+            f"`inner` must not decide about steps itself, got a {type(state).__name__} at "
+            f"{path_name(path)} of its state. Use one guard, around the whole optimizer: "
+            f"`{instead}`."
+        )
+    warn_without_masters(params, inner_state)
+    return inner_state

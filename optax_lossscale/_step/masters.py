@@ -1,14 +1,14 @@
 """Float32 master weights of parameters in half precision."""
 
+import warnings
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._step.replay import read_as_kept
 from optax_lossscale._support import checks
-from optax_lossscale._support.tree import KeyPath, PyTree, at_least_float32
+from optax_lossscale._support.tree import KeyPath, PyTree, at_least_float32, leaves_of_type
 
 
 class MasterWeightsState(NamedTuple):
@@ -82,7 +82,7 @@ def with_master_weights(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, MasterWeightsState]:
-        masters, inner_state = checks.own_state(state, MasterWeightsState)
+        masters, inner_state = checks.expect_state(state, MasterWeightsState)
         if params is None:
             raise ValueError(
                 "`params` must be given to `update`, got None: the updates lead from the "
@@ -145,6 +145,20 @@ def master_weights(opt_state: PyTree, params: optax.Params) -> optax.Params:
     return _filled(state.master_weights, params)
 
 
+def warn_without_masters(params: optax.Params, opt_state: optax.OptState) -> None:
+    """Warn of parameters in half precision if `opt_state`, whose init it is, keeps no masters."""
+    dtypes = {getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(params)}
+    half = sorted(str(dtype) for dtype in dtypes & {jnp.dtype("float16"), jnp.dtype("bfloat16")})
+    if half and not any(leaves_of_type(opt_state, MasterWeightsState)):
+        least = 4 / max(jnp.finfo(dtype).eps for dtype in half)
+        warnings.warn(
+            f"`params` are {' and '.join(half)}, and no float32 master weights are kept: an update "
+            f"below 1/{least:.0f} of a weight is lost. Wrap `with_master_weights(inner)`, or keep "
+            "the parameters in float32 and cast them in the loss function: `compute_dtype`.",
+            stacklevel=4,
+        )
+
+
 def _master(param: Any) -> Any:
     if getattr(param, "dtype", None) not in (jnp.float16, jnp.bfloat16):
         return optax.MaskedNode()
@@ -174,8 +188,7 @@ def _filled(masters: PyTree, params: optax.Params) -> optax.Params:
 
 
 def _add(master: jax.Array, update: Any) -> jax.Array:
-    # Where a step is skipped, all that reads the new master below is that the parameters are there.
-    return read_as_kept(jnp.asarray(optax.apply_updates(master, update), jnp.float32))
+    return jnp.asarray(optax.apply_updates(master, update), jnp.float32)
 
 
 def _towards(master: jax.Array, param: jax.Array) -> jax.Array:

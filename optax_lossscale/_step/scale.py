@@ -116,7 +116,8 @@ def unscale_and_check(
     unscaled = unscale_by(grads, current_scale("state", state))
     # The reciprocal is positive and finite, so NaN and infinity are preserved. One check of the
     # unscaled gradients covers both.
-    return unscaled, agree(all_finite(unscaled), axis_name)
+    (grads_finite,), _ = agree([all_finite(unscaled)], axis_name)
+    return unscaled, grads_finite
 
 
 def unscale_by(grads: Tree, loss_scale: jax.Array) -> Tree:

@@ -103,6 +103,12 @@ def flag(name: str, value: ArrayLike) -> jax.Array:
     return array
 
 
+def measure(name: str, value: ArrayLike) -> jax.Array:
+    """Return what a rule measures as float32[]."""
+    scalar(f"{name}.measure", value, "Return one number, such as a mean.")
+    return jnp.asarray(value, jnp.float32)
+
+
 def scalar(name: str, value: Any, remedy: str) -> None:
     """Refuse an array with axes."""
     if np.shape(value):
@@ -125,23 +131,27 @@ def same_shape(name: str, path: KeyPath, leaf: Any, expected: Any, remedy: str) 
         )
 
 
-def only_one(name: str, tree: PyTree, kind: type[Tree], remedy: str) -> tuple[KeyPath, Tree]:
+def only_one(
+    name: str, tree: PyTree, kind: type[Tree] | tuple[type[Tree], ...], remedy: str
+) -> tuple[KeyPath, Tree]:
     """Return the one sub-tree that is a `kind`, with its path."""
     found = list(leaves_of_type(tree, kind))
     if len(found) != 1:
         where = ", ".join(path_name(path) for path, _ in found) or "nowhere"
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        kind_names = " or ".join(each.__name__ for each in kinds)
         raise ValueError(
-            f"`{name}` must hold exactly one {kind.__name__}, got {len(found)} in a "
+            f"`{name}` must hold exactly one {kind_names}, got {len(found)} in a "
             f"{type(tree).__name__}, found at: {where}. {remedy}"
         )
     return found[0]
 
 
-def own_state(state: object, kind: type[Tree]) -> Tree:
-    """Return `state` if it is what the `init` of a transformation makes."""
+def expect_state(state: object, kind: type[Tree], name: str = "state") -> Tree:
+    """Return `state` if it is what `init` makes."""
     if not isinstance(state, kind):
         raise TypeError(
-            f"`state` must be a {kind.__name__}, got {type(state).__name__}. Make it with `init` "
+            f"`{name}` must be a {kind.__name__}, got {type(state).__name__}. Make it with `init` "
             "of this transformation; put the state of a plain optimizer into its `inner_state`."
         )
     return state

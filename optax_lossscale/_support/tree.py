@@ -77,7 +77,9 @@ def first_difference(a: PyTree, b: PyTree, path: KeyPath = ()) -> KeyPath | None
     return None
 
 
-def leaves_of_type(tree: PyTree, kind: type[Tree]) -> Iterator[tuple[KeyPath, Tree]]:
+def leaves_of_type(
+    tree: PyTree, kind: type[Tree] | tuple[type[Tree], ...]
+) -> Iterator[tuple[KeyPath, Tree]]:
     """Yield every sub-tree of `tree` that is a `kind`, with its path."""
     found, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, kind))
     return ((path, sub) for path, sub in found if isinstance(sub, kind))

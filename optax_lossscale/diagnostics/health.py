@@ -2,16 +2,18 @@
 
 import math
 import warnings
+from typing import Any
 
 import jax
 import numpy as np
 
 from optax_lossscale._policy import LossScale, LossScaleLike, as_loss_scale
-from optax_lossscale._state import LossScaleState, loss_scale_state, strongly_typed
+from optax_lossscale._state import WRAP_ONCE, LossScaleState, SkipIfState, SpikeState, as_field
+from optax_lossscale._step.finite import all_finite
+from optax_lossscale._step.guard import WithLossScalingState
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import LARGEST_SCALE, SMALLEST_SCALE
-from optax_lossscale._support.tree import PyTree, leaves_of_type
-from optax_lossscale.diagnostics.progress import skip_counts
+from optax_lossscale._support.tree import PyTree, is_array, leaves_of_type, path_name
 
 
 class LossScaleStalledError(RuntimeError):
@@ -28,8 +30,8 @@ def check_health(
     the start, and one now and then. Dozens in a row mean that something else is wrong.
 
     Args:
-      opt_state: A `LossScaleState`, or an optimizer's state that holds exactly one, or the state
-        of `skip_if`, or both.
+      opt_state: The state of `with_loss_scaling` or `skip_if`, or any pytree that holds exactly
+        one, however deep; or a `LossScaleState`.
       max_consecutive_skipped: The number of skipped steps in a row that is still healthy. More
         raise the error.
       loss_scale: What `with_loss_scaling` was given. Where the policy's bounds lie is part of the
@@ -37,12 +39,15 @@ def check_health(
 
     Raises:
       LossScaleStalledError: If more steps in a row were skipped. The message says how many, where
-        the loss scale stands against its floor, the likely causes, and what to do about each.
+        the loss scale stands against its floor, the causes that the state does not rule out, the
+        likeliest first, and what to do about each.
       TypeError: If `max_consecutive_skipped` is not an integer, or `opt_state` is traced: an error
         cannot be raised from a compiled step.
-      ValueError: If `max_consecutive_skipped` is negative, or `opt_state` holds no
-        `LossScaleState`, or several, or one of several replicas, or one that no training leads
-        to: a loss scale that is not between 2**-126 and 2**126, a negative count.
+      ValueError: If `max_consecutive_skipped` is negative, or `opt_state` holds no such state, or
+        several, or one of several replicas, or an impossible state, as a damaged checkpoint does: a
+        negative count, a loss scale outside of the bounds of `loss_scale` (of 2**-126 and 2**126
+        without them), a `Spike` that holds more values than its window, NaN or infinity in an array
+        of the inner optimizer's state.
 
     Warns:
       UserWarning: If the loss scale has grown to its cap and no step was ever skipped. Training
@@ -54,33 +59,51 @@ def check_health(
     """
     limit = checks.count("max_consecutive_skipped", max_consecutive_skipped, least=0)
     policy = None if loss_scale is None else as_loss_scale(loss_scale)
-    skips = skip_counts(opt_state)
-    if skips:
-        _check_skips(skips, limit)
-        if not any(leaves_of_type(opt_state, LossScaleState)):
-            return
-    state = _on_host(loss_scale_state(opt_state))
-    scale, skipped = state.loss_scale.item(), state.consecutive_skipped.item()
-    bounds = bounds_of(policy)
-    if skipped > limit:
-        if policy is None:
-            standing = ""
-        elif bounds is None:
-            standing = f", under {type(policy).__name__}, which has no floor"
-        else:
-            standing = f", {'at' if scale <= bounds[0] else 'above'} its floor of {bounds[0]:g}"
+    kinds = (WithLossScalingState, SkipIfState, LossScaleState)
+    _, guard = checks.only_one("opt_state", opt_state, kinds, WRAP_ONCE)
+    counts = getattr(guard, "loss_scale_state", guard)
+    state = _read(counts, *(name for name in LossScaleState._fields if hasattr(counts, name)))
+    rule_state = getattr(guard, "rule_state", ())
+    _refuse_impossible(state, rule_state, getattr(guard, "inner_state", ()), bounds_of(policy))
+    if state["consecutive_skipped"] > limit:
+        causes = _likely_causes(state, rule_state, policy)
+        listed = (f"\n  {i}. {cause}" for i, cause in enumerate(causes, start=1))
         raise LossScaleStalledError(
-            f"The last {skipped} steps were skipped ({state.total_skipped} since the start), and "
-            f"the loss scale is {scale:g}{standing}. {_listed(_likely_causes(state, policy))}"
+            f"{_standing(state, policy)} Likely causes, the likeliest first:" + "".join(listed)
         )
-    at_cap = bounds is not None and scale == bounds[1] and not state.total_skipped
-    if policy is not None and at_cap and _starts_at(policy) < scale:
+    _warn_at_cap(state, policy)
+
+
+def _standing(state: dict[str, float], policy: LossScale | None) -> str:
+    skipped, total = state["consecutive_skipped"], state["total_skipped"]
+    if "loss_scale" not in state:
+        return f"`skip_if` has skipped the last {skipped} steps ({total} since the start)."
+    scale, bounds = state["loss_scale"], bounds_of(policy)
+    if policy is None:
+        where = ""
+    elif bounds is None:
+        where = f", under {type(policy).__name__}, which has no floor"
+    else:
+        where = f", {'at' if scale <= bounds[0] else 'above'} its floor of {bounds[0]:g}"
+    return (
+        f"The last {skipped} steps were skipped ({total} since the start), and the loss scale is "
+        f"{scale:g}{where}."
+    )
+
+
+def _warn_at_cap(state: dict[str, float], policy: LossScale | None) -> None:
+    bounds = bounds_of(policy)
+    if policy is None or bounds is None or "loss_scale" not in state or state["total_skipped"]:
+        return
+    with jax.transfer_guard("allow"):  # asked for
+        start = policy.init().loss_scale.item()
+    if start < state["loss_scale"] == bounds[1]:
         warnings.warn(
-            f"The loss scale is at its cap of {scale:g} and no step was ever skipped. "
+            f"The loss scale is at its cap of {bounds[1]:g} and no step was ever skipped. "
             "Either the loss need not be scaled, as in bfloat16 and float32: `loss_scale=None` "
             "saves the check. Or the gradients are so small that a larger loss scale would fit: "
             "raise `max_scale`. `gradient_exponents` shows which.",
-            stacklevel=2,
+            stacklevel=3,
         )
 
 
@@ -138,51 +161,50 @@ _UNKNOWN = (
 
 
 _RULE = (
-    "The rule of `skip_if` rejects every step, for example because the loss has reached a new "
-    "level for good: let `Spike` accept it with `max_consecutive_skipped`."
+    "A rule (`skip_if`) rejects steps whose gradients and loss are finite, for example because the "
+    "loss has reached a new level for good. Relax the rule. `Spike` learns a new level, after "
+    "`max_consecutive_skipped` steps at the latest."
 )
 
 
-def _check_skips(skips: dict[str, jax.Array], limit: int) -> None:
-    """Raise an error if `skip_if` has skipped too many steps in a row."""
-    _check_readable(skips)
-    in_a_row, total = (jax.device_get(count).item() for count in skips.values())
-    if in_a_row > limit:
-        raise LossScaleStalledError(
-            f"`skip_if` has skipped the last {in_a_row} steps ({total} since the start). "
-            + _listed((_FORWARD, _BACKWARD, _INPUT, _RULE))
-        )
+def _likely_causes(
+    state: dict[str, float], rule_state: PyTree, policy: LossScale | None
+) -> tuple[str, ...]:
+    """Return the causes of many skipped steps that the state does not rule out, in order."""
+    spikes = [
+        _read(found, "consecutive_skipped") for _, found in leaves_of_type(rule_state, SpikeState)
+    ]
+    in_a_row = [spike["consecutive_skipped"] for spike in spikes]
+    # Only a rule skips steps that are finite.
+    finite = state.get("growth_count", 0)
+    if max(finite, *in_a_row, 0) >= state["consecutive_skipped"]:
+        return (_RULE,)
+    if "loss_scale" not in state:
+        return _FORWARD, _BACKWARD, _INPUT, _RULE
+    others = _causes_of_overflows(state, policy)
+    if finite:
+        return _RULE, *others
+    unchecked = policy is not None and not policy.skip_nonfinite
+    return (*others, _RULE) if jax.tree.leaves(rule_state) or unchecked else others
 
 
-def _listed(causes: tuple[str, ...]) -> str:
-    lines = (f"\n  {i}. {cause}" for i, cause in enumerate(causes, start=1))
-    return "Likely causes, the likeliest first:" + "".join(lines)
-
-
-def _check_readable(fields: dict[str, jax.Array]) -> None:
-    """Refuse traced fields, and those of several replicas."""
-    checks.concrete("opt_state", fields, _OUTSIDE)
-    for name, field in fields.items():
-        checks.scalar(f"opt_state.{name}", field, _REPLICA)
-
-
-def _likely_causes(state: LossScaleState, policy: LossScale | None) -> tuple[str, ...]:
-    """Order the causes of many skipped steps by how well they agree with the state."""
+def _causes_of_overflows(state: dict[str, float], policy: LossScale | None) -> tuple[str, ...]:
+    """Order the causes of gradients or losses that are not finite by how well the state agrees."""
     bounds = bounds_of(policy)
     if policy is None:
         return _FORWARD, _BACKWARD, _INPUT, _UNKNOWN
     if bounds is None:
         return _FIXED, _FORWARD, _BACKWARD, _INPUT
-    if not state.overflow_count:
+    if not state["overflow_count"]:
         return _FORWARD, _INPUT  # not even gradients that are not finite were counted
-    scale, (floor, ceiling) = state.loss_scale.item(), bounds
+    scale, (floor, ceiling) = state["loss_scale"], bounds
     if scale <= max(floor, 1.0):
         others = _FORWARD, _BACKWARD, _INPUT
         return (_LARGE, *others) if floor > 1 else (*others, _LARGE)
     # Overflows lower the loss scale. More skipped steps than it takes to come here from the ceiling
     # were a loss that is not finite, which the policy forgave.
     backoffs = math.log(ceiling / scale) / -math.log(getattr(policy, "backoff_factor", 0.5))
-    if state.consecutive_skipped > backoffs + getattr(policy, "hysteresis", 1):
+    if state["consecutive_skipped"] > backoffs + getattr(policy, "hysteresis", 1):
         return _FORWARD, _INPUT
     return _DESCENT, _FORWARD, _BACKWARD, _INPUT
 
@@ -193,24 +215,54 @@ def bounds_of(policy: LossScale | None) -> tuple[float, float] | None:
     return None if None in bounds else (float(np.float32(bounds[0])), float(np.float32(bounds[1])))
 
 
-def _starts_at(policy: LossScale) -> float:
-    """Return the loss scale of the first step."""
-    with jax.transfer_guard("allow"):  # asked for
-        return policy.init().loss_scale.item()
+def _read(node: Any, *names: str) -> dict[str, float]:
+    """Return scalar fields of a state as Python numbers."""
+    # flax.nnx keeps each array in a Variable, a pytree of one leaf.
+    fields = {name: jax.tree.leaves(getattr(node, name))[0] for name in names}
+    checks.concrete("opt_state", fields, _OUTSIDE)
+    for name, field in fields.items():
+        checks.scalar(f"opt_state.{name}", field, _REPLICA)
+    return {name: jax.device_get(as_field(name, field)).item() for name, field in fields.items()}
 
 
-def _on_host(state: LossScaleState) -> LossScaleState:
-    _check_readable(state._asdict())
-    # On the host from here on, where comparing moves nothing to the device (`jax_transfer_guard`).
-    state = LossScaleState(*(np.asarray(jax.device_get(f)) for f in strongly_typed(state)))  # pyright: ignore[reportArgumentType]
-    # Neither training nor a policy makes these, but damaged checkpoints and manual edits do. Above
-    # the bounds all gradients would be unscaled to zero, and the steps applied.
-    scale, counts = state.loss_scale.item(), {n: c.item() for n, c in state._asdict().items()}
-    del counts["loss_scale"]
-    if not SMALLEST_SCALE <= scale <= LARGEST_SCALE or min(counts.values()) < 0:
+def _refuse_impossible(
+    state: dict[str, float],
+    rule_state: PyTree,
+    inner_state: PyTree,
+    bounds: tuple[float, float] | None,
+) -> None:
+    """Refuse a state to which no training leads, but damage or an edit by hand does.
+
+    With a loss scale far too large or too small, all gradients are zero, and the steps applied.
+    """
+    remedy = "Restore an earlier checkpoint, or put the state of `init` in its place."
+    low, high = bounds or (SMALLEST_SCALE, LARGEST_SCALE)
+    counts = {name: number for name, number in state.items() if name != "loss_scale"}
+    scale = state.get("loss_scale", low)
+    if not low <= scale <= high or min(counts.values()) < 0:
+        between = f"{low:g} and {high:g}" if bounds else "2**-126 and 2**126"
         raise ValueError(
-            "`opt_state` must hold a loss scale between 2**-126 and 2**126 and counts of at least "
-            f"0, got {scale:g} and {counts}. Restore an earlier checkpoint, or put the state of "
-            "`init` in its place."
+            f"`opt_state` must hold a loss scale between {between} and counts of at least 0, got "
+            f"{scale:g} and {counts}. {remedy}"
         )
-    return state
+    for path, spike in leaves_of_type(rule_state, SpikeState):
+        numbers, window = _read(spike, "held", "consecutive_skipped"), spike.values.shape[0]
+        if not 0 <= numbers["held"] <= window or numbers["consecutive_skipped"] < 0:
+            raise ValueError(
+                f"`opt_state` must hold a Spike with at most the {window} values of its window "
+                f"and counts of at least 0, got {numbers} at {path_name(path)}. {remedy}"
+            )
+    for path, array in jax.tree_util.tree_leaves_with_path(inner_state):
+        if is_array(array) and array.ndim and not _is_finite(array):
+            raise ValueError(
+                "`opt_state` must hold arrays of finite numbers, got NaN or infinity at "
+                f"{path_name(path)} of the inner state, for example the square of a huge gradient. "
+                f"{remedy}"
+            )
+
+
+def _is_finite(array: Any) -> bool:
+    # The parts of this process alone, since only one process may be looking.
+    shards = getattr(array, "addressable_shards", None)
+    parts = [array] if shards is None else [shard.data for shard in shards]
+    return all(jax.device_get([all_finite(part) for part in parts]))

@@ -12,17 +12,17 @@ from flax.training import train_state
 from jax.typing import ArrayLike
 
 from optax_lossscale._policy import LossScaleLike
-from optax_lossscale._state import loss_scale_state
+from optax_lossscale._state import Guard, applied, loss_scale_state
+from optax_lossscale._step.choose import tree_where
+from optax_lossscale._step.guard import with_loss_scaling
 from optax_lossscale._step.scale import scale_loss
-from optax_lossscale._step.select import tree_where
-from optax_lossscale._step.transform import with_loss_scaling
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import AxisName
 from optax_lossscale._support.tree import PyTree, Tree, as_strong_array
 
 
 class TrainState(train_state.TrainState):
-    """Flax's `TrainState` with loss scaling: a step with non-finite gradients is skipped.
+    """Flax's `TrainState` with loss scaling: a bad step is skipped, with all that belongs to it.
 
     Make one with `create`; subclass it to add fields. Every leaf is an array from the start, so
     that a training step compiles once and can be scanned. `step` counts applied steps, or all
@@ -47,15 +47,13 @@ class TrainState(train_state.TrainState):
       ...     return state.apply_gradients(grads=jax.grad(loss_fn)(state.params))
       >>> for batch in (x, jnp.inf * x):
       ...     state = train_step(state, batch)
-      ...     print(int(state.step), bool(state.grads_finite), float(state.loss_scale))
+      ...     print(int(state.step), bool(state.applied), float(state.loss_scale))
       1 True 32768.0
       1 False 16384.0
     """
 
     # Keyword-only, so that a subclass can add fields without a default.
     count_skipped: bool = struct.field(pytree_node=False, kw_only=True, default=False)
-    #: Whether the last step was applied; true before the first one. `bool[]`.
-    grads_finite: jax.Array = struct.field(kw_only=True, default_factory=lambda: jnp.asarray(True))
 
     @classmethod
     def create(
@@ -65,6 +63,7 @@ class TrainState(train_state.TrainState):
         params: PyTree,
         tx: optax.GradientTransformation | optax.MultiSteps,
         loss_scale: LossScaleLike = "dynamic",
+        skip_if: Any = None,
         axis_name: AxisName | None = None,
         count_skipped: bool = False,
         **kwargs: Any,
@@ -76,17 +75,19 @@ class TrainState(train_state.TrainState):
           params: The parameters.
           tx: The optimizer. `create` wraps it with `with_loss_scaling`.
           loss_scale: `"dynamic"`, a number (fixed), a policy, or None.
+          skip_if: A rule that skips steps which are finite, such as `Spike()`, or a tuple of rules.
           axis_name: The mapped axis, or a tuple of them, whose members skip steps together. The
             caller averages the gradients.
           count_skipped: Whether `step` counts skipped steps too.
           **kwargs: The fields that a subclass adds. Python numbers in them become arrays.
 
         Raises:
-          TypeError: If `tx` is not an optimizer, `loss_scale` is not a policy, or a field is
-            unknown.
-          ValueError: If `tx` already scales the loss.
+          TypeError: If `tx` is not an optimizer, `loss_scale` is not a policy, `skip_if` not a
+            rule, or a field is unknown.
+          ValueError: If `tx` already scales the loss or skips steps.
         """
-        wrapped = with_loss_scaling(_beside_metadata(tx), loss_scale, axis_name=axis_name)
+        inner = _beside_metadata(tx)
+        wrapped = with_loss_scaling(inner, loss_scale, skip_if=skip_if, axis_name=axis_name)
         state = cls(
             step=jnp.zeros((), jnp.int32),
             apply_fn=apply_fn,
@@ -103,6 +104,15 @@ class TrainState(train_state.TrainState):
         """The number that the next loss is multiplied by. `float32[]`."""
         return loss_scale_state(self.opt_state).loss_scale
 
+    @property
+    def applied(self) -> jax.Array:
+        """Whether the last step was applied, whatever skipped it; true before the first. `bool[]`.
+
+        For what is computed from the result of a step, such as an average of the parameters, use
+        `tree_where(state.applied, new, old)`.
+        """
+        return applied(self.opt_state)
+
     def scale_loss(self, loss: Tree) -> Tree:
         """Multiply the loss by the loss scale, inside the function that is differentiated."""
         return scale_loss(loss, self.opt_state)
@@ -110,15 +120,14 @@ class TrainState(train_state.TrainState):
     def apply_gradients(
         self, *, grads: PyTree, value: ArrayLike | None = None, **kwargs: Any
     ) -> Self:
-        """Apply the step if its gradients are finite; otherwise only update the loss scale.
+        """Apply the step, or skip it and only update the loss scale.
 
         Args:
           grads: The gradients of the scaled loss, with the structure of `params`.
           value: The loss, unscaled. If given, it is passed to the optimizer, and a loss that is
             itself NaN or infinite skips the step; see `optax_lossscale.update`.
-          **kwargs: New values of other fields, such as `batch_stats`. On a skipped step each keeps
-            its old value. For what is computed from the result, such as an average of the
-            parameters, use `tree_where(state.grads_finite, new, old)`.
+          **kwargs: New values of other fields, such as `batch_stats`. On a skipped step, whatever
+            skipped it, each keeps its old value.
 
         Returns:
           The state after the step, of the same type.
@@ -132,24 +141,21 @@ class TrainState(train_state.TrainState):
         """
         _check_grads(grads, self.params)
         extra_args = {} if value is None else {"value": value}
-        update_and_flag = getattr(self.tx, "update_and_flag", None)
-        if update_and_flag is None:
+        if not isinstance(self.tx, Guard):
             raise TypeError(
                 f"`tx` must be what `with_loss_scaling` returns, got {self.tx!r}. Make the state "
                 "with `create`, or wrap the whole optimizer."
             )
-        updates, opt_state, applied = update_and_flag(
-            grads, self.opt_state, self.params, **extra_args
-        )
+        updates, opt_state = self.tx.update(grads, self.opt_state, self.params, **extra_args)
+        is_applied = applied(opt_state)
         old = {name: getattr(self, name) for name in kwargs}
         new = {name: _contained_like(kwargs[name], old[name]) for name in kwargs}
-        moved = jnp.logical_or(applied, self.count_skipped).astype(jnp.int32)
+        moved = jnp.logical_or(is_applied, self.count_skipped).astype(jnp.int32)
         return self.replace(
             step=jnp.asarray(self.step, jnp.int32) + moved,
-            params=_apply_updates(self.params, updates, applied),
+            params=_apply_updates(self.params, updates, is_applied),
             opt_state=opt_state,
-            grads_finite=applied,
-            **tree_where(applied, new, old),
+            **tree_where(is_applied, new, old),
         )
 
 
@@ -188,11 +194,11 @@ def _beside_metadata(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _apply_updates(params: Any, updates: Any, applied: jax.Array) -> Any:
+def _apply_updates(params: Any, updates: Any, is_applied: jax.Array) -> Any:
     if not _has_metadata(params):
         return optax.apply_updates(params, updates)
     new, name = optax.apply_updates(params["params"], updates["params"]), OVERWRITE_WITH_GRADIENT
-    metadata = tree_where(applied, updates[name], params[name])
+    metadata = tree_where(is_applied, updates[name], params[name])
     return type(params)({**params, "params": new, name: metadata})
 
 

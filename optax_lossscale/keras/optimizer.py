@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale._policy import DynamicLossScale, FixedLossScale
-from optax_lossscale._step.transform import with_loss_scaling
+from optax_lossscale._step.guard import with_loss_scaling
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import AxisName
 from optax_lossscale._support.tree import PyTree

@@ -1,31 +1,88 @@
-"""A rule for `skip_if`: skip what stands out from the steps before it."""
+"""Rules: what else skips a step, although its gradients and its loss are finite."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_lossscale._state import increment
+from optax_lossscale._state import SpikeState, increment
 from optax_lossscale._support import checks
-from optax_lossscale._support.tree import at_least_float32, is_inexact
+from optax_lossscale._support.tree import PyTree, at_least_float32, is_inexact
 
 
-class SpikeState(NamedTuple):
-    """The state of a `Spike`.
+class Rules:
+    """The rules that a guard was given.
 
     Attributes:
-      values: The last accepted values, the newest last, and zeros before the first one.
-        `float32[window]`.
-      held: The number of values, up to `window`. `int32[]`.
-      consecutive_skipped: Spikes in a row that were skipped. `int32[]`.
+      argument: The name of the guard's argument.
+      each: The rules, each with `init`, and with `update` or with `measure` and `judge`.
+      layout: The structure in which a guard keeps their states: one state as it is, several in a
+        tuple, and `optax.EmptyState()` if there is no rule.
     """
 
-    values: jax.Array
-    held: jax.Array
-    consecutive_skipped: jax.Array
+    def __init__(self, argument: str, given: Any) -> None:
+        """Check what was given: a rule, a tuple or list of them, or None."""
+        several = isinstance(given, (tuple, list))
+        rules = given if several else [] if given is None else [given]
+        self.argument = argument
+        self.each = [_as_rule(argument, rule) for rule in rules]
+        empty = (0,) * len(rules) if several else 0 if rules else optax.EmptyState()
+        self.layout = jax.tree.structure(empty)
+
+    def init(self, params: optax.Params) -> PyTree:
+        """Return the states before the first step."""
+        return self.layout.unflatten([rule.init(params) for rule in self.each])
+
+    def split(self, state: PyTree) -> list[PyTree]:
+        """Return the state of each rule."""
+        try:
+            return self.layout.flatten_up_to(state)
+        except ValueError as error:
+            raise ValueError(
+                f"`state.rule_state` must be that of `{self.argument}`, got {state!r}. Make it "
+                "with `init` of this transformation."
+            ) from error
+
+
+def is_measured(rule: Any) -> bool:
+    """Return whether a rule compares a number, which all members of an axis average."""
+    return hasattr(rule, "measure") and hasattr(rule, "judge")
+
+
+def _as_rule(argument: str, rule: Any) -> Any:
+    if not isinstance(rule, type):
+        if callable(getattr(rule, "init", None)) and (
+            callable(getattr(rule, "update", None)) or is_measured(rule)
+        ):
+            return rule
+        if callable(rule):
+            return _Function(rule)
+    raise TypeError(
+        f"`{argument}` must be a function of the gradients and parameters, an object with `init` "
+        f"and `update`, or with `init`, `measure` and `judge`, or a tuple of these, got {rule!r}. "
+        "Use for example `Spike()`."
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Function:
+    """A function as a rule, with an empty state."""
+
+    function: Callable[..., Any]
+
+    def init(self, params: optax.Params) -> optax.EmptyState:
+        del params
+        return optax.EmptyState()
+
+    def update(
+        self, state: Any, grads: optax.Updates, params: optax.Params | None, **extra_args: Any
+    ) -> tuple[Any, optax.EmptyState]:
+        checks.expect_state(state, optax.EmptyState, "state.rule_state")
+        return self.function(grads, params, **extra_args), state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +177,7 @@ class Spike:
 
     def judge(self, state: SpikeState, measure: jax.Array) -> tuple[jax.Array, SpikeState]:
         """Compare a measure with the state."""
+        checks.expect_state(state, SpikeState, "state.rule_state")
         checks.same_shape(
             "state",
             (),

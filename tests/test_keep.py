@@ -1,4 +1,4 @@
-"""Selecting where each leaf of the new state is computed: the shapes of jaxprs."""
+"""Keeping the old state, leaf by leaf, where the new one is computed: the shapes of jaxprs."""
 
 import collections
 import functools
@@ -16,10 +16,8 @@ from optimizers import OPTIMIZERS
 from plain_where import assert_same_bits
 
 import optax_lossscale as ols
-from optax_lossscale._step import select
-from optax_lossscale._step.select import update_where
+from optax_lossscale._step.keep import update_where
 
-SMALL = select.SMALL  # before the fixture changes it
 X = jnp.arange(1.0, 5.0)
 OLD = jnp.array([1.0, -0.0, 3.0, 0.5]), jnp.array([2.0, 2.5, -0.0, 1.0])
 
@@ -46,17 +44,22 @@ def nested(a):
     return jax.lax.sort(a)
 
 
-# Operations that may not end, may raise or are expensive.
-ONCE = {
-    "while": lambda a: jax.lax.while_loop(lambda v: v[0] < 100, lambda v: 2 * v, a),
-    "scan": lambda a: jax.lax.scan(lambda c, _: (c + 1, None), a, length=2)[0],
-    "cond": lambda a: jax.lax.cond(a[0] > 0, jnp.negative, jnp.cos, a),
+PLATFORM_DEPENDENT = jax.lax.platform_dependent  # before a fixture replaces it
+# What may not end or acts, and so must see gradients and a state as a step produces them.
+ACTS = {
+    "while": lambda a: jax.lax.while_loop(lambda v: v[0] < 100, lambda v: v + 50, a),
+    "a loop in a branch": lambda a: jax.lax.cond(a[0] > 0, ACTS["while"], jnp.cos, a),
+    "a loop in a nested jit": jax.jit(lambda a: ACTS["while"](a) + 1),
     "pure_callback": lambda a: jax.pure_callback(np.copy, a, a),
     "io_callback": lambda a: io_callback(np.copy, a, a),
+    "eigh": lambda a: jnp.linalg.eigh(jnp.outer(a, a))[0],
+    "svd": lambda a: jnp.linalg.svd(jnp.outer(a, a), compute_uv=False),
+}
+COMPUTES = {
+    "scan": lambda a: jax.lax.scan(lambda c, _: (c + 1, None), a, length=2)[0],
+    "cond": lambda a: jax.lax.cond(a[0] > 0, jnp.negative, jnp.cos, a),
+    "platform_dependent": lambda a: PLATFORM_DEPENDENT(a, cpu=jnp.sin, default=jnp.cos),
     "dot_general": lambda a: jax.lax.dot(jnp.eye(4), a),
-    "conv_general_dilated": lambda a: jax.lax.conv(
-        a.reshape(1, 1, 4), jnp.ones((1, 1, 1)), (1,), "SAME"
-    ).reshape(4),
     "sort": jax.lax.sort,
     "nested": jax.jit(nested),
 }
@@ -69,7 +72,7 @@ def doubled_often(x):
 
 def once(name, a, b):
     """Compute a leaf in this way; later equations read it."""
-    new = ONCE[name](a)
+    new = (ACTS | COMPUTES)[name](a)
     return jnp.sin(new), new, b + new
 
 
@@ -86,7 +89,7 @@ UPDATES = {
     "custom derivatives": lambda a, b: (2 * jax.nn.relu(a), jax.nn.relu(a), b),
     "two results of one equation": lambda a, b: (a, *jax.lax.sort((b, a), num_keys=1)),
     "half of the results": uses_only_half,
-    **{name: functools.partial(once, name) for name in ONCE},
+    **{name: functools.partial(once, name) for name in ACTS | COMPUTES},
 }
 
 
@@ -138,8 +141,9 @@ def transform(request):
 
 
 @pytest.mark.parametrize("pred", [True, False])
-def test_equations_never_meet_old_and_new_leaves_together(transform, pred):
-    # Each leaf moves by the same amount, so the differences are those of the old state.
+def test_what_comes_after_a_choice_is_that_of_a_good_step_and_undefined_on_a_bad_one(
+    transform, pred
+):
     def update(a, b):
         new_a = a + 1
         new_b = b + (new_a - a)
@@ -148,34 +152,32 @@ def test_equations_never_meet_old_and_new_leaves_together(transform, pred):
     run = transform(lambda pred, state: where(pred, update, state))
     out, state = run(jnp.asarray(pred), OLD)
     expected, *moved = update(*OLD)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), out, expected)
     assert_same_bits(state, tuple(moved) if pred else OLD)
+    if pred:
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), out, expected)
 
 
-def test_the_gradients_of_a_bad_step_are_zeros_wherever_they_are_read(transform):
+def test_the_gradients_of_a_bad_step_are_zeros_on_the_cpu(transform):
     def update(grads, state):
         norm = jnp.linalg.norm(grads)
-        a = 0.5 * state[0] + grads / (1 + norm)
-        return {"a": a, "next": a / (1 + norm)}, (a, state[1])
+        return {"norm": norm}, (0.5 * state[0] + grads / (1 + norm), state[1])
 
     step = transform(
         lambda pred, state: update_where(pred, update, jnp.where(pred, X, jnp.nan), state)
     )
     out, kept = step(jnp.asarray(False), OLD)
     assert_same_bits(kept, OLD)
-    half = 0.5 * OLD[0]
-    np.testing.assert_array_equal(out["a"], half)
-    np.testing.assert_array_equal(out["next"], half)
+    assert out["norm"] == 0
     _, moved = step(jnp.asarray(True), OLD)
-    np.testing.assert_allclose(moved[0], half + X / (1 + jnp.linalg.norm(X)), rtol=1e-6)
+    np.testing.assert_allclose(moved[0], 0.5 * OLD[0] + X / (1 + jnp.linalg.norm(X)), rtol=1e-6)
 
 
-def test_only_the_path_from_an_old_leaf_to_the_new_one_is_evaluated_twice():
-    # The old leaf then has one reader, which avoids copies: later equations read the choice.
+def test_every_equation_is_evaluated_once_and_reads_the_choice():
+    # The old leaf then has one reader, which avoids copies.
     def update(grads, state):
         g, norm = grads
         _, b, c, unread, count = state
-        new_a = jnp.tan(g)  # independent of the old leaf
+        new_a = jnp.tan(g)
         new_b = 2 * b + norm * g + jnp.exp(c) + jnp.tanh(X)
         new_c = 3 * c - new_b + jnp.arctan(b)
         count = 2 * count
@@ -185,17 +187,35 @@ def test_only_the_path_from_an_old_leaf_to_the_new_one_is_evaluated_twice():
     arguments = True, (X, X[0]), (X, *OLD, X, jnp.int32(1))
     jaxpr = jax.make_jaxpr(lambda pred, *args: update_where(pred, update, *args))(*arguments)
     found = collections.Counter(eqn.primitive.name for eqn in jaxpr.eqns)
-    twice = {"mul": 8, "sub": 2}
-    once = dict.fromkeys(("tan", "exp", "tanh", "atan"), 1) | {"sin": 2, "cos": 1}
-    expected = twice | once | {"select_n": 6}  # removes the derivative of a float
-    assert {name: found[name] for name in expected} == expected
+    plain = jax.make_jaxpr(update)(*arguments[1:])
+    once = collections.Counter(eqn.primitive.name for eqn in plain.eqns)
+    assert {name: found[name] for name in once} == once
+    assert found["_where"] == 0
 
 
-@pytest.mark.parametrize("name", ONCE)
-def test_what_may_not_end_or_raise_or_is_expensive_is_evaluated_once(name):
-    jaxpr = jax.make_jaxpr(lambda *args: where(args[0], functools.partial(once, name), args[1]))
-    eqns = jaxpr(True, OLD).eqns
-    assert [eqn.params.get("name", eqn.primitive.name) for eqn in eqns].count(name) == 1
+@pytest.mark.usefixtures("off_the_cpu")
+@pytest.mark.parametrize("name", ACTS | COMPUTES)
+def test_only_what_may_not_end_or_acts_is_given_zeros_off_the_cpu(name):
+    def update(grads, state):
+        return (ACTS | COMPUTES)[name](grads), state + grads
+
+    step = jax.jit(lambda pred, grads: update_where(pred, update, grads, X)[0])
+    seen = step(False, jnp.full(4, jnp.nan))
+    expected = jnp.full(4, jnp.nan) if name in COMPUTES else jnp.zeros(4)
+    np.testing.assert_array_equal(seen, (ACTS | COMPUTES)[name](expected))
+
+
+@pytest.mark.usefixtures("off_the_cpu")
+@pytest.mark.parametrize("debug", [jax.debug_nans, jax.debug_infs])
+def test_whoever_looks_for_nan_finds_none_off_the_cpu(debug):
+    def step(pred, grads):
+        return update_where(pred, lambda g, s: (1 / (1 + g), s + g), grads, X)
+
+    nans = np.full(4, np.nan, np.float32)
+    assert np.isnan(jax.jit(step)(False, nans)[0]).all()
+    jax.clear_caches()
+    with debug():
+        np.testing.assert_array_equal(jax.jit(step)(False, nans)[0], jnp.ones(4))
 
 
 def test_callbacks_run_once_and_in_order_and_see_leaves_of_one_step():
@@ -263,25 +283,16 @@ def test_an_update_that_traces_in_its_callers_trace_alone_is_called_there():
     assert_same_bits(kept, OLD)
 
 
-def test_a_small_state_is_updated_in_its_callers_trace(monkeypatch):
-    seen = []
+def test_an_update_that_raises_is_called_once():
+    calls = []
 
     def update(a, b):
-        seen.append(jnp.sum(a))
-        return a + 1, a + 1, b
+        calls.append((a, b))
+        raise KeyError
 
-    def step(pred, *state):
-        return where(pred, update, state)[1], seen.pop()
-
-    monkeypatch.setattr(select, "SMALL", SMALL)
-    state = jnp.ones(2048), jnp.ones(2047)
-    kept, total = jax.jit(step)(False, *state)
-    assert total == 2048
-    assert_same_bits(kept, state)
-    state = jnp.ones(2048), jnp.ones(2048)
-    with pytest.raises(jax.errors.UnexpectedTracerError):
-        jax.jit(functools.partial(step))(False, *state)
-    assert step(jnp.array(False), *state)[1] == 2048  # nothing is traced in eager execution
+    with pytest.raises(KeyError):
+        jax.jit(lambda pred, *state: where(pred, update, state))(False, *OLD)
+    assert len(calls) == 1
 
 
 def test_leaves_that_are_not_arrays_stay_and_tracers_do_not_leak():

@@ -1,0 +1,110 @@
+"""Choosing between two trees by a flag."""
+
+import cmath
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.typing import ArrayLike
+
+from optax_lossscale._support import checks
+from optax_lossscale._support.tree import KeyPath, PyTree, Tree, is_array, is_inexact, path_name
+
+
+def tree_where(pred: ArrayLike, on_true: Tree, on_false: Tree) -> Tree:
+    """Choose between two trees of the same structure.
+
+    Use it with `applied` for whatever must not move on a skipped step and is not part of the
+    optimizer's state: BatchNorm statistics, a moving average of the parameters, a random key.
+
+    Args:
+      pred: Which tree to take. `bool[]`, or a Python `bool`.
+      on_true: The tree that is returned where `pred` is true. Arrays of any dtype and PRNG keys
+        are selected with `jnp.where`; any other leaf must be the same in both trees.
+      on_false: The tree that is returned where `pred` is false; the same structure, shapes and
+        dtypes as `on_true`.
+
+    Returns:
+      A tree with the structure, shapes and dtypes of `on_true`.
+
+    Raises:
+      TypeError: If `pred` is not boolean, or the dtypes of a leaf differ.
+      ValueError: If `pred` is not a scalar, or the trees differ in structure, in the shape of a
+        leaf or in a leaf that is not an array. The message names the key path.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> new = {"mean": jnp.array([3.0]), "momentum": 0.9}
+      >>> old = {"mean": jnp.array([2.0]), "momentum": 0.9}
+      >>> ols.tree_where(False, new, old)
+      {'mean': Array([2.], dtype=float32), 'momentum': 0.9}
+    """
+    pred = checks.flag("pred", pred)
+    check_alike(on_true, on_false)
+
+    def choose(new: Any, old: Any) -> Any:
+        return jnp.where(pred, new, old) if is_selectable(new) else new
+
+    return jax.tree.map(choose, on_true, on_false)
+
+
+def check_alike(new: PyTree, old: PyTree) -> None:
+    """Refuse trees between whose leaves `jnp.where` cannot choose."""
+    checks.same_structure("on_true", new, old, "Select between two versions of one tree.")
+
+    def check(path: KeyPath, new: Any, old: Any) -> None:
+        if not (is_array(new) and is_array(old)):
+            if new is old or (type(new) is type(old) and bool(new == old)):
+                return
+            raise ValueError(
+                f"the leaf at {path_name(path)} must be an array in both trees or the same in "
+                f"both, got {new!r} and {old!r}. Make it an array with `jnp.asarray` if it changes."
+            )
+        if new.dtype != old.dtype:
+            raise TypeError(
+                f"the leaf at {path_name(path)} must have one dtype in both trees, got "
+                f"{new.dtype} and {old.dtype}. Cast one of them with `astype`."
+            )
+        checks.same_shape("on_true", path, new, old, "Select between versions of one tree.")
+
+    jax.tree_util.tree_map_with_path(check, new, old)
+
+
+def is_selectable(leaf: Any) -> bool:
+    """Return whether `jnp.where` takes a leaf."""
+    return is_array(leaf) and leaf.dtype != jax.dtypes.float0  # which has a single value
+
+
+def constant_unless(pred: jax.Array, array: Any) -> Any:
+    """Return `array`, with a derivative of zero where `pred` is false."""
+    if not (isinstance(array, Tracer) and is_inexact(array)):
+        return array
+    return jax.lax.select_n(pred, jax.lax.stop_gradient(array), array)
+
+
+def zero_unless(pred: jax.Array, tree: Tree) -> Tree:
+    """Return `tree` with zeros for its floating-point and complex numbers where `pred` is false."""
+
+    def select(leaf: Any) -> Any:
+        if isinstance(leaf, (float, complex)) and isinstance(pred, Tracer):
+            # Stays a Python number, which the function may compare and branch by.
+            return leaf if cmath.isfinite(leaf) else 0.0
+        return jnp.where(pred, leaf, _zeros_like(leaf)) if is_inexact(leaf) else leaf
+
+    return jax.tree.map(select, tree)
+
+
+def negative_zero_unless(pred: jax.Array, updates: Tree) -> Tree:
+    """Return `updates`, or updates without effect where `pred` is false."""
+
+    def select(leaf: Any) -> Any:
+        is_number = is_inexact(leaf) or (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.integer))
+        return jnp.where(pred, leaf, -_zeros_like(leaf)) if is_number else leaf
+
+    return jax.tree.map(select, updates)
+
+
+def _zeros_like(leaf: ArrayLike) -> jax.Array:
+    return jax.lax.full_like(jnp.asarray(leaf), 0)  # weakly typed if `leaf` is
