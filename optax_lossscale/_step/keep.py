@@ -267,7 +267,9 @@ def _leaves_read_later(jaxpr: core.Jaxpr, leaves: int) -> dict[core.Var, int]:
 
 def _acts(jaxpr: core.Jaxpr) -> bool:
     """Return whether a jaxpr has a loop that may not end, a callback or another effect."""
-    if jaxpr.effects or any(eqn.primitive.name in _LOOPS_AND_CALLS for eqn in jaxpr.eqns):
+    # The axis of a collective is called an effect, too.
+    effects = {type(effect).__name__ for effect in jaxpr.effects} - {"NamedAxisEffect"}
+    if effects or any(eqn.primitive.name in _LOOPS_AND_CALLS for eqn in jaxpr.eqns):
         return True
     params = jax.tree.leaves([eqn.params for eqn in jaxpr.eqns], is_leaf=_is_jaxpr)
     return any(_acts(getattr(param, "jaxpr", param)) for param in params if _is_jaxpr(param))
