@@ -8,7 +8,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_lossscale._support import checks
-from optax_lossscale._support.tree import PyTree, Tree, is_array
+from optax_lossscale._support.tree import PyTree, Tree, is_array, leaves_of_type, path_name
 
 
 class LossScaleState(NamedTuple):
@@ -77,6 +77,16 @@ class SpikeState(NamedTuple):
 
 class Guard(optax.GradientTransformationExtraArgs):
     """An optimizer that decides about each step, and whose state says how: `applied`."""
+
+
+def refuse_guard(name: str, inner_state: optax.OptState, instead: str) -> None:
+    """Refuse the state of an optimizer that decides about steps inside of another that does."""
+    for path, state in leaves_of_type(inner_state, (LossScaleState, SkipIfState)):
+        raise ValueError(
+            f"`{name}` must not decide about steps itself, got a {type(state).__name__} at "
+            f"{path_name(path)} of its state. Use one guard, around the whole optimizer: "
+            f"`{instead}`."
+        )
 
 
 def initial_state(loss_scale: float) -> LossScaleState:

@@ -40,7 +40,8 @@ TX = ols.with_loss_scaling(SGD)
 STATE, OPT_STATE = ols.init(8.0), TX.init(PARAMS)
 COUNTS = STATE._fields[1:]
 EXPONENTS = diag.gradient_exponents(PARAMS)
-SKIPPED = ols.skip_if(SGD).init(PARAMS)
+SKIPS = ols.skip_if(SGD)
+SKIPPED = SKIPS.init(PARAMS)
 SPIKES = ols.Spike().init(PARAMS)
 MASTERS = ols.with_master_weights(SGD)
 STATES, STACKED = jax.tree.map(lambda x: jnp.stack([x, x]), (STATE, EXPONENTS))
@@ -396,6 +397,7 @@ TABLE = {
         *given(ols.with_master_weights, "inner", optax.sgd),
         *given(train_state, "tx", optax.sgd),
         (lambda: keras.loss_scale_optimizer(optax), "inner", "<module ..."),
+        (lambda: keras.loss_scale_optimizer(optax, **DECAY), "inner_optimizer", "<module ..."),
     ],
     "TypeError: `{name}` must be an optax..., got an optax.MultiSteps, ... Use `gradient_acc...": [
         *given(keras.loss_scale_optimizer, "inner_optimizer", optax.MultiSteps(SGD, 2)),
@@ -444,11 +446,24 @@ TABLE = {
     "TypeError: `tree` must not hold a stateful flax.nnx module, got {got}: ... Give ...": [
         (lambda: ols.cast([nnx.BatchNorm(1, rngs=nnx.Rngs(0))], "float16"), "", "BatchNorm"),
     ],
-    "ValueError: `inner` must not decide about steps itself, got a ... at {got} of ... Use ...": [
-        (lambda: ols.with_loss_scaling(TX).init(PARAMS), "", "`.loss_scale_state`"),
-        (lambda: ols.skip_if(TX).init(PARAMS), "", "`.loss_scale_state`"),
-        (lambda: ols.with_loss_scaling(ols.skip_if(SGD)).init(PARAMS), "", "the root of the tree"),
-        (lambda: train_state(tx=optax.chain(SGD, TX)), "", "`[1].loss_scale_state`"),
+    "ValueError: `{name}` must not decide about steps itself, got a ... at {got} of ... Use ...": [
+        (lambda: ols.with_loss_scaling(TX).init(PARAMS), "inner", "`.loss_scale_state`"),
+        (lambda: ols.skip_if(TX).init(PARAMS), "inner", "`.loss_scale_state`"),
+        (lambda: ols.with_loss_scaling(SKIPS).init(PARAMS), "inner", "the root of the tree"),
+        (lambda: train_state(tx=optax.chain(SGD, TX)), "tx", "`[1].loss_scale_state`"),
+        (lambda: keras.loss_scale_optimizer(SKIPS).init(PARAMS), "inner", "the root of the tree"),
+    ],
+    "ValueError: `{name}` must be left out if `inner_optimizer` keeps ..., got ... at {got} ...": [
+        (
+            lambda: keras.loss_scale_optimizer(MASTERS, **DECAY).init(PARAMS),
+            "weight_decay",
+            "the root of the tree",
+        ),
+        (
+            lambda: keras.loss_scale_optimizer(optax.chain(MASTERS), use_ema=True).init(PARAMS),
+            "use_ema",
+            "`[0]`",
+        ),
     ],
     "TypeError: `loss` must be floating-point, got {name} at {got}. Cast it with `astype(...": [
         (lambda: ols.scale_loss("x", STATE), "str", "the root of the tree"),

@@ -19,6 +19,7 @@ from optax_lossscale._state import (
     count_skip,
     count_step,
     current_scale,
+    refuse_guard,
 )
 from optax_lossscale._step.choose import tree_where, zero_unless
 from optax_lossscale._step.finite import agree, all_finite
@@ -28,7 +29,7 @@ from optax_lossscale._step.rules import Rules, is_measured
 from optax_lossscale._step.scale import unscale_by
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import AxisName
-from optax_lossscale._support.tree import PyTree, leaves_of_type, path_name
+from optax_lossscale._support.tree import PyTree, leaves_of_type
 
 
 class WithLossScalingState(NamedTuple):
@@ -282,13 +283,8 @@ def _init(
 ) -> optax.OptState:
     """Return the state of an optimizer that a guard can hold."""
     inner_state = inner.init(params)
-    for path, state in leaves_of_type(inner_state, (LossScaleState, SkipIfState)):
-        if isinstance(state, LossScaleState):
-            instead = "with_loss_scaling(inner, skip_if=rule)"
-        raise ValueError(
-            f"`inner` must not decide about steps itself, got a {type(state).__name__} at "
-            f"{path_name(path)} of its state. Use one guard, around the whole optimizer: "
-            f"`{instead}`."
-        )
+    if any(leaves_of_type(inner_state, LossScaleState)):
+        instead = "with_loss_scaling(inner, skip_if=rule)"
+    refuse_guard("inner", inner_state, instead)
     warn_without_masters(params, inner_state)
     return inner_state

@@ -12,7 +12,7 @@ from flax.training import train_state
 from jax.typing import ArrayLike
 
 from optax_lossscale._policy import LossScaleLike
-from optax_lossscale._state import Guard, applied, loss_scale_state
+from optax_lossscale._state import Guard, applied, loss_scale_state, refuse_guard
 from optax_lossscale._step.choose import tree_where
 from optax_lossscale._step.guard import with_loss_scaling
 from optax_lossscale._step.scale import scale_loss
@@ -181,7 +181,9 @@ def _beside_metadata(
     inner = checks.transformation("tx", tx)
 
     def init_fn(params: Any) -> optax.OptState:
-        return inner.init(params["params"] if _has_metadata(params) else params)
+        state = inner.init(params["params"] if _has_metadata(params) else params)
+        refuse_guard("tx", state, "TrainState.create(tx=inner, skip_if=rule, ...)")
+        return state
 
     def update_fn(
         updates: Any, state: optax.OptState, params: Any = None, **extra_args: Any

@@ -16,6 +16,7 @@ from optax_lossscale.keras.parts import (
     average_params,
     clip_each_by_norm,
     decayed,
+    without_masters,
 )
 
 
@@ -82,8 +83,9 @@ def loss_scale_optimizer(
     Raises:
       TypeError: If an argument is of the wrong type.
       ValueError: If an argument is out of its bounds, contradicts another or has no effect without
-        another; from `init`, if there is `weight_decay` and no rate for it; from `update`, if
-        `params` are needed and not given.
+        another; from `init`, if there is `weight_decay` and no rate for it, if the inner optimizer
+        has a loss scale or skips steps already, or if it keeps master weights, which would undo
+        `weight_decay` and `use_ema`; from `update`, if `params` are needed and not given.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -106,7 +108,7 @@ def loss_scale_optimizer(
     _check_together(given)
     tx = inner_optimizer
     if weight_decay is not None:
-        tx = decayed(tx, weight_decay, learning_rate)
+        tx = decayed(without_masters(tx, "weight_decay"), weight_decay, learning_rate)
     if clipnorm is not None:
         tx = optax.chain(clip_each_by_norm(clipnorm), tx)
     if clipvalue is not None:
@@ -114,7 +116,8 @@ def loss_scale_optimizer(
     if global_clipnorm is not None:
         tx = optax.chain(optax.clip_by_global_norm(global_clipnorm), tx)
     if use_ema:
-        tx = optax.chain(tx, average_params(ema_momentum, ema_overwrite_frequency))
+        average = average_params(ema_momentum, ema_overwrite_frequency)
+        tx = optax.chain(without_masters(tx, "use_ema"), average)
     if gradient_accumulation_steps is not None:
         tx = accumulated(tx, int(gradient_accumulation_steps))
 

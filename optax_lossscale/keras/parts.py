@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import DictKey, GetAttrKey
 
-from optax_lossscale._support.tree import at_least_float32, is_inexact, path_name
+from optax_lossscale._step.masters import MasterWeightsState
+from optax_lossscale._support import checks
+from optax_lossscale._support.tree import at_least_float32, is_inexact, leaves_of_type, path_name
 
 
 class DecayedState(NamedTuple):
@@ -33,6 +35,26 @@ class EmaParamsState(NamedTuple):
 
     ema_params: optax.Params
     ema_steps: jax.Array
+
+
+def without_masters(
+    inner: optax.GradientTransformation, argument: str
+) -> optax.GradientTransformationExtraArgs:
+    """Return `inner`, which must keep no masters that would undo what `argument` does to params."""
+    inner = checks.transformation("inner_optimizer", inner)
+
+    def init_fn(params: optax.Params) -> optax.OptState:
+        state = inner.init(params)
+        for path, _ in leaves_of_type(state, MasterWeightsState):
+            raise ValueError(
+                f"`{argument}` must be left out if `inner_optimizer` keeps master weights, got a "
+                f"MasterWeightsState at {path_name(path)} of its state: the masters would undo it. "
+                "Decay inside, `with_master_weights(optax.adamw(rate, weight_decay=...))`, and "
+                "average `master_weights(opt_state, params)`."
+            )
+        return state
+
+    return optax.GradientTransformationExtraArgs(init_fn, inner.update)
 
 
 def clip_each_by_norm(max_norm: float) -> optax.GradientTransformation:
