@@ -31,9 +31,12 @@ from benchmarks.contenders import (
     MASTERS,
     Contender,
     Control,
+    HalfStack,
     KerasAlone,
+    MastersByHand,
     OptaxAlone,
     Ours,
+    Stack,
 )
 from benchmarks.hlo import count
 from benchmarks.workloads import (
@@ -85,6 +88,9 @@ CASES = {
     "tensor": Case("161 arrays, alternating axes over 4 devices", arrays="deep", spread="tensor"),
     "shard_map": Case("161 arrays, `shard_map` over 4 devices", arrays="deep", spread="shard_map"),
     "masters": Case("12 float16 arrays with masters, `adamw`", arrays="half"),
+    "stack": Case("12 arrays, clipping, `adamw`, Spike and scaling", "clipping + adamw"),
+    "stack-half": Case("the same, float16 parameters with masters", "clipping + adamw", "half"),
+    "stack-shard_map": Case("the same over 4 devices", "clipping + adamw", spread="shard_map"),
     "training": Case("training step, float16 transformer", arrays="transformer"),
 }
 ARRAYS: dict[str, Callable[[Sizes], Any]] = {
@@ -103,7 +109,19 @@ class OverAxis(Ours):
     axis_name = "data"
 
 
-CONTENDERS_OF = {"masters": MASTERS, "shard_map": (OptaxAlone, OverAxis)}
+class StackOverAxis(Stack):
+    """All of it in `shard_map`."""
+
+    axis_name = "data"
+
+
+CONTENDERS_OF = {
+    "masters": MASTERS,
+    "shard_map": (OptaxAlone, OverAxis),
+    "stack": (OptaxAlone, Stack),
+    "stack-half": (MastersByHand, HalfStack),
+    "stack-shard_map": (OptaxAlone, StackOverAxis),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -128,7 +146,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--backends", nargs="+", choices=BACKENDS, default=BACKENDS[:-1])
     add("--cases", nargs="+", choices=CASES, default=list(CASES))
-    names = [kind.__name__ for kind in (*ALL_CONTENDERS, OverAxis)]
+    names = [kind.__name__ for kind in (*ALL_CONTENDERS, OverAxis, StackOverAxis)]
     add("--contenders", nargs="+", choices=names, default=names, help="baselines always run")
     add("--size", choices=SIZES, default="full", help="size of the workloads")
     add("--output", type=Path, default=Path("output/aot"), help="folder for the results")
@@ -201,7 +219,7 @@ def lower(
 ) -> Any:
     """Trace a contender's step for these devices."""
     # An axis is not there before `shard_map`, so what uses it cannot be checked on its own.
-    build = suite.take if kind is OverAxis else functools.partial(suite.build, chosen=[kind])
+    build = suite.take if kind.axis_name else functools.partial(suite.build, chosen=[kind])
     contender, step, data = build(kind, case.optimizer, workload)
     axis_type = AxisType.Explicit if case.spread == "explicit" else AxisType.Auto
     mesh = Mesh(devices, ("data",), axis_types=(axis_type,))
@@ -210,7 +228,8 @@ def lower(
         sharding: Any = SingleDeviceSharding(devices[0])
         if case.spread:
             index = next((key.idx for key in reversed(path) if hasattr(key, "idx")), 0)
-            sharding = NamedSharding(mesh, spec(leaf.shape, index, case.spread))
+            is_rule = "rule_state" in jax.tree_util.keystr(path)  # the same on every device
+            sharding = NamedSharding(mesh, P() if is_rule else spec(leaf.shape, index, case.spread))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     state = jax.eval_shape(contender.init, workload.params)

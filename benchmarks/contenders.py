@@ -41,6 +41,7 @@ class Contender:
       scales: Whether it scales the loss.
       skips: Whether it skips a step whose gradients are not finite.
       optimizers: The inner optimizers that it supports.
+      axis_name: The axis of `shard_map` that it runs over.
     """
 
     name: ClassVar[str]
@@ -50,6 +51,7 @@ class Contender:
     scales: ClassVar[bool] = False
     skips: ClassVar[bool] = False
     optimizers: ClassVar[tuple[str, ...]] = tuple(OPTIMIZERS)
+    axis_name: ClassVar[str | None] = None
 
     def __init__(self, optimizer: str, params: Tree) -> None:
         """Build the optimizer. Subclasses may read the shapes of `params`."""
@@ -120,7 +122,6 @@ class Ours(Contender):
     module = "optax_lossscale"
     scales = True
     skips = True
-    axis_name: ClassVar[str | None] = None
 
     @classmethod
     def version(cls) -> str | None:
@@ -168,6 +169,28 @@ class SkipSpikes(SkipIf):
 
     def wrap(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
         return ols.skip_if(tx, ols.Spike("grad_norm"))
+
+
+class Stack(Ours):
+    """What the README combines: loss scaling, a rule about the loss, and masters if needed."""
+
+    name = "optax_lossscale, with Spike and masters"
+
+    def wrap(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+        policy = ols.DynamicLossScale(initial_scale=LOSS_SCALE)
+        inner = ols.with_master_weights(tx)  # nothing for float32 parameters
+        return ols.with_loss_scaling(inner, policy, skip_if=ols.Spike(), axis_name=self.axis_name)
+
+    def apply(self, state: State, grads: Tree) -> State:
+        loss = ols.loss_scale_state(state.opt_state).loss_scale  # any number will do
+        updates, opt_state = self.tx.update(grads, state.opt_state, state.params, value=loss)
+        return State(optax.apply_updates(state.params, updates), opt_state, state.scaler)
+
+
+class HalfStack(Stack):
+    """The same against masters by hand."""
+
+    baseline = "Masters by hand"
 
 
 class Jmp(Contender):
@@ -414,7 +437,7 @@ CONTENDERS: tuple[type[Contender], ...] = (
 )
 # For parameters in half precision.
 MASTERS: tuple[type[Contender], ...] = (MastersByHand, Masters, MastersScaled)
-ALL_CONTENDERS = (*CONTENDERS, *MASTERS)
+ALL_CONTENDERS = (*CONTENDERS, *MASTERS, Stack, HalfStack)
 
 
 @jax.custom_vjp

@@ -4,16 +4,22 @@ Compilation needs no such device, but XLA's compilers for them, which `make test
 """
 
 import json
+import math
 
 import pytest
 
 from benchmarks import aot
-from benchmarks.contenders import OptaxAlone
+from benchmarks.contenders import MastersByHand, OptaxAlone
+from benchmarks.workloads import SIZES, wide
 
 for needed in ("jax_cuda12_plugin", "libtpu"):
     pytest.importorskip(needed, reason=f"{needed} is of the group `aot`: `make aot` installs it")
 
 pytestmark = pytest.mark.slow
+
+CONTENDERS = "OptaxAlone", "Ours", "OverAxis", "Stack", "HalfStack", "StackOverAxis"
+
+PLAIN = {OptaxAlone.name, MastersByHand.name}
 
 # Against plain Optax: bytes, kernels, exchanges between devices and bytes exchanged, at most.
 ON_H100 = {
@@ -25,7 +31,11 @@ ON_H100 = {
     "explicit": (1.15, 216, 1, 1),
     "tensor": (1.15, 277, 1, 1),
     "shard_map": (1.15, 199, 1, 2),
+    "stack": (1.005, 45, 0, 0),
+    "stack-shard_map": (1.005, 47, 1, 12),
 }
+# Bytes for each parameter, and kernels, of clipping, AdamW, masters, Spike and scaling.
+HALF_STACK = 32.01, 46
 # Estimated cycles against plain Optax, at most.
 CYCLES = {
     ("v5e", "wide"): 1.17,
@@ -39,13 +49,13 @@ CYCLES = {
 def counted(tmp_path_factory):
     """Return what is counted, by backend, case and whether it is plain Optax."""
     output = tmp_path_factory.mktemp("aot")
-    cases = {"h100": ON_H100, "v5e": ("wide", "deep"), "v6e": ("wide", "deep")}
+    cases = {"h100": (*ON_H100, "stack-half"), "v5e": ("wide", "deep"), "v6e": ("wide", "deep")}
     found = {}
     for backend, names in cases.items():
-        options = f"--output={output}", "--contenders", "OptaxAlone", "Ours", "OverAxis"
+        options = f"--output={output}", "--contenders", *CONTENDERS
         aot.main(["--backends", backend, "--cases", *names, *options])
         for row in json.loads((output / "aot.json").read_text()):
-            found[backend, row["case"], row["contender"] == OptaxAlone.name] = row
+            found[backend, row["case"], row["contender"] in PLAIN] = row
     return found
 
 
@@ -60,6 +70,13 @@ def test_bytes_kernels_and_exchanges_on_a_gpu_do_not_grow(counted, case):
         ours["exchanged"] - plain["exchanged"],
     )
     assert all(a <= b for a, b in zip(found, limits, strict=True)), (found, limits)
+
+
+def test_the_stack_of_half_precision_reads_the_gradients_once_more(counted):
+    found = counted["h100", "stack-half", False]
+    parameters = sum(map(math.prod, wide(SIZES["full"].wide // 2)))
+    assert found["bytes"] / parameters <= HALF_STACK[0]
+    assert found["kernels"] <= HALF_STACK[1]
 
 
 @pytest.mark.parametrize(("backend", "case"), CYCLES)
