@@ -18,6 +18,7 @@ import pytest
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from optimizers import OPTIMIZERS, tiers
 
 import optax_lossscale as ols
 from optax_lossscale.diagnostics import (
@@ -215,6 +216,111 @@ def test_the_likeliest_cause_comes_first(loss_scale, overflows, skipped, policy,
     assert len(lines) == len(causes)
     for i, (line, cause) in enumerate(zip(lines, causes, strict=True), start=1):
         assert line.startswith(f"  {i}. {cause}")
+
+
+# What a rule skips is finite, and the state says so.
+
+RULE = "A rule (`skip_if`) rejects steps whose gradients and loss are finite"
+SPIKE = ols.Spike(window=8)
+SGD = optax.sgd(0.1)
+
+
+def causes_of(opt_state, **given):
+    with pytest.raises(LossScaleStalledError) as raised:
+        check_health(opt_state, **given)
+    return [line.partition(". ")[2] for line in str(raised.value).splitlines()[1:]]
+
+
+def trained(tx, losses, grads=1.0):
+    """Return the optimizer's state after steps with these losses."""
+    grads = np.broadcast_to(grads, len(losses))
+
+    def step(state, given):
+        loss, grad = given
+        return tx.update(grad * jnp.ones(2), state, jnp.zeros(2), value=loss)[1], None
+
+    given = jnp.asarray(losses, jnp.float32), jnp.asarray(grads, jnp.float32)
+    return jax.lax.scan(step, tx.init(jnp.zeros(2)), given)[0]
+
+
+QUIET = [1, 1.1, 0.9, 1, 1.1, 1]
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        ols.with_loss_scaling(SGD, skip_if=lambda *_, value: value > 2),
+        ols.with_loss_scaling(SGD, 8, skip_if=(lambda *_, value: value > 2, SPIKE)),
+        ols.with_loss_scaling(SGD, None, skip_if=ols.Spike(window=128, warmup=4)),
+        ols.skip_if(SGD, ols.Spike(window=128, warmup=4)),
+    ],
+)
+def test_a_rule_that_rejects_every_finite_step_is_the_only_cause(tx):
+    stalled = trained(tx, QUIET + [2.0**n for n in range(2, 62)])
+    assert stalled[0] is not None
+    (cause,) = causes_of(stalled)
+    assert cause.startswith(RULE)
+
+
+def test_overflows_and_a_rule_that_stall_together_are_seen_and_both_named():
+    tx = ols.with_loss_scaling(SGD, skip_if=lambda *_, value: value > 10)
+    losses = [100 if step % 51 == 50 else 1 for step in range(2499)]
+    grads = [1.0 if loss > 10 else np.inf for loss in losses]
+    stalled = trained(tx, losses, grads)  # its last step is a spike
+    assert ols.diagnostics.is_stalled(stalled)
+    assert not ols.applied(stalled)
+    first, *others = causes_of(stalled)
+    assert first.startswith(RULE)
+    assert [other.startswith(FORWARD) for other in others] == [True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("rule", "policy", "says"),
+    [
+        (SPIKE, "dynamic", True),
+        (lambda *_, **__: False, "dynamic", None),  # a function has no state that could show
+        (None, "dynamic", False),
+        (lambda *_, **__: False, ols.FixedLossScale(8, skip_nonfinite=False), True),
+    ],
+)
+def test_a_rule_is_the_last_cause_where_the_last_step_was_not_finite(rule, policy, says):
+    stalled = trained(ols.with_loss_scaling(SGD, policy, skip_if=rule), [1.0] * 60, np.nan)
+    given = {} if says is None else {"loss_scale": policy}
+    causes = causes_of(stalled, **given)
+    assert not causes[0].startswith(RULE)
+    assert causes[-1].startswith(RULE) == bool(says)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", tiers({"adamw", "contrib.reduce_on_plateau", "contrib.momo"}))
+def test_every_optimizer_is_healthy_from_its_start_and_not_with_nan(name):
+    optimizer = OPTIMIZERS[name]
+    tx, params = ols.with_loss_scaling(optimizer.make(), 8.0), optimizer.params()
+    opt_state = tx.init(params)
+    check_health(opt_state)
+    grads = optimizer.grads(params, 0)
+    extra_args = optimizer.extra_args(0, value=1.0, grad=grads)
+    _, opt_state = jax.jit(lambda: tx.update(grads, opt_state, params, **extra_args))()
+    check_health(opt_state)
+    leaves, treedef = jax.tree.flatten(opt_state)
+    for i, leaf in enumerate(leaves):
+        if leaf.ndim and jnp.issubdtype(leaf.dtype, jnp.inexact):
+            broken = treedef.unflatten(
+                [*leaves[:i], leaf.at[(0,) * leaf.ndim].set(NAN), *leaves[i + 1 :]]
+            )
+            with pytest.raises(ValueError, match="NaN or infinity at "):
+                check_health(broken)
+
+
+def test_arrays_that_are_spread_over_devices_are_read_where_they_lie():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    spread = NamedSharding(mesh, P("data"))
+    opt_state = ols.skip_if(optax.adam(0.1)).init(jax.device_put(jnp.zeros(16), spread))
+    with jax.transfer_guard("disallow"):
+        check_health(opt_state)
+    bad = jax.device_put(jnp.zeros(16).at[15].set(NAN), spread)
+    with pytest.raises(ValueError, match=r"NaN or infinity at `\[0\].mu`"):
+        check_health(optax.tree.set(opt_state, mu=bad))
 
 
 # --- nonfinite_report: which layer overflowed?
