@@ -1,6 +1,7 @@
 """Float32 masters: after every step the parameters are those of the float32 run, rounded."""
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from optimizers import OPTIMIZERS, tiers
@@ -39,6 +41,9 @@ def test_the_parameters_are_those_of_the_float32_run_rounded(name, dtype):
         extra = optimizer.extra_args(step, value=1.0 + step, grad=grads)
         updates, single_state = plain.update(grads, single_state, single, **extra)
         single = optax.apply_updates(single, updates)
+        if dtype == jnp.float16 and any(jnp.abs(x).max() > 65504 for x in jax.tree.leaves(single)):
+            assert name == "scale_by_param_block_norm"  # which grows without limit
+            return
         updates, half_state = tx.update(ols.cast(grads, dtype), half_state, half, **extra)
         half = optax.apply_updates(half, updates)
         assert_same_bits(half, ols.cast(single, dtype))
@@ -49,39 +54,168 @@ def test_the_parameters_are_those_of_the_float32_run_rounded(name, dtype):
 NUMBERS = [0.0, -0.0, 1e-9, -1e-9, 6e-8, -6e-8, 1.0, -1.0, 0.3333, 65504.0, -7e4, 3e38, np.inf]
 
 
+@pytest.mark.parametrize("remainders", [False, True])
 @pytest.mark.parametrize("dtype", HALF, ids=["float16", "bfloat16"])
-def test_every_number_is_reached_from_every_other_of_like_size(dtype):
+def test_every_number_is_reached_from_every_other_of_like_size(dtype, remainders):
     random = np.random.default_rng(0)
     numbers = np.float32(random.normal(size=3000) * 10.0 ** random.integers(-8, 5, 3000))
-    masters = jnp.asarray(np.r_[np.repeat(NUMBERS, len(NUMBERS)), numbers], jnp.float32)
+    targets = np.float32(np.r_[np.repeat(NUMBERS, len(NUMBERS)), numbers])
     others = np.r_[np.tile(NUMBERS, len(NUMBERS)), numbers * random.uniform(-2, 2000, 3000)]
     params = jnp.asarray(others, jnp.float32).astype(dtype)
-    tx = ols.with_master_weights(optax.identity())
-    # Added to negative zero, each number is itself, with its sign.
-    state = tx.init(params)._replace(master_weights=-jnp.zeros_like(masters))
-    updates, state = jax.jit(tx.update)(masters, state, params)
-    assert_same_bits(state.master_weights, masters)
-    reached, wanted = optax.apply_updates(params, updates), masters.astype(dtype)
+    tx = ols.with_master_weights(optax.identity(), remainders=remainders)
+    moves = targets - params.astype(jnp.float32)
+    # What one addition in float32 gives, and the range of float16.
+    masters = params.astype(jnp.float32) + moves
+    if dtype == jnp.float16:
+        masters = jnp.where(jnp.isinf(masters), masters, jnp.clip(masters, -65504, 65504))
+    updates, state = jax.jit(tx.update)(moves, tx.init(params), params)
+    reached = optax.apply_updates(params, updates)
+    wanted = masters.astype(dtype)
+    if remainders and dtype == jnp.bfloat16:
+        wanted = rounded_away(masters)
     tiny = jnp.abs(wanted) < jnp.abs(params) / 4096  # see the documentation
-    tiny = tiny | (jnp.isinf(params) & (wanted != params))  # infinity stays, or becomes NaN
+    tiny = tiny | jnp.isinf(params)  # from which no addition leads away
     np.testing.assert_array_equal(reached[~tiny], wanted[~tiny])
+    assert_same_bits(ols.master_weights(state, reached)[~tiny], masters[~tiny])
+    assert not jnp.isnan(reached).any()
     # Negative zero is the sum of two negative zeros, and of no other two numbers.
-    signed = ~tiny & ~(
-        (masters == 0) & jnp.signbit(masters) & ~((params == 0) & jnp.signbit(params))
-    )
+    may_be = (masters != 0) | ~jnp.signbit(masters) | ((params == 0) & jnp.signbit(params))
+    signed = ~tiny & may_be
     np.testing.assert_array_equal(jnp.signbit(reached)[signed], jnp.signbit(wanted)[signed])
     assert jnp.mean(tiny) < 0.25
+    # Where it is not reached, the next step starts from what the parameter became, which is near.
+    again = ols.master_weights(state, reached).astype(jnp.float32)
+    is_finite = jnp.isfinite(again) & jnp.isfinite(masters)
+    off = jnp.abs(jnp.where(is_finite, again - masters, 0))
+    assert (off <= jnp.abs(params.astype(jnp.float32)) * 2.0**-23)[is_finite].all()
 
 
+def rounded_away(single):
+    """Return the nearest bfloat16s of float32s, away from zero if two are as near."""
+    words = (np.asarray(single).view(np.uint32) + 2**15) >> 16
+    return words.astype(np.uint16).view(jnp.bfloat16.dtype)
+
+
+@pytest.mark.parametrize("sign", [0, 2**31])
+def test_parameter_and_remainder_are_the_master_for_every_upper_half(sign):
+    # float32 words: every upper half with one sign, and lower halves that are 0, the least, the
+    # greatest, about half, and random. XLA flushes subnormal numbers, and NaN is NaN.
+    random = np.random.default_rng(1).integers(2**16, size=42)
+    lower = np.r_[0, 1, 2**15 - 1, 2**15, 2**15 + 1, 2**16 - 1, random]
+    words = sign + (np.arange(2**15)[:, None] << 16) + lower
+    singles = words.astype(np.uint32).view(np.float32)
+    normal = np.isnan(singles) | np.isinf(singles) | (np.abs(singles) >= 2.0**-126) | (singles == 0)
+    singles = singles[normal]
+    tx = ols.with_master_weights(optax.identity(), remainders=True)
+    params = jnp.full(singles.shape, -0.0, jnp.bfloat16)
+    updates, state = jax.jit(tx.update)(singles, tx.init(params), params)
+    params = optax.apply_updates(params, updates)
+    assert (params.dtype, state.master_weights.dtype) == (jnp.bfloat16, jnp.int16)
+    is_nan = np.isnan(singles)
+    assert np.isnan(params[is_nan]).all()
+    found = ols.master_weights(state, params)
+    assert np.isnan(found[is_nan]).all()
+    assert_same_bits(found[~is_nan], jnp.asarray(singles[~is_nan]))
+    # A positive zero, which is the sum of a negative and a positive one, has no sign to show.
+    assert_same_bits(params[~is_nan], jnp.asarray(rounded_away(singles[~is_nan])))
+
+
+OPTIMIZERS_OF_RUNS = {
+    "adamw": optax.adamw(1e-3),
+    "lion": optax.lion(1e-3),
+    "momentum": optax.sgd(1e-2, momentum=0.9),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS_OF_RUNS)
+def test_masters_with_and_without_remainders_are_the_same_over_2000_steps(name):
+    inner = optax.chain(optax.clip_by_global_norm(1.0), OPTIMIZERS_OF_RUNS[name])
+    params = {"w": jax.random.normal(jax.random.key(0), (64,)).astype(jnp.bfloat16)}
+
+    def run(remainders):
+        tx = ols.with_loss_scaling(ols.with_master_weights(inner, remainders=remainders))
+
+        def step(carry, key):
+            params, state = carry
+            bad = jax.random.bernoulli(key, 0.05)
+            grads = jax.random.normal(key, (64,)) * 10.0 ** jax.random.normal(key, (64,))
+            grads = jnp.where(bad, jnp.inf, grads * 2.0**15).astype(jnp.bfloat16)
+            updates, state = tx.update({"w": grads}, state, params)
+            params = optax.apply_updates(params, updates)
+            return (params, state), ols.master_weights(state, params)["w"]
+
+        keys = jax.random.split(jax.random.key(1), 2000)
+        return jax.lax.scan(step, (params, tx.init(params)), keys)
+
+    (half, state), masters = run(remainders=True)
+    (_, expected_state), expected = run(remainders=False)
+    assert_same_bits(masters, expected)
+    assert_same_bits(half["w"], jnp.asarray(rounded_away(expected[-1])))
+    assert 50 < ols.loss_scale_state(state).total_skipped < 200
+    inner_states = (s.inner_state.inner_state for s in (state, expected_state))
+    assert_same_bits(*inner_states)
+
+
+@pytest.mark.parametrize("remainders", [False, True])
 @pytest.mark.parametrize("dtype", HALF, ids=["float16", "bfloat16"])
-def test_no_cast_is_taken_straight_back(dtype):
+def test_masters_follow_parameters_that_were_replaced(dtype, remainders):
+    tx = ols.with_loss_scaling(ols.with_master_weights(optax.sgd(1.0), remainders=remainders), 8.0)
+    start = jnp.array([0.3, -2.0, 1e-3, 5.0, -0.0, 0.0, 1.0], dtype)
+    loaded = jnp.array([7.0, 0.0, -0.0, 5.5, 3e-5, 2.0, np.inf], dtype)
+    state = tx.init({"w": start})
+    step = jax.jit(lambda g, s, p: tx.update({"w": g * 8}, s, {"w": p}))
+    small = jnp.full(7, 1e-3, dtype)
+    updates, state = step(small, state, start)  # leaves remainders
+    before = ols.master_weights(state, {"w": loaded})["w"]
+    updates, state = step(small, state, loaded)
+    params = optax.apply_updates(loaded, updates["w"])
+    np.testing.assert_array_equal(before.astype(dtype), loaded)
+    expected = before - small.astype(jnp.float32)
+    np.testing.assert_allclose(ols.master_weights(state, {"w": params})["w"], expected, rtol=1e-6)
+    # A replaced parameter has no remainder but noise below its own rounding.
+    exact = loaded.astype(jnp.float32)
+    half_an_ulp = jnp.where(jnp.isinf(exact), 0, jnp.abs(exact) * float(jnp.finfo(dtype).eps) / 2)
+    assert (jnp.abs(jnp.where(jnp.isinf(exact), 0, before - exact)) <= half_an_ulp).all()
+    assert remainders or bool((before == exact).all())
+
+
+def test_a_master_beyond_float16_comes_back_with_its_parameter():
+    tx = ols.with_master_weights(optax.sgd(1.0))
+    param = jnp.float16(60000)
+    state = tx.init(param)
+    for grad, expected in ((-10000.0, 65504), (20000.0, 45504), (-1e9, 65504), (1e9, -65504)):
+        updates, state = tx.update(jnp.float32(grad), state, param)
+        param = optax.apply_updates(param, updates)
+        assert (param, state.master_weights) == (expected, expected)
+
+
+@pytest.mark.parametrize("remainders", [False, True])
+def test_the_derivative_by_the_initial_parameters_passes_through_the_masters(remainders):
+    tx = ols.with_master_weights(optax.sgd(0.1), remainders=remainders)
+
+    def last(params):
+        state = tx.init(params)
+        for _ in range(3):
+            updates, state = tx.update(2 * params, state, params)
+            params = optax.apply_updates(params, updates)
+        return jnp.sum(params.astype(jnp.float32))
+
+    params = jnp.array([1.0, -2.0], jnp.bfloat16)
+    found = jax.jit(jax.grad(last))(params).astype(jnp.float32)
+    np.testing.assert_allclose(found, 0.8**3, rtol=1e-2)
+
+
+@pytest.mark.parametrize("remainders", [False, True])
+@pytest.mark.parametrize("dtype", HALF, ids=["float16", "bfloat16"])
+def test_no_cast_is_taken_straight_back(dtype, remainders):
     # XLA:GPU drops such a pair, and the parameters would not be the rounded masters.
-    tx = ols.with_master_weights(optax.sgd(0.1))
+    tx = ols.with_master_weights(optax.sgd(0.1), remainders=remainders)
     param = jnp.ones(4, dtype)
     jaxpr = jax.make_jaxpr(tx.update)(param, tx.init(param), param)
     casts = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "convert_element_type"]
     rounded = {eqn.outvars[0] for eqn in casts if eqn.invars[0].aval.dtype == jnp.float32}
-    assert rounded
+    assert bool(rounded) != (remainders and dtype == jnp.bfloat16)
     assert not rounded & {eqn.invars[0] for eqn in casts}
 
 
@@ -100,10 +234,12 @@ def test_small_steps_add_up_in_half_precision_parameters():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("remainders", [False, True])
 @pytest.mark.parametrize("loop", ["jit", "eager"])
-def test_a_skipped_step_leaves_the_masters_alone(loop):
-    inner = ols.with_master_weights(optax.adamw(0.1))
-    params = {"w": jnp.linspace(-1, 1, 8, dtype=jnp.float16), "norm": jnp.ones(2)}
+def test_a_skipped_step_leaves_the_masters_alone(loop, remainders):
+    inner = ols.with_master_weights(optax.adamw(0.1), remainders=remainders)
+    half = jnp.linspace(-1, 1, 8)
+    params = {"v": half.astype("bfloat16"), "w": half.astype("float16"), "norm": jnp.ones(2)}
     for tx in (ols.with_loss_scaling(inner, 8), ols.skip_if(inner)):
         update = jax.jit(tx.update) if loop == "jit" else tx.update
         _, state = update(params, tx.init(params), params)
@@ -135,14 +271,15 @@ def test_a_donated_step_copies_nothing(inner):
         assert memory.alias_size_in_bytes >= 0.99 * nbytes
 
 
-def test_masters_are_sharded_like_the_parameters():
+@pytest.mark.parametrize("remainders", [False, True])
+def test_masters_are_sharded_like_the_parameters(remainders):
     mesh = jax.make_mesh(
         (4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4]
     )
     sharding = NamedSharding(mesh, P("data"))
     params = jax.device_put(jnp.ones((8, 4), jnp.bfloat16), sharding)
-    tx = ols.with_loss_scaling(ols.with_master_weights(optax.adamw(0.1)))
-    state = jax.jit(tx.init)(params)
+    tx = ols.with_loss_scaling(ols.with_master_weights(optax.adamw(0.1), remainders=remainders))
+    state = tx.init(params)
     assert state.inner_state.master_weights.sharding.is_equivalent_to(sharding, 2)
     updates, state = jax.jit(tx.update)(params, state, params)
     assert state.inner_state.master_weights.sharding.is_equivalent_to(sharding, 2)
@@ -178,9 +315,10 @@ def test_a_float32_checkpoint_goes_in_and_comes_out(tmp_path):
     assert_same_bits(again, state)
 
 
-def test_init_takes_shapes():
-    params = {"w": jnp.ones(3, jnp.float16), "n": jnp.ones(2)}
-    tx = ols.with_master_weights(optax.adam(0.1))
+@pytest.mark.parametrize("remainders", [False, True])
+def test_init_takes_shapes(remainders):
+    params = {"w": jnp.ones(3, jnp.float16), "v": jnp.ones(3, jnp.bfloat16), "n": jnp.ones(2)}
+    tx = ols.with_master_weights(optax.adam(0.1), remainders=remainders)
     shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
     types = functools.partial(jax.tree.map, lambda x: (x.shape, x.dtype))
     assert (
@@ -205,14 +343,71 @@ def test_half_precision_parameters_without_masters_are_warned_of_once(guard, dty
     guard(optax.sgd(0.1)).init(ols.cast(params, jnp.float32))
 
 
-def test_masked_parameters_have_no_masters():
-    params = {"base": jnp.ones(2, jnp.float16), "lora": jnp.ones(2, jnp.float16)}
-    labels = {"base": "frozen", "lora": "trained"}
-    inner = {"trained": ols.with_master_weights(optax.sgd(0.1)), "frozen": optax.set_to_zero()}
-    tx = optax.partition(inner, labels)
+@pytest.mark.parametrize("remainders", [False, True])
+@pytest.mark.parametrize("tree", ["whole", "prefix"])
+@pytest.mark.parametrize("kind", ["masked", "partition"])
+def test_masters_of_some_parameters_are_found_among_all(kind, tree, remainders):
+    inner = ols.with_master_weights(optax.sgd(0.1), remainders=remainders)
+    params = {
+        "base": {"w": jnp.ones(2, jnp.bfloat16)},
+        "head": {"w": jnp.full(2, 2, jnp.bfloat16), "b": jnp.ones(())},
+    }
+    mask = {"base": False, "head": True}
+    if tree == "whole":
+        mask = {"base": {"w": False}, "head": {"w": True, "b": True}}
+    if kind == "masked":
+        tx = optax.chain(
+            optax.masked(inner, mask),
+            optax.masked(optax.set_to_zero(), jax.tree.map(lambda m: not m, mask)),
+        )
+    else:
+        labels = jax.tree.map(lambda trained: "trained" if trained else "frozen", mask)
+        tx = optax.partition({"trained": inner, "frozen": optax.set_to_zero()}, labels)
     state = tx.init(params)
-    updates, state = tx.update(params, state, params)
-    assert_same_bits(optax.apply_updates(params, updates)["base"], params["base"])
-    full = ols.master_weights(state, params)
-    assert full["base"].dtype == jnp.float16
-    np.testing.assert_array_equal(full["lora"], np.float32([0.9, 0.9]))
+    updates, state = jax.jit(tx.update)(params, state, params)
+    moved = optax.apply_updates(params, updates)
+    assert_same_bits(moved["base"], params["base"])
+    full = ols.master_weights(state, moved)
+    assert (full["base"]["w"].dtype, full["head"]["w"].dtype) == (jnp.bfloat16, jnp.float32)
+    np.testing.assert_allclose(full["head"]["w"], [1.8, 1.8], rtol=1e-7)
+    np.testing.assert_allclose(full["head"]["b"], 0.9, rtol=1e-7)
+
+
+@pytest.mark.parametrize("remainders", [False, True])
+def test_a_model_of_nnx_is_exported_in_any_container(remainders):
+    model = nnx.Sequential(
+        nnx.Linear(2, 3, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)),
+        nnx.BatchNorm(3, rngs=nnx.Rngs(0)),
+    )
+    inner = ols.with_master_weights(optax.sgd(2.0**-10), remainders=remainders)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer = nnx.Optimizer(model, ols.with_loss_scaling(inner, 8.0), wrt=nnx.Param)
+    start = model.layers[0].kernel[...].astype(jnp.float32)
+    grads = jax.tree.map(lambda p: jnp.full_like(p, 8), nnx.state(model, nnx.Param))
+    optimizer.update(model, grads)
+    params = nnx.state(model, nnx.Param)
+    for given in (params, nnx.to_pure_dict(params), model, nnx.state(model)):
+        full = ols.master_weights(optimizer.opt_state, given)
+        assert jax.tree.structure(full) == jax.tree.structure(given)
+        kernel = next(x for x in jax.tree.leaves(full) if x.shape == (2, 3))
+        np.testing.assert_array_equal(kernel, start - 2.0**-10)
+
+
+def test_parameters_of_another_structure_are_refused():
+    params = {"a": jnp.ones(2, jnp.float16), "b": jnp.ones(2)}
+    tx = ols.with_master_weights(optax.sgd(0.1))
+    state = tx.init(params)
+    more = params | {"c": jnp.ones(2)}
+    with pytest.raises(ValueError, match=r"`params` must keep its structure, .* at `\['c'\]`"):
+        tx.update(more, state, more)
+    full = ols.master_weights(state, more)  # it may hold other arrays
+    assert full["c"] is more["c"]
+    for function in (lambda p: tx.update(p, state, p), lambda p: ols.master_weights(state, p)):
+        with pytest.raises(ValueError, match=r"`params` must keep its structure, .* at `\['a'\]`"):
+            function({"b": params["b"]})
+        with pytest.raises(TypeError, match=r"got float32 for a float32 parameter at `\['a'\]`"):
+            function(params | {"a": jnp.ones(2)})
+    remainder = state._replace(master_weights=state.master_weights | {"a": jnp.zeros(2, jnp.int16)})
+    with pytest.raises(TypeError, match=r"got int16 for a float16 parameter at `\['a'\]`"):
+        tx.update(params, remainder, params)

@@ -75,7 +75,7 @@ class Program:
       holder: What holds parameters and the optimizer's state, and takes a step.
       wrap: What wraps the optimizer: `with_loss_scaling` or Keras' optimizer.
       rules: The rules.
-      half: The dtype of the parameters, whose masters are kept.
+      half: The dtype of the parameters, whose masters are kept; of bfloat16, as remainders.
       inner: Wrappers of Optax, from the inside.
       compute_dtype: Whether the model computes in float16.
       axis_name: Whether it runs in `shard_map`.
@@ -127,6 +127,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "skip_if=Spike": {"rules": (RULE,)},
     "skip_if=tuple": {"rules": (above, RULE)},
     "masters": {"half": jnp.float16},
+    "masters with remainders": {"half": jnp.bfloat16},
     "MultiSteps": {"inner": ("MultiSteps",)},
     "masked": {"inner": ("masked",)},
     "partition": {"inner": ("partition",)},
@@ -152,7 +153,8 @@ def program(*features):
     for name in features:
         for key, value in FEATURES[name].items():
             known = settings.get(key)
-            settings[key] = (*known, *value) if isinstance(known, tuple) else value
+            joined = (*known, *value) if isinstance(known, tuple) else value
+            settings[key] = known if key == "half" and known is not None else joined
     return Program(**settings)
 
 
@@ -160,6 +162,7 @@ def program(*features):
 ALTERNATIVES = [
     {"TrainState", "nnx.Optimizer", "Equinox", "DynamicScale"},
     {"loss_scale_optimizer", "loss_scale_optimizer with decay and EMA"},
+    {"masters", "masters with remainders"},
 ]
 
 
@@ -391,7 +394,7 @@ def optimizer(program, prefix, *, half):
     if "schedule_free" in program.inner:
         tx = optax.contrib.schedule_free(tx, learning_rate=0.5)
     if half:
-        tx = ols.with_master_weights(tx)
+        tx = ols.with_master_weights(tx, remainders=program.half == jnp.bfloat16)
     if "masked" in program.inner:
         tx = optax.masked(tx, prefix(True, False))
     if "partition" in program.inner:
@@ -443,7 +446,7 @@ def reads(name, opt_state, parameters, expected):
         found = jax.tree.leaves(ols.master_weights(opt_state, parameters))
         for a, b in zip(found, jax.tree.leaves(weights), strict=True):
             assert a.dtype == jnp.float32 or np.array_equal(a, b.astype(a.dtype))
-            np.testing.assert_allclose(np.float32(a), b, rtol=2e-3 if a.dtype != b.dtype else 1e-5)
+            np.testing.assert_allclose(np.float32(a), b, rtol=1e-2 if a.dtype != b.dtype else 1e-5)
 
 
 def save_and_restore(holder, carry, format_, folder):
@@ -506,7 +509,7 @@ def run(program, folder):
         ):
             assert found.dtype == (program.half or jnp.float32)
             np.testing.assert_allclose(
-                np.float32(found), np.float32(expected.astype(found.dtype)), rtol=2e-3, atol=1e-6
+                np.float32(found), np.float32(expected.astype(found.dtype)), rtol=1e-2, atol=1e-6
             )
         for name in program.read:
             reads(
@@ -535,7 +538,8 @@ def one_step(program, holder):
         # The two see different gradients and losses, of which the means are those of the batch.
         sign = jnp.where(jax.lax.axis_index("i") == 0, 1.0, -1.0)
         x = jax.tree.map(lambda x: x * (1 + sign), x)
-        mean = functools.partial(jax.lax.pmean, axis_name="i")
+        # In float32: XLA:CPU (jaxlib 0.10.2) aborts on a sum of bfloat16 over some axes of a mesh.
+        mean = lambda grads: jax.lax.pmean(ols.cast(grads, jnp.float32), "i")  # noqa: E731
         carry = holder.step(carry, x, loss * (1 + sign / 8), mean=mean)
         return jax.tree.map(lambda leaf: leaf[None], carry)
 
@@ -568,7 +572,7 @@ REFUSED = {
     **{(keras, "MultiSteps"): "Use `gradient_accumulation_steps`" for keras in KERAS},
     **{
         (KERAS[1], masters): "`weight_decay` must be left out .*Decay inside, `with_master_weights"
-        for masters in ("masters", "master_weights")
+        for masters in ("masters", "masters with remainders", "master_weights")
     },
     (
         "nnx.Optimizer",

@@ -237,9 +237,10 @@ def _replay(
             # Under `shard_map` one of them may vary over axes over which the other does not, and
             # the equations were traced for their types.
             if jax.typeof(choice) == jax.typeof(leaf) == var.aval:
-                kept[early[var]] = choice
-                thrown_away = jax.lax.full_like(choice, _THROWN_AWAY)
-                values[var] = jnp.where(pred, choice, thrown_away)
+                kept[early[var]] = values[var] = choice
+                if is_inexact(choice):
+                    thrown_away = jax.lax.full_like(choice, _THROWN_AWAY)
+                    values[var] = jnp.where(pred, choice, thrown_away)
     outputs = [var.val if isinstance(var, core.Literal) else values[var] for var in jaxpr.outvars]
     for leaf, array in enumerate(old):
         outputs[leaf] = kept[leaf] if leaf in kept else jnp.where(pred, outputs[leaf], array)
@@ -253,14 +254,11 @@ def _debugs() -> bool:
 
 
 def _leaves_read_later(jaxpr: core.Jaxpr, leaves: int) -> dict[core.Var, int]:
-    """Return the new leaves that equations make and read: arrays of numbers, but no scalars."""
+    """Return the new leaves, other than scalars, that equations make and equations read."""
     made = {var for eqn in jaxpr.eqns for var in eqn.outvars}.intersection(_read_by(jaxpr.eqns))
     found: dict[core.Var, int] = {}
     for leaf, var in enumerate(jaxpr.outvars[:leaves]):
-        if isinstance(var, core.Literal) or var not in made:
-            continue
-        aval: Any = var.aval
-        if aval.shape and jnp.issubdtype(aval.dtype, jnp.inexact):
+        if not isinstance(var, core.Literal) and var in made and var.aval.shape:  # pyright: ignore[reportAttributeAccessIssue]
             found.setdefault(var, leaf)  # two leaves that are one variable: the first
     return found
 

@@ -1,22 +1,35 @@
-"""Float32 master weights of parameters in half precision."""
+"""Float32 master weights of parameters in half precision.
 
+A parameter in float16 or bfloat16 is its master, rounded. Where it is not, because it was loaded or
+averaged, the parameter is right, and the master starts from it.
+"""
+
+import functools
 import warnings
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_lossscale._support import checks
-from optax_lossscale._support.tree import KeyPath, PyTree, at_least_float32, leaves_of_type
+from optax_lossscale._support.tree import (
+    KeyPath,
+    PyTree,
+    at_least_float32,
+    leaves_of_type,
+    path_name,
+)
 
 
 class MasterWeightsState(NamedTuple):
     """The state of `with_master_weights`.
 
     Attributes:
-      master_weights: A tree like the parameters: `float32` arrays for those in float16 or bfloat16,
-        and `optax.MaskedNode()` for all others.
+      master_weights: A tree like the parameters: `float32` arrays for those in float16 and
+        bfloat16, with `remainders=True` `int16` arrays for those in bfloat16, and
+        `optax.MaskedNode()` for all others.
       inner_state: The inner optimizer's state, as it would be for float32 parameters.
     """
 
@@ -25,7 +38,7 @@ class MasterWeightsState(NamedTuple):
 
 
 def with_master_weights(
-    inner: optax.GradientTransformation | optax.MultiSteps,
+    inner: optax.GradientTransformation | optax.MultiSteps, *, remainders: bool = False
 ) -> optax.GradientTransformationExtraArgs:
     """Keep float32 masters of float16 and bfloat16 parameters, and optimize those.
 
@@ -35,23 +48,32 @@ def with_master_weights(
     are the masters, rounded: `optax.apply_updates(params, updates)` is
     `master.astype(param.dtype)`. Parameters in float32 have no master and are unchanged by this.
 
+    The masters follow the parameters. Where a parameter is not its rounded master, since it was
+    loaded, averaged or edited after the last step, the step starts from the parameter.
+
     It belongs inside of `with_loss_scaling` and `skip_if`, so that a skipped step leaves the
     masters alone: `with_loss_scaling(with_master_weights(optax.adamw(1e-3)))`.
 
-    One case is not exact. A weight that shrinks to less than 1/8192 of itself in a single step
-    (1/65536 in bfloat16), but not to zero, cannot be reached by one addition in float32. It is off
-    by the rounding of that addition until the next step, and its master is right.
+    Two cases are not those of float32. A weight that shrinks to less than 1/8192 of itself in a
+    single step (1/65536 in bfloat16), but not to zero, cannot be reached by one addition in
+    float32: its master takes what the parameter became, which is off by at most 2**-23 of the old
+    weight. And the master of a float16 parameter stays within plus and minus 65504, since no
+    addition leads back from infinity.
 
     Args:
       inner: Any Optax optimizer, or an `optax.MultiSteps`.
+      remainders: Whether to keep only the lower half of a bfloat16 parameter's master, in two bytes
+        for four. The parameter is the upper half: a bfloat16 number is a float32 without its last
+        sixteen bits. Together they are the same master, bit for bit. The parameter is rounded to
+        the nearest, and away from zero if two are as near. float16 parameters have float32 masters.
 
     Returns:
       A gradient transformation whose `update` needs `params`, and whose state is a
-      `MasterWeightsState`. It holds four more bytes for each parameter in half precision.
+      `MasterWeightsState`. It holds four more bytes for each parameter in half precision, or two.
 
     Raises:
       TypeError: If `inner` is not a gradient transformation; from `update`, if its state is not a
-        `MasterWeightsState`.
+        `MasterWeightsState`, or holds masters of another dtype.
       ValueError: From `update`, without `params`, or with others than those that `init` was given.
 
     Examples:
@@ -69,12 +91,14 @@ def with_master_weights(
 
     References:
       Micikevicius et al., `Mixed Precision Training <https://arxiv.org/abs/1710.03740>`_, 2018.
+      Masters in the parameter and its remainder are those of `Megatron-LM
+      <https://github.com/NVIDIA/Megatron-LM>`_ (`store_param_remainders`).
     """
     inner = checks.transformation("inner", inner)
 
     def init_fn(params: optax.Params) -> MasterWeightsState:
-        masters = jax.tree.map(_master, params)
-        return MasterWeightsState(masters, inner.init(_filled(masters, params)))
+        masters = jax.tree.map(functools.partial(_master, remainders=remainders), params)
+        return MasterWeightsState(masters, inner.init(jax.tree.map(_widened, params)))
 
     def update_fn(
         updates: optax.Updates,
@@ -88,25 +112,20 @@ def with_master_weights(
                 "`params` must be given to `update`, got None: the updates lead from the "
                 "parameters to the rounded masters. Call `update(grads, state, params)`."
             )
-        weights = _filled(masters, params)
+        numbers, weights = _weights(masters, params)
+        kept, masters_def = jax.tree.flatten(masters, is_leaf=_is_missing)
+        halves, params_def = jax.tree.flatten(params)
         grads = jax.tree.map(at_least_float32, updates)
-        updates, inner_state = inner.update(grads, inner_state, weights, **extra_args)
-        masters = jax.tree.map(
-            lambda master, update: master if _is_missing(master) else _add(master, update),
-            masters,
-            updates,
-            is_leaf=_is_missing,
+        updates, inner_state = inner.update(
+            grads, inner_state, params_def.unflatten(weights), **extra_args
         )
-        updates = jax.tree.map(
-            lambda master, update, param: (
-                update if _is_missing(master) else _towards(master, param)
-            ),
-            masters,
-            updates,
-            params,
-            is_leaf=_is_missing,
-        )
-        return updates, MasterWeightsState(masters, inner_state)
+        moves = params_def.flatten_up_to(updates)
+        for i, number in enumerate(numbers):
+            if number is not None:
+                new = jnp.asarray(optax.apply_updates(weights[i], moves[i]), jnp.float32)
+                kept[number], moves[i] = _move(new, kept[number], halves[i])
+        state = MasterWeightsState(masters_def.unflatten(kept), inner_state)
+        return params_def.unflatten(moves), state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -115,13 +134,16 @@ def master_weights(opt_state: PyTree, params: optax.Params) -> optax.Params:
     """Return the parameters in full precision, to evaluate or export them.
 
     Args:
-      opt_state: A `MasterWeightsState`, or an optimizer's state that holds exactly one.
-      params: The parameters that it belongs to.
+      opt_state: A `MasterWeightsState`, or an optimizer's state that holds exactly one, such as
+        that of `optax.masked` or `optax.partition`.
+      params: The parameters that it belongs to, in any container: as training is given them, the
+        state of a `flax.nnx` model, or the model itself. It may hold other arrays, too.
 
     Returns:
-      `params`, with the float32 master of each leaf that has one.
+      `params`, with the float32 master of each leaf that has one: from where the next step starts.
 
     Raises:
+      TypeError: If a master, or the parameter that it belongs to, is of another dtype.
       ValueError: If `opt_state` holds no `MasterWeightsState`, or several, or `params` are others
         than those that it was made for.
 
@@ -132,9 +154,10 @@ def master_weights(opt_state: PyTree, params: optax.Params) -> optax.Params:
       >>> tx = ols.with_loss_scaling(ols.with_master_weights(optax.sgd(1e-4)), 8)
       >>> params = {"w": jnp.float16(1), "norm": jnp.float32(1)}
       >>> opt_state = tx.init(params)
-      >>> _, opt_state = tx.update({"w": jnp.float16(8), "norm": 8.0}, opt_state, params)
-      >>> ols.master_weights(opt_state, params)
-      {'norm': Array(1., dtype=float32), 'w': Array(0.9999, dtype=float32)}
+      >>> grads = {"w": jnp.float16(8), "norm": jnp.float32(8)}
+      >>> updates, opt_state = tx.update(grads, opt_state, params)
+      >>> ols.master_weights(opt_state, optax.apply_updates(params, updates))
+      {'norm': Array(0.9999, dtype=float32), 'w': Array(0.9999, dtype=float32)}
     """
     _, state = checks.only_one(
         "opt_state",
@@ -142,7 +165,8 @@ def master_weights(opt_state: PyTree, params: optax.Params) -> optax.Params:
         MasterWeightsState,
         "Wrap the optimizer with `with_master_weights`, or pass the state that is meant.",
     )
-    return _filled(state.master_weights, params)
+    _, weights = _weights(state.master_weights, params, others=True)
+    return jax.tree.structure(params).unflatten(weights)
 
 
 def warn_without_masters(params: optax.Params, opt_state: optax.OptState) -> None:
@@ -159,48 +183,170 @@ def warn_without_masters(params: optax.Params, opt_state: optax.OptState) -> Non
         )
 
 
-def _master(param: Any) -> Any:
-    if getattr(param, "dtype", None) not in (jnp.float16, jnp.bfloat16):
-        return optax.MaskedNode()
+def _widened(param: Any) -> Any:
+    """Return a parameter in half precision in float32, and any other as it is."""
+    if getattr(param, "dtype", None) not in _HALF:
+        return param
     if isinstance(param, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(param.shape, jnp.float32, sharding=param.sharding)
     return jnp.asarray(param, jnp.float32)
+
+
+def _master(param: Any, *, remainders: bool) -> Any:
+    """Return what the state holds for a parameter."""
+    widened = _widened(param)
+    if widened is param:
+        return optax.MaskedNode()
+    if not (remainders and param.dtype == jnp.bfloat16):
+        return widened
+    if isinstance(widened, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(param.shape, jnp.int16, sharding=param.sharding)
+    return jnp.zeros_like(param, jnp.int16)
 
 
 def _is_missing(master: Any) -> bool:
     return isinstance(master, optax.MaskedNode)
 
 
-def _filled(masters: PyTree, params: optax.Params) -> optax.Params:
-    """Return `params` with masters for those that have one."""
-    # MaskedNode stands for a parameter without a master here, and for none at all in `params`.
-    given, known = (jax.tree.map(lambda _: 0, t, is_leaf=_is_missing) for t in (params, masters))
-    remedy = "Give the parameters that the state was initialized with."
-    checks.same_structure("params", given, known, remedy)
+def _weights(
+    masters: PyTree, params: optax.Params, *, others: bool = False
+) -> tuple[list[int | None], list[Any]]:
+    """Return the leaves of `params` in float32 where they have masters, and which those are.
 
-    def fill(path: KeyPath, master: Any, param: Any) -> Any:
-        if _is_missing(master):
-            return param
-        checks.same_shape("params", path, param, master, remedy)
-        return master
+    Args:
+      masters: A tree of masters. A `MaskedNode` stands for a parameter that has none, or for all
+        parameters below it.
+      params: The parameters, in any container.
+      others: Whether `params` may hold arrays of which `masters` does not know.
 
-    return jax.tree_util.tree_map_with_path(fill, masters, params, is_leaf=_is_missing)
+    Returns:
+      For each leaf of `params`, the number of its master among the leaves of `masters`, or None;
+      and the leaf, or its master.
+    """
+    kept = jax.tree_util.tree_leaves_with_path(masters, is_leaf=_is_missing)
+    known = {_names(path): number for number, (path, _) in enumerate(kept)}
+    numbers: list[int | None] = []
+    weights: list[Any] = []
+    for path, param in jax.tree_util.tree_leaves_with_path(params):
+        starts = (_names(path)[:length] for length in range(len(path) + 1))
+        number = next((known[start] for start in starts if start in known), None)
+        checks.known_place("params", path, _INITIALIZED, known=others or number is not None)
+        if number is not None and _is_missing(kept[number][1]):
+            number = None
+        numbers.append(number)
+        weights.append(param if number is None else _weight(path, kept[number][1], param))
+    for number, (path, master) in enumerate(kept):
+        is_known = number in numbers or _is_missing(master)
+        checks.known_place("params", path, _INITIALIZED, known=is_known)
+    return numbers, weights
 
 
-def _add(master: jax.Array, update: Any) -> jax.Array:
-    return jnp.asarray(optax.apply_updates(master, update), jnp.float32)
+def _names(path: KeyPath) -> tuple[Any, ...]:
+    """Return the keys of a path, whatever containers they are keys of."""
+    names = [getattr(key, "key", getattr(key, "name", getattr(key, "idx", None))) for key in path]
+    return tuple(names[:-1] if names[-1:] == ["value"] else names)  # the array in an nnx.Variable
 
 
-def _towards(master: jax.Array, param: jax.Array) -> jax.Array:
-    """Return the float32 number that makes `param` the rounded master when it is added."""
+def _weight(path: KeyPath, master: Any, param: jax.Array) -> jax.Array:
+    """Return the float32 weight from which a step starts."""
+    checks.same_shape("params", path, param, master, _INITIALIZED)
+    if (param.dtype, master.dtype) not in _STORED:
+        raise TypeError(
+            "`opt_state` must hold float32 masters of float16 and bfloat16 parameters, or int16 "
+            f"remainders of bfloat16 ones, got {master.dtype} for a {param.dtype} parameter at "
+            f"{path_name(path)}. {_INITIALIZED}"
+        )
+    if master.dtype == jnp.int16:
+        return _join(param, master)
+    # Compared as integers. Of a cast there and straight back, XLA:GPU takes neither (jaxlib 0.10.2,
+    # which allows excess precision by default: `xla_allow_excess_precision`), and XLA:CPU compares
+    # bfloat16 in float32, which it writes to memory. Zeros of both signs are the same.
     rounded = master.astype(param.dtype)
+    is_rounded = (_bits(rounded) == _bits(param)) | (_is_zero(rounded) & _is_zero(param))
+    return jnp.where(is_rounded, master, param.astype(jnp.float32))
+
+
+def _bits(half: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(half, jnp.uint16)
+
+
+def _is_zero(half: jax.Array) -> jax.Array:
+    return _bits(half) << 1 == 0
+
+
+def _is_infinite(half: jax.Array) -> jax.Array:
+    return _bits(half) << 1 == np.array(np.inf, half.dtype).view(np.uint16) << 1
+
+
+def _move(new: jax.Array, kept: jax.Array, param: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return what the state keeps of a new master, and the update that leads to its parameter."""
+    if kept.dtype == jnp.int16:
+        new = _written_once(new, kept)
+        kept = _remainder(new)
+        rounded = _upper_half(new, kept)
+        is_zero = rounded == 0
+    else:
+        if param.dtype == jnp.float16:  # from infinity, no addition leads back
+            largest = jnp.finfo(jnp.float16).max.astype(jnp.float32)
+            new = jnp.where(jnp.isinf(new), new, jnp.clip(new, -largest, largest))
+        kept, half = new, new.astype(param.dtype)
+        is_zero = _is_zero(half)
+        # Of a cast there and straight back, XLA:GPU takes neither (see `_weight`). It keeps both
+        # with a choice in between.
+        rounded = jnp.where(is_zero, jnp.ones_like(half), half).astype(jnp.float32)
+    end = jnp.where(is_zero, new, rounded)  # of zero it has the sign
     start = param.astype(jnp.float32)
-    is_zero = rounded == 0
-    # Of a cast there and straight back, XLA:GPU takes neither (jaxlib 0.10.2, which allows excess
-    # precision by default: `xla_allow_excess_precision`). It keeps both with a choice in between.
-    nonzero = jnp.where(is_zero, jnp.ones_like(rounded), rounded).astype(jnp.float32)
-    end = jnp.where(is_zero, master, nonzero)  # of zero it has the sign
-    # Of infinity, the difference is NaN; of -0.0, it is 0.0, which makes 0.0 of it.
-    is_there = (rounded == param) & (jnp.signbit(rounded) == jnp.signbit(param))
-    is_there &= jnp.isinf(param) | (master == 0)
-    return jnp.where(is_there, -jnp.zeros_like(start), end - start)
+    is_there = is_zero & _is_zero(param) & (jnp.signbit(new) == jnp.signbit(start))
+    return kept, jnp.where(is_there | _is_infinite(param), -jnp.zeros_like(start), end - start)
+
+
+# A bfloat16 number is the upper half of a float32. If it is rounded to the nearest, away from zero,
+# the lower half as a signed integer is what to add to its word for the whole.
+
+
+@jax.custom_jvp
+def _join(param: jax.Array, remainder: jax.Array) -> jax.Array:
+    """Return the float32 of which `param` is the upper half."""
+    word = jax.lax.bitcast_convert_type(_bits(param).astype(jnp.uint32) << 16, jnp.int32)
+    remainder = remainder.astype(jnp.int32)
+    # No number leaves these, but a parameter may have been replaced.
+    is_foreign = (_is_zero(param) & (remainder < 0)) | (_is_infinite(param) & (remainder > 0))
+    word += jnp.where(is_foreign, 0, remainder)
+    return jax.lax.bitcast_convert_type(word, jnp.float32)
+
+
+@jax.custom_jvp
+def _upper_half(new: jax.Array, remainder: jax.Array) -> jax.Array:
+    """Return the bfloat16 that is nearest to a float32, in float32."""
+    # Of the forms tried, this one alone is fused into one loop by XLA:TPU (libtpu 0.0.42).
+    word = jax.lax.bitcast_convert_type(new, jnp.int32) - remainder.astype(jnp.int32)
+    return jax.lax.bitcast_convert_type(word, jnp.float32)
+
+
+_join.defjvps(lambda tangent, *_: tangent.astype(jnp.float32), None)
+_upper_half.defjvps(lambda tangent, *_: tangent, None)
+
+
+def _remainder(new: jax.Array) -> jax.Array:
+    """Return the lower half of a float32; none of NaN, which must stay NaN."""
+    lower = jax.lax.bitcast_convert_type(new, jnp.int32).astype(jnp.int16)
+    return jnp.where(jnp.isnan(new), jnp.zeros_like(lower), lower)
+
+
+def _written_once(new: jax.Array, remainder: jax.Array) -> jax.Array:
+    """Return `new`, which XLA:CPU writes to memory.
+
+    Parameter and remainder are both computed from it. XLA:CPU (seen in jaxlib 0.10.2) would compute
+    it in both loops, and copy the old parameter and the old remainder for the second. It does not
+    compute a division twice, and what it divides by here is an odd number modulo 2.
+    """
+    one = (2 * remainder.astype(jnp.int32) + 1) & 1
+    return jax.lax.platform_dependent(
+        new, one.astype(jnp.float32), cpu=jax.lax.div, default=lambda new, _: new
+    )
+
+
+_HALF = (jnp.dtype("float16"), jnp.dtype("bfloat16"))
+# The dtypes of a parameter and of its master.
+_STORED = {(half, jnp.dtype("float32")) for half in _HALF} | {(_HALF[1], jnp.dtype("int16"))}
+_INITIALIZED = "Give the parameters that the state was initialized with."

@@ -117,9 +117,16 @@ def scalar(name: str, value: Any, remedy: str) -> None:
 
 def same_structure(name: str, tree: PyTree, expected: PyTree, remedy: str) -> None:
     """Refuse a tree of another structure; the message names the first key path that differs."""
-    if jax.tree.structure(tree) != jax.tree.structure(expected):
-        where = path_name(first_difference(tree, expected))
-        raise ValueError(f"`{name}` must keep its structure, got another at {where}. {remedy}")
+    is_same = jax.tree.structure(tree) == jax.tree.structure(expected)
+    known_place(name, () if is_same else first_difference(tree, expected), remedy, known=is_same)
+
+
+def known_place(name: str, path: KeyPath | None, remedy: str, *, known: bool) -> None:
+    """Refuse a leaf where there should be none, or none where there should be one."""
+    if not known:
+        raise ValueError(
+            f"`{name}` must keep its structure, got another at {path_name(path)}. {remedy}"
+        )
 
 
 def same_shape(name: str, path: KeyPath, leaf: Any, expected: Any, remedy: str) -> None:
