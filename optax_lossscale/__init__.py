@@ -13,7 +13,7 @@ from optax_lossscale._policy import (
 from optax_lossscale._state import LossScaleState, SkipIfState, applied, loss_scale_state
 from optax_lossscale._step.cast import cast
 from optax_lossscale._step.choose import tree_where
-from optax_lossscale._step.differentiate import value_and_grad
+from optax_lossscale._step.differentiate import grad, value_and_grad
 from optax_lossscale._step.finite import all_finite
 from optax_lossscale._step.guard import WithLossScalingState, skip_if, with_loss_scaling
 from optax_lossscale._step.masters import (
@@ -41,6 +41,7 @@ __all__ = [
     "as_loss_scale",
     "cast",
     "diagnostics",
+    "grad",
     "init",
     "loss_scale_state",
     "master_weights",

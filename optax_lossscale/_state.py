@@ -64,7 +64,7 @@ class SpikeState(NamedTuple):
     """The state of a `Spike`.
 
     Attributes:
-      values: The last accepted values, the newest last, and zeros before the first one.
+      values: The last remembered values, the newest last, and zeros before the first one.
         `float32[window]`.
       held: The number of values, up to `window`. `int32[]`.
       consecutive_skipped: Spikes in a row that were skipped. `int32[]`.

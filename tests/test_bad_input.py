@@ -194,11 +194,11 @@ TABLE = {
         *given(DynamicLossScale, "initial_scale min_scale max_scale", "x"),
         *given(DynamicLossScale, "growth_factor backoff_factor", "x"),
         *given(ols.Spike, "sigmas", "x"),
-        *given(optimizer, "initial_scale", False),
+        *given(optimizer, "initial_scale", "x"),
         *given(optimizer, "clipnorm", jnp.sin),
         *given(optimizer, "weight_decay", jnp.sin, learning_rate=0.1),
         *given(optimizer, "learning_rate", "x", weight_decay=0.1),
-        *given(optimizer, "ema_momentum", None),
+        *given(optimizer, "ema_momentum", "x"),
         *(
             (lambda f=f: f(having(loss_scale="x")), "state.loss_scale", "'x'")
             for f in (scale_loss, calibrate, diag.metrics, diag.check_health)
@@ -224,7 +224,6 @@ TABLE = {
         *given(optimizer, "weight_decay", -0.1, learning_rate=jnp.sin),
         *given(optimizer, "learning_rate", -0.1, weight_decay=0.1),
         *given(optimizer, "ema_momentum", -0.1, 1.1),
-        *given(ols.Spike, "sigmas", -1.0, 0, 2.0**127),
     ],
     "TypeError: `{name}` must be an integer, got {got}. Use `int` to convert it.": [
         *given(DynamicLossScale, "growth_interval", None, "x", True, 1.5, jnp.int32(4)),
@@ -425,6 +424,9 @@ TABLE = {
     'TypeError: `{name}` must be "value", "grad_norm" or ..., got {got}. Leave it out ...': [
         *given(ols.Spike, "of", None, 3),
     ],
+    "ValueError: `sigmas` must exceed 1.5, got {got}: ... Use 6.": [
+        *given(ols.Spike, "sigmas", -1.0, 0, 1.5, 1.5 + 1e-9),
+    ],
     "ValueError: `warmup` must be at most `window`, got {got}. More values are never held.": [
         (lambda: ols.Spike(window=4, warmup=5), "", "5 and 4"),
     ],
@@ -435,8 +437,12 @@ TABLE = {
     "ValueError: `params` must be given to `update`, got None: ... Call ...": [
         (lambda: MASTERS.update(PARAMS, MASTERS.init(PARAMS)), "", ""),
     ],
+    "TypeError: `opt_state` must hold float32 masters ..., got {got} at `['w']`. Give the ...": [
+        (lambda: master_step({"w": ONE}), "", "float32 for a float32 parameter"),
+    ],
     "TypeError: `{name}` must be a floating-point type, got {got}. Use `jnp.float16` or ...": [
         (lambda: ols.cast(PARAMS, "int8"), "dtype", "int8"),
+        (lambda: ols.cast(PARAMS, None), "dtype", "None"),
         (lambda: ols.cast(PARAMS, "complex64"), "dtype", "complex64"),
         (lambda: ols.value_and_grad(jnp.sum, compute_dtype="int8"), "compute_dtype", "int8"),
     ],
@@ -648,6 +654,9 @@ TABLE = {
         (lambda: interop.to_torch_state_dict(DynamicLossScale(hysteresis=2), STATE), "", ""),
     ],
     # -- Keras' arguments
+    "TypeError: `initial_scale` must be a Python number, got {got}. The second argument ...": [
+        (lambda: optimizer(False, 1024), "", "False"),
+    ],
     "ValueError: `initial_scale` must be given if `dynamic` is False, got None. It is ...": [
         *given(optimizer, "dynamic", False),
     ],
@@ -735,6 +744,7 @@ ACCEPTED = [
     *given(from_torch, "d", *(TORCH | {"scale": x} for x in (2.0**-126, 2.0**126))),
     *given(health, "loss_scale", 2.0**-126, 2.0**126),
     *given(health, " ".join(COUNTS), 0),
+    *given(ols.Spike, "sigmas", 1.5 + 2.0**-22, FLOAT32_MAX),
     *given(spike_health, "held", jnp.int32(0), jnp.int32(128)),
     *given(check_health, "max_consecutive_skipped", 0),
     *given(suggest_scale, "headroom", np.int64(0)),

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from plain_where import assert_same_bits
 
 import optax_lossscale as ols
 
@@ -85,7 +86,7 @@ def by_hand(params, batch, weight, keep_norm=False):
 @pytest.mark.integration
 def test_the_bits_are_those_of_casting_by_hand(keep_norm, compiled):
     run = jax.jit if compiled else lambda f: f
-    keep = (lambda path: path == "['norm']") if keep_norm else None
+    keep = (lambda path: path == "params['norm']") if keep_norm else None
     state = ols.init(1024)
     cast = ols.value_and_grad(loss, compute_dtype=jnp.float16, keep=keep)
     hand = ols.value_and_grad(by_hand)
@@ -93,6 +94,77 @@ def test_the_bits_are_those_of_casting_by_hand(keep_norm, compiled):
     expected = run(lambda p, b: hand(state, p, b, WEIGHT, keep_norm))(PARAMS, BATCH)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert jax.tree.map(jnp.result_type, found[1]) == jax.tree.map(jnp.result_type, PARAMS)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_path_begins_with_the_name_of_the_argument(jitted):
+    seen = []
+
+    def fun(params, x, /, y, *rest, weight, **more):
+        arrays = jax.tree.leaves((params, x, y, rest, weight, more))
+        return sum(jnp.sum(array.astype(jnp.float32)) for array in arrays)
+
+    cast = ols.value_and_grad(
+        jax.jit(fun) if jitted else fun, compute_dtype=jnp.float16, keep=seen.append
+    )
+    one = jnp.ones(())
+    params = {"norm": {"scale": one}}
+    with pytest.warns(
+        UserWarning, match=r"paths are: params\['norm'\]\['scale'\], x, y, rest\[0\]"
+    ):
+        cast(ols.init(2), params, one, one, one, (one,), weight=one, other=[one])
+    assert seen == [
+        "params['norm']['scale']", "x", "y", "rest[0]", "rest[1][0]", "weight", "other[0]",
+    ]  # fmt: skip
+
+
+def test_a_function_without_a_signature_has_numbered_arguments():
+    class Loss:
+        __signature__ = "none"  # as of some functions written in C
+
+        def __call__(self, x, y):
+            assert (x.dtype, y.dtype) == (jnp.float16, jnp.float32)
+            return x.astype(jnp.float32) * y
+
+    cast = ols.value_and_grad(Loss(), compute_dtype=jnp.float16, keep="args[1]".__eq__)
+    cast(ols.init(2), jnp.ones(()), jnp.ones(()))
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_grad_is_value_and_grad_without_the_value(has_aux):
+    def fun(x, y):
+        loss = jnp.sum(x * y.astype(jnp.float32))
+        return (loss, y.dtype) if has_aux else loss
+
+    given = {"argnums": 1, "has_aux": has_aux, "compute_dtype": jnp.float16, "keep": "x".__eq__}
+    arguments = ols.init(4), jnp.arange(3.0), jnp.ones(3)
+    value, grads = ols.value_and_grad(fun, **given)(*arguments)
+    found = ols.grad(fun, **given)(*arguments)
+    expected = (grads, value[1]) if has_aux else grads
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert not has_aux or found[1] == jnp.float16
+
+
+@pytest.mark.parametrize("scale", [2.0**15, 2.0**17])
+def test_the_state_of_loss_scaling_and_fp8_metadata_are_never_cast(scale):
+    state = ols.init(scale)
+    opt_state = ols.with_loss_scaling(optax.sgd(0.1), scale).init(jnp.ones(2))
+    metadata = {"_overwrite_with_gradient": {"amax": jnp.full(2, 1e6)}, "w": jnp.ones(2)}
+    kept, found, cast_metadata = ols.cast((state, opt_state, metadata), jnp.float16)
+    assert_same_bits((kept, found), (state, opt_state))
+    assert cast_metadata["w"].dtype == jnp.float16
+    assert_same_bits(
+        cast_metadata["_overwrite_with_gradient"], metadata["_overwrite_with_gradient"]
+    )
+
+    def loss_fn(params, inner_state, metadata):
+        assert inner_state.loss_scale.dtype == jnp.float32
+        assert metadata["_overwrite_with_gradient"]["amax"].dtype == jnp.float32
+        assert params.dtype == jnp.float16
+        return ols.scale_loss(jnp.sum(params.astype(jnp.float32)), inner_state)
+
+    cast = ols.value_and_grad(loss_fn, compute_dtype=jnp.float16)
+    assert cast(ols.init(1), jnp.ones(2), state, metadata)[0] == 2 * scale
 
 
 def test_argnums_and_aux_pass_through():

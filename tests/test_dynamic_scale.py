@@ -321,6 +321,23 @@ def test_it_can_be_a_tree_of_axes_or_of_nothing():
     assert [type(leaf) for leaf in jax.tree.leaves(shapes)] == [jax.ShapeDtypeStruct] * 2
 
 
+@pytest.mark.parametrize("numbers", [(0, 65536), (7, 8), (3, 3), (0, 1), (0, 8.0)])
+def test_python_numbers_become_arrays_and_compile_once(numbers):
+    traces = []
+
+    @jax.jit
+    def step(ds):
+        traces.append(1)
+        return ds.value_and_grad(lambda w: w)(jnp.float32(1)).dynamic_scale
+
+    ds = Ours(fin_steps=numbers[0], scale=numbers[1])
+    assert (ds.fin_steps, ds.scale) == numbers
+    assert (ds.fin_steps.dtype, ds.scale.dtype) == (jnp.int32, jnp.float32)
+    for _ in range(3):
+        ds = step(ds)
+    assert len(traces) == 1
+
+
 def test_it_can_be_donated_and_fetched():
     step = jax.jit(lambda ds: ds.value_and_grad(lambda w: w)(1.0).dynamic_scale, donate_argnums=0)
     first, other = Ours(), Ours()

@@ -488,3 +488,45 @@ def test_without_a_line_of_your_own_there_is_no_source():
 def test_a_traced_argument_is_refused():
     with pytest.raises(TypeError, match=r"`args` must hold values, got traced arrays"):
         jax.jit(lambda x: first_nonfinite(jnp.sin, x))(ONE)
+
+
+# What does not reach the output is harmless, in a scan too.
+
+
+def reset_by_the_next_step(carry, step):
+    overflows = jnp.where(step == 0, carry * 1e30, 1.0)
+    return jnp.where(step == 2, jnp.sqrt(overflows - 5), overflows), carry
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_an_infinity_that_the_next_step_discards_is_not_blamed(reverse):
+    def fun(x):
+        steps = jnp.arange(3)[:: -1 if reverse else 1]
+        return jax.lax.scan(reset_by_the_next_step, x, steps, reverse=reverse)[0]
+
+    assert first_nonfinite(fun, jnp.float32(1e30)).operation == "sqrt"
+
+
+def test_of_what_a_scan_stacks_the_first_step_is_blamed():
+    def fun(x):
+        return jax.lax.scan(reset_by_the_next_step, x, jnp.arange(3))[1]
+
+    assert first_nonfinite(fun, jnp.float32(1e30)).operation == "mul"
+    # Of the carry's last step, nothing is stacked.
+    assert first_nonfinite(fun, jnp.float32(1)) is None
+
+
+def test_a_scan_without_steps_returns_what_it_is_given():
+    def fun(x):
+        return jax.lax.scan(reset_by_the_next_step, jnp.log(x), jnp.arange(0))[0]
+
+    assert first_nonfinite(fun, jnp.float32(-1)).operation == "log"
+
+
+def test_what_is_not_selected_is_not_blamed():
+    def fun(x):
+        return jnp.where(x > 0, jnp.sqrt(-x), jnp.exp(100 * x))
+
+    found = first_nonfinite(fun, jnp.array([-1.0, 2.0]))
+    assert (found.operation, found.nan) == ("sqrt", 1)
+    assert first_nonfinite(fun, jnp.array([-1.0, -2.0])) is None

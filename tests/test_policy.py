@@ -293,3 +293,8 @@ def test_update_takes_whatever_names_a_policy_and_any_boolean_scalar(
 def test_a_loss_that_is_not_given_counts_as_finite(policy):
     for after in (policy.update(policy.init(), True), ols.update(policy.init(), True, policy)):
         assert_states_equal(after, np.array([8, 1, 0, 0, 0]))
+
+
+def test_mindspores_order_of_arguments_is_warned_of():
+    with pytest.warns(UserWarning, match="`growth_factor` is 2000.*third argument is `scale_wi"):
+        ols.DynamicLossScale(2**24, 2, 2000)  # DynamicLossScaleManager(2**24, 2, 2000)

@@ -67,6 +67,10 @@ TOP_LEVEL = {
     "as_loss_scale": "(loss_scale)",
     "cast": "(tree, dtype, *, keep=None)",
     "diagnostics": None,
+    "grad": (
+        "(fun, argnums=0, has_aux=False, *, compute_dtype=None, keep=None, "
+        "transform=value_and_grad, **kwargs)"
+    ),
     "init": "(loss_scale='dynamic')",
     "loss_scale_state": "(opt_state)",
     "master_weights": "(opt_state, params)",
@@ -80,7 +84,7 @@ TOP_LEVEL = {
         "transform=value_and_grad, **kwargs)"
     ),
     "with_loss_scaling": "(inner, loss_scale='dynamic', *, skip_if=None, axis_name=None)",
-    "with_master_weights": "(inner)",
+    "with_master_weights": "(inner, *, remainders=False)",
 }
 DIAGNOSTICS = {
     "FirstNonfinite": None,

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from jax import export
 from plain_where import assert_same_bits
@@ -292,6 +293,35 @@ def test_hyperparameters_and_fields_are_read_and_set_through_the_wrapper():
     loss_scale = optax.tree.get(state, "loss_scale")
     assert (loss_scale, loss_scale.dtype, loss_scale.weak_type) == (64, jnp.float32, False)
     assert optax.tree.get(state, "learning_rate") == 2.0
+
+
+@integration
+def test_what_reads_the_inner_state_of_optax_is_given_it():
+    inner = optax.contrib.schedule_free_sgd(0.5)
+    tx = ols.with_loss_scaling(inner, 8.0)
+    params, plain_state = {"w": X}, inner.init({"w": X})
+    state = tx.init(params)
+    for _ in range(3):
+        updates, state = tx.update({"w": 8 * X}, state, params)
+        expected, plain_state = inner.update({"w": X}, plain_state, params)
+        jax.tree.map(np.testing.assert_array_equal, updates, expected)
+        params = optax.apply_updates(params, updates)
+    evaluate = optax.contrib.schedule_free_eval_params
+    found, expected = evaluate(state.inner_state, params), evaluate(plain_state, params)
+    np.testing.assert_allclose(found["w"], expected["w"], rtol=1e-6)
+
+
+@integration
+@pytest.mark.parametrize("policy", ["dynamic", None])
+def test_a_gradient_that_is_none_is_named(policy):
+    tx = ols.with_loss_scaling(optax.adam(0.1), policy)
+    params = {"w": X, "b": X}
+    with pytest.raises(ValueError, match="None") as caught:
+        tx.update({"w": X, "b": None}, tx.init(params), params)
+    assert "The gradient is None at `['b']`. Give zeros, or leave" in caught.value.__notes__[-1]
+    some = params | {"b": None}  # as Equinox filters both
+    updates, _ = tx.update(some, tx.init(some), some)
+    assert updates["b"] is None
 
 
 @integration

@@ -118,6 +118,7 @@ def other_wrappers(params: Params, x: jax.Array) -> None:
     ols.master_weights(opt_state, params)
     assert_type(ols.cast(params, jnp.float16, keep=lambda path: "norm" in path), Params)
     ols.value_and_grad(loss_fn, compute_dtype="bfloat16", keep=None)
+    ols.grad(loss_fn, has_aux=True, compute_dtype="float16")(ols.init(), params, x)
     assert_type(diagnostics.is_stalled(opt_state, max_consecutive_skipped=9), jax.Array)
 
     ols.Spike(3)  # pyright: ignore[reportArgumentType]

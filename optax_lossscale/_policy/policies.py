@@ -1,6 +1,7 @@
 """Policies and their update rule."""
 
 import dataclasses
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -115,6 +116,9 @@ class DynamicLossScale(Configurable):
         growth_factor > 1 and finite, 0 < backoff_factor < 1, and growth_interval, hysteresis and
         loss_patience are at least 1.
 
+    Warns:
+      UserWarning: If growth_factor is an integer of 100 or more: most likely a number of steps.
+
     Examples:
       >>> import optax_lossscale as ols
       >>> policy = ols.DynamicLossScale(initial_scale=8, growth_interval=2)
@@ -142,6 +146,13 @@ class DynamicLossScale(Configurable):
 
     def __post_init__(self) -> None:
         """Check the hyper-parameters."""
+        if isinstance(self.growth_factor, int) and self.growth_factor >= 100:
+            warnings.warn(
+                f"`growth_factor` is {self.growth_factor}, so that the loss scale leaps. In "
+                "MindSpore the third argument is `scale_window`; here that is the second, "
+                "`growth_interval`.",
+                stacklevel=3,
+            )
         for name in ("initial_scale", "min_scale", "max_scale"):
             _set(self, name, checks.scale_number(name, getattr(self, name)))
         for name in ("growth_interval", "hysteresis", "loss_patience"):

@@ -1,16 +1,18 @@
 """Cast a model and its batch."""
 
+import functools
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from optax_lossscale._state import LossScaleState
 from optax_lossscale._support import checks
-from optax_lossscale._support.tree import KeyPath, Tree, is_array
+from optax_lossscale._support.tree import KeyPath, Tree, is_array, is_fp8_metadata
 
 
 def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = None) -> Tree:
@@ -18,16 +20,17 @@ def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = N
 
     Args:
       tree: Any pytree: parameters, a batch, an Equinox module. Integers, booleans, complex numbers,
-        PRNG keys and whatever is not an array stay as they are.
-      dtype: A floating-point type, such as `jnp.float16` or `jnp.bfloat16`.
-      keep: Says of a path, as `jax.tree_util.keystr` writes it, whether the array there stays as
-        it is: `lambda path: "norm" in path`.
+        PRNG keys and whatever is not an array stay as they are, and so do every `LossScaleState`
+        and the metadata of Flax's fp8 layers (all under a dict key `_overwrite_with_gradient`).
+      dtype: A floating-point dtype, such as `jnp.float16` or `jnp.bfloat16`.
+      keep: A function from a path, as `jax.tree_util.keystr` formats it, to whether the array there
+        is left uncast: `lambda path: "norm" in path`.
 
     Returns:
       A tree of the same structure and shapes.
 
     Raises:
-      TypeError: If `dtype` is not a floating-point type, or `tree` holds a stateful `flax.nnx`
+      TypeError: If `dtype` is not a floating-point dtype, or `tree` holds a stateful `flax.nnx`
         module.
 
     Warns:
@@ -41,31 +44,38 @@ def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = N
       >>> {name: str(array.dtype) for name, array in params.items()}
       {'dense': 'float16', 'norm': 'float32', 'steps': 'int32'}
     """
-    return cast_each([tree], checks.floating("dtype", dtype), keep)[0]
+    return cast_named([("", tree)], checks.floating("dtype", dtype), keep)[0]
 
 
-def cast_each(trees: list[Any], dtype: DTypeLike, keep: Callable[[str], bool] | None) -> list[Any]:
-    """Cast several trees, in each of which the paths begin anew."""
+def cast_named(
+    trees: Iterable[tuple[str, Any]], dtype: DTypeLike, keep: Callable[[str], bool] | None
+) -> list[Any]:
+    """Cast several trees, in each of which the paths begin with its name."""
     paths: list[str] = []
     kept: list[str] = []
 
-    def convert(path: KeyPath, leaf: Any) -> Any:
+    def convert(name: str, path: KeyPath, leaf: Any) -> Any:
         if _is_nnx_module(leaf):
             raise TypeError(
                 f"`tree` must not hold a stateful flax.nnx module, got {type(leaf).__name__}: its "
                 "updates would be lost with the copy. Give its layers the argument "
                 "`dtype=jnp.float16`, or cast the state from `nnx.split` and `nnx.merge` it."
             )
-        if not (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)):
+        is_floating = is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+        if not is_floating or is_fp8_metadata(path):
             return leaf
-        name = jax.tree_util.keystr(path)
-        paths.append(name)
-        if keep is not None and keep(name):
-            kept.append(name)
+        paths.append(name + jax.tree_util.keystr(path))
+        if keep is not None and keep(paths[-1]):
+            kept.append(paths[-1])
             return leaf
         return jnp.asarray(leaf, dtype)
 
-    result = [jax.tree_util.tree_map_with_path(convert, t, is_leaf=_is_nnx_module) for t in trees]
+    result = [
+        jax.tree_util.tree_map_with_path(
+            functools.partial(convert, name), tree, is_leaf=_stays_whole
+        )
+        for name, tree in trees
+    ]
     if keep is not None and paths and not kept:
         warnings.warn(
             f"`keep` names none of the floating-point arrays, whose paths are: {', '.join(paths)}. "
@@ -73,6 +83,10 @@ def cast_each(trees: list[Any], dtype: DTypeLike, keep: Callable[[str], bool] | 
             stacklevel=3,
         )
     return result
+
+
+def _stays_whole(node: Any) -> bool:
+    return isinstance(node, LossScaleState) or _is_nnx_module(node)
 
 
 def _is_nnx_module(node: Any) -> bool:

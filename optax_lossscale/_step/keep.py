@@ -15,15 +15,14 @@ The replay can go once XLA:CPU writes the outputs that share a computation in on
 does: `test_plain_where_on_the_outputs_copies_the_state` fails then.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.core import Tracer
-from jax.extend import core
+from jax.core import Tracer, eval_jaxpr
 
 from optax_lossscale._step.choose import (
     check_alike,
@@ -34,6 +33,14 @@ from optax_lossscale._step.choose import (
     zero_unless,
 )
 from optax_lossscale._support import checks
+from optax_lossscale._support.jaxprs import (
+    ClosedJaxpr,
+    Jaxpr,
+    Variable,
+    inner_jaxprs,
+    is_literal,
+    read_by,
+)
 from optax_lossscale._support.tree import KeyPath, PyTree, Tree, is_array, is_inexact, path_name
 
 # Stands for a leaf that is thrown away. It is neither 0 nor 1 and more than its own square, so that
@@ -77,6 +84,7 @@ def apply(
     """Take a step, after which the state has the dtypes that it had before."""
     try:
         updates, new_state = inner.update(grads, inner_state, params, **extra_args)
+        return updates, _cast_like(new_state, inner_state)
     except (TypeError, ValueError) as error:
         dtypes = [jnp.result_type(p) for p in jax.tree.leaves(params) if is_inexact(p)]
         if any(jnp.finfo(dtype).bits < 32 for dtype in dtypes):
@@ -85,8 +93,14 @@ def apply(
                 "which `inner` may not take together. Wrap it: `with_master_weights(inner)`. Or "
                 "keep the parameters in float32, and cast them inside the loss function."
             )
+        leaves = jax.tree_util.tree_leaves_with_path(grads, is_leaf=lambda grad: grad is None)
+        nones = [path_name(path) for path, grad in leaves if grad is None]
+        if nones:
+            error.add_note(
+                f"The gradient is None at {', '.join(nones)}. Give zeros, or leave the parameter "
+                "out: `optax.masked`, `optax.partition`."
+            )
         raise
-    return updates, _cast_like(new_state, inner_state)
 
 
 def as_arrays(state: Tree) -> Tree:
@@ -109,9 +123,8 @@ def _cast_like(new: Tree, old: Tree) -> Tree:
     state would change its type from one step to the next, which `jax.lax.scan` refuses and
     `jax.jit` compiles twice.
     """
-    checks.same_structure(
-        "inner", new, old, "Keep what changes in the state in arrays of a fixed shape."
-    )
+    remedy = "Keep what changes in the state in arrays of a fixed shape."
+    checks.same_structure("inner", new, old, remedy)
 
     def cast(path: KeyPath, new_leaf: Any, old_leaf: Any) -> Any:
         if not is_array(old_leaf):
@@ -183,7 +196,7 @@ def _split(tree: PyTree) -> tuple[list[Any], Callable[[Sequence[Any]], PyTree]]:
 _ARRAY = object()  # stands for an array
 
 
-def _trace(fun: Callable[..., Any], *args: Any) -> core.ClosedJaxpr | None:
+def _trace(fun: Callable[..., Any], *args: Any) -> ClosedJaxpr | None:
     """Return the jaxpr of `fun`, or None if it must run in its caller's own trace."""
     try:
         return jax.make_jaxpr(fun)(*args)
@@ -194,9 +207,7 @@ def _trace(fun: Callable[..., Any], *args: Any) -> core.ClosedJaxpr | None:
         raise
 
 
-def _replay(
-    pred: jax.Array, closed: core.ClosedJaxpr, grads: list[Any], old: list[Any]
-) -> list[Any]:
+def _replay(pred: jax.Array, closed: ClosedJaxpr, grads: list[Any], old: list[Any]) -> list[Any]:
     """Evaluate a jaxpr from gradients and the old state to the new state, and more outputs."""
     jaxpr = closed.jaxpr
     # A line search loops on NaN, and a callback may raise. They see zeros for bad gradients, and
@@ -216,7 +227,7 @@ def _replay(
     inputs = [*closed.consts, *zero_unless(seen, grads), *old]
     inputs = [constant_unless(pred, array) for array in inputs]
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
-    read = {*_variables(jaxpr.outvars), *_read_by(jaxpr.eqns)}
+    read = {var for var in jaxpr.outvars if not is_literal(var)} | read_by(jaxpr.eqns).keys()
     early = {} if acts else _leaves_read_later(jaxpr, len(old))
     kept: dict[int, jax.Array] = {}
     start = 0
@@ -227,9 +238,9 @@ def _replay(
         # All equations since the last choice. As a jaxpr they keep their contexts and names.
         eqns, start = jaxpr.eqns[start:end], end
         made = [var for each in eqns for var in each.outvars if var in read]
-        needed = [var for var in _read_by(eqns) if var in values]
+        needed = [var for var in read_by(eqns) if var in values]
         piece = jaxpr.replace(constvars=[], invars=needed, outvars=made, eqns=eqns)
-        results = core.jaxpr_as_fun(core.ClosedJaxpr(piece, []))(*map(values.get, needed))
+        results = eval_jaxpr(piece, [], *map(values.get, needed))
         values.update(zip(made, results, strict=True))
         for var in chosen:
             leaf = old[early[var]]
@@ -241,7 +252,7 @@ def _replay(
                 if is_inexact(choice):
                     thrown_away = jax.lax.full_like(choice, _THROWN_AWAY)
                     values[var] = jnp.where(pred, choice, thrown_away)
-    outputs = [var.val if isinstance(var, core.Literal) else values[var] for var in jaxpr.outvars]
+    outputs = [var.val if is_literal(var) else values[var] for var in jaxpr.outvars]
     for leaf, array in enumerate(old):
         outputs[leaf] = kept[leaf] if leaf in kept else jnp.where(pred, outputs[leaf], array)
     return outputs
@@ -253,34 +264,20 @@ def _debugs() -> bool:
     return config.jax_debug_nans or config.jax_debug_infs
 
 
-def _leaves_read_later(jaxpr: core.Jaxpr, leaves: int) -> dict[core.Var, int]:
+def _leaves_read_later(jaxpr: Jaxpr, leaves: int) -> dict[Variable, int]:
     """Return the new leaves, other than scalars, that equations make and equations read."""
-    made = {var for eqn in jaxpr.eqns for var in eqn.outvars}.intersection(_read_by(jaxpr.eqns))
-    found: dict[core.Var, int] = {}
+    made = {var for eqn in jaxpr.eqns for var in eqn.outvars}.intersection(read_by(jaxpr.eqns))
+    found: dict[Variable, int] = {}
     for leaf, var in enumerate(jaxpr.outvars[:leaves]):
-        if not isinstance(var, core.Literal) and var in made and var.aval.shape:  # pyright: ignore[reportAttributeAccessIssue]
+        if not is_literal(var) and var in made and var.aval.shape:
             found.setdefault(var, leaf)  # two leaves that are one variable: the first
     return found
 
 
-def _acts(jaxpr: core.Jaxpr) -> bool:
+def _acts(jaxpr: Jaxpr) -> bool:
     """Return whether a jaxpr has a loop that may not end, a callback or another effect."""
     # The axis of a collective is called an effect, too.
     effects = {type(effect).__name__ for effect in jaxpr.effects} - {"NamedAxisEffect"}
     if effects or any(eqn.primitive.name in _LOOPS_AND_CALLS for eqn in jaxpr.eqns):
         return True
-    params = jax.tree.leaves([eqn.params for eqn in jaxpr.eqns], is_leaf=_is_jaxpr)
-    return any(_acts(getattr(param, "jaxpr", param)) for param in params if _is_jaxpr(param))
-
-
-def _is_jaxpr(param: Any) -> bool:
-    return isinstance(param, (core.Jaxpr, core.ClosedJaxpr))
-
-
-def _read_by(eqns: Iterable[core.JaxprEqn]) -> dict[core.Var, None]:
-    """Return the variables that the equations read, without duplicates, in order."""
-    return dict.fromkeys(var for eqn in eqns for var in _variables(eqn.invars))
-
-
-def _variables(atoms: Iterable[Any]) -> list[core.Var]:
-    return [atom for atom in atoms if not isinstance(atom, core.Literal)]
+    return any(_acts(inner) for eqn in jaxpr.eqns for inner in inner_jaxprs(eqn))

@@ -1,8 +1,4 @@
-"""Float32 master weights of parameters in half precision.
-
-A parameter in float16 or bfloat16 is its master, rounded. Where it is not, because it was loaded or
-averaged, the parameter is right, and the master starts from it.
-"""
+"""Float32 master weights of parameters in half precision."""
 
 import functools
 import warnings
@@ -10,9 +6,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
+from optax_lossscale._step.halves import (
+    bits,
+    is_infinite,
+    is_zero,
+    join,
+    remainder_of,
+    upper_half,
+    written_once,
+)
 from optax_lossscale._support import checks
 from optax_lossscale._support.tree import (
     KeyPath,
@@ -91,8 +95,7 @@ def with_master_weights(
 
     References:
       Micikevicius et al., `Mixed Precision Training <https://arxiv.org/abs/1710.03740>`_, 2018.
-      Masters in the parameter and its remainder are those of `Megatron-LM
-      <https://github.com/NVIDIA/Megatron-LM>`_ (`store_param_remainders`).
+      Remainders: `store_param_remainders` of Apex' `DistributedFusedAdam`, and Megatron-LM.
     """
     inner = checks.transformation("inner", inner)
 
@@ -257,93 +260,35 @@ def _weight(path: KeyPath, master: Any, param: jax.Array) -> jax.Array:
             f"{path_name(path)}. {_INITIALIZED}"
         )
     if master.dtype == jnp.int16:
-        return _join(param, master)
+        return join(param, master)
     # Compared as integers. Of a cast there and straight back, XLA:GPU takes neither (jaxlib 0.10.2,
     # which allows excess precision by default: `xla_allow_excess_precision`), and XLA:CPU compares
     # bfloat16 in float32, which it writes to memory. Zeros of both signs are the same.
     rounded = master.astype(param.dtype)
-    is_rounded = (_bits(rounded) == _bits(param)) | (_is_zero(rounded) & _is_zero(param))
+    is_rounded = (bits(rounded) == bits(param)) | (is_zero(rounded) & is_zero(param))
     return jnp.where(is_rounded, master, param.astype(jnp.float32))
-
-
-def _bits(half: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(half, jnp.uint16)
-
-
-def _is_zero(half: jax.Array) -> jax.Array:
-    return _bits(half) << 1 == 0
-
-
-def _is_infinite(half: jax.Array) -> jax.Array:
-    return _bits(half) << 1 == np.array(np.inf, half.dtype).view(np.uint16) << 1
 
 
 def _move(new: jax.Array, kept: jax.Array, param: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return what the state keeps of a new master, and the update that leads to its parameter."""
     if kept.dtype == jnp.int16:
-        new = _written_once(new, kept)
-        kept = _remainder(new)
-        rounded = _upper_half(new, kept)
-        is_zero = rounded == 0
+        new = written_once(new, kept)
+        kept = remainder_of(new)
+        rounded = upper_half(new, kept)
+        rounds_to_zero = rounded == 0
     else:
         if param.dtype == jnp.float16:  # from infinity, no addition leads back
             largest = jnp.finfo(jnp.float16).max.astype(jnp.float32)
             new = jnp.where(jnp.isinf(new), new, jnp.clip(new, -largest, largest))
         kept, half = new, new.astype(param.dtype)
-        is_zero = _is_zero(half)
+        rounds_to_zero = is_zero(half)
         # Of a cast there and straight back, XLA:GPU takes neither (see `_weight`). It keeps both
         # with a choice in between.
-        rounded = jnp.where(is_zero, jnp.ones_like(half), half).astype(jnp.float32)
-    end = jnp.where(is_zero, new, rounded)  # of zero it has the sign
+        rounded = jnp.where(rounds_to_zero, jnp.ones_like(half), half).astype(jnp.float32)
+    end = jnp.where(rounds_to_zero, new, rounded)  # of zero it has the sign
     start = param.astype(jnp.float32)
-    is_there = is_zero & _is_zero(param) & (jnp.signbit(new) == jnp.signbit(start))
-    return kept, jnp.where(is_there | _is_infinite(param), -jnp.zeros_like(start), end - start)
-
-
-# A bfloat16 number is the upper half of a float32. If it is rounded to the nearest, away from zero,
-# the lower half as a signed integer is what to add to its word for the whole.
-
-
-@jax.custom_jvp
-def _join(param: jax.Array, remainder: jax.Array) -> jax.Array:
-    """Return the float32 of which `param` is the upper half."""
-    word = jax.lax.bitcast_convert_type(_bits(param).astype(jnp.uint32) << 16, jnp.int32)
-    remainder = remainder.astype(jnp.int32)
-    # No number leaves these, but a parameter may have been replaced.
-    is_foreign = (_is_zero(param) & (remainder < 0)) | (_is_infinite(param) & (remainder > 0))
-    word += jnp.where(is_foreign, 0, remainder)
-    return jax.lax.bitcast_convert_type(word, jnp.float32)
-
-
-@jax.custom_jvp
-def _upper_half(new: jax.Array, remainder: jax.Array) -> jax.Array:
-    """Return the bfloat16 that is nearest to a float32, in float32."""
-    # Of the forms tried, this one alone is fused into one loop by XLA:TPU (libtpu 0.0.42).
-    word = jax.lax.bitcast_convert_type(new, jnp.int32) - remainder.astype(jnp.int32)
-    return jax.lax.bitcast_convert_type(word, jnp.float32)
-
-
-_join.defjvps(lambda tangent, *_: tangent.astype(jnp.float32), None)
-_upper_half.defjvps(lambda tangent, *_: tangent, None)
-
-
-def _remainder(new: jax.Array) -> jax.Array:
-    """Return the lower half of a float32; none of NaN, which must stay NaN."""
-    lower = jax.lax.bitcast_convert_type(new, jnp.int32).astype(jnp.int16)
-    return jnp.where(jnp.isnan(new), jnp.zeros_like(lower), lower)
-
-
-def _written_once(new: jax.Array, remainder: jax.Array) -> jax.Array:
-    """Return `new`, which XLA:CPU writes to memory.
-
-    Parameter and remainder are both computed from it. XLA:CPU (seen in jaxlib 0.10.2) would compute
-    it in both loops, and copy the old parameter and the old remainder for the second. It does not
-    compute a division twice, and what it divides by here is an odd number modulo 2.
-    """
-    one = (2 * remainder.astype(jnp.int32) + 1) & 1
-    return jax.lax.platform_dependent(
-        new, one.astype(jnp.float32), cpu=jax.lax.div, default=lambda new, _: new
-    )
+    is_there = rounds_to_zero & is_zero(param) & (jnp.signbit(new) == jnp.signbit(start))
+    return kept, jnp.where(is_there | is_infinite(param), -jnp.zeros_like(start), end - start)
 
 
 _HALF = (jnp.dtype("float16"), jnp.dtype("bfloat16"))

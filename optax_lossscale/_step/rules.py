@@ -89,23 +89,32 @@ class _Function:
 class Spike:
     """Skip a step whose loss, or another measure, is far above that of the steps before it.
 
-    A step is skipped if its measure exceeds the mean of the last accepted values by more than
-    `sigmas` of their standard deviations. Skipped values are not remembered. A measure that is NaN
-    or infinite is always skipped, and counts for nothing else.
+    A step is skipped if its measure exceeds the mean of the last remembered values by more than
+    `sigmas` of their standard deviations. A measure that is NaN or infinite is always skipped, and
+    counts for nothing else.
+
+    A skipped value is remembered, too, but not as high as it was::
+
+        mean + 2 / 3 * sigmas * deviation
+
+    So a single spike hardly widens the window: with the defaults, the next step is skipped above
+    6.4 deviations. And a new level is learnt: after 20 steps if it lies 20 deviations higher, and
+    after about the window if it lies far above.
 
     Args:
       of: What is measured: `"value"`, the loss; `"grad_norm"`, the Euclidean norm of all gradients;
         or the name of another extra argument of `update`, a scalar.
-      window: The number of accepted values that are remembered. At least 2.
-      sigmas: The number of standard deviations. Positive.
-      warmup: The number of values that are accepted before the first one is skipped; None for half
-        of the window. Between 1 and `window`.
+      window: The number of values that are remembered. At least 2.
+      sigmas: The number of standard deviations. More than 1.5: fewer would remember a spike below
+        one deviation, which never widens the window.
+      warmup: The number of values that are remembered before the first one is skipped; None for
+        half of the window. Between 1 and `window`.
       max_consecutive_skipped: The number of spikes skipped in a row after which the next value is
-        accepted and remembered, so that a new level is learnt; None for no such limit.
+        accepted, and remembered as it is; None for no such bound.
 
     Raises:
       TypeError: If an argument is of the wrong type; from `update`, if the extra argument `of` is
-        missing.
+        missing, or the state is not that of a `Spike`.
       ValueError: If an argument is out of bounds; from `update`, if the measure is not a scalar, or
         the state belongs to another `window`.
 
@@ -136,7 +145,11 @@ class Spike:
                 f"{self.of!r}. Leave it out to measure the loss."
             )
         window = checks.count("window", self.window, least=2)
-        checks.between("sigmas", self.sigmas, float(jnp.finfo(jnp.float32).tiny), 2.0**126)
+        if checks.as_float32(checks.finite_number("sigmas", self.sigmas)) <= 1.5:
+            raise ValueError(
+                f"`sigmas` must exceed 1.5, got {self.sigmas}: a spike is remembered at two thirds "
+                "of them, and fewer would never widen the window. Use 6."
+            )
         if self.warmup is not None and checks.count("warmup", self.warmup) > window:
             raise ValueError(
                 f"`warmup` must be at most `window`, got {self.warmup} and {window}. More values "
@@ -157,7 +170,7 @@ class Spike:
     def update(
         self, state: SpikeState, grads: optax.Updates, params: Any = None, **extra_args: Any
     ) -> tuple[jax.Array, SpikeState]:
-        """Say whether to skip the step, and remember its measure if not."""
+        """Return whether to skip the step, and the state after it."""
         del params
         return self.judge(state, self.measure(grads, extra_args))
 
@@ -176,7 +189,7 @@ class Spike:
         return jnp.asarray(value, jnp.float32)
 
     def judge(self, state: SpikeState, measure: jax.Array) -> tuple[jax.Array, SpikeState]:
-        """Compare a measure with the state."""
+        """Return whether a measure is too high, and the state that remembers it."""
         checks.expect_state(state, SpikeState, "state.rule_state")
         checks.same_shape(
             "state",
@@ -186,27 +199,28 @@ class Spike:
             "Start anew with `init`: it was made with another `window`.",
         )
         is_number = jnp.isfinite(measure)
-        measure = jnp.where(is_number, measure, 0)
-        is_held = jnp.arange(self.window) >= self.window - state.held
-        n = jnp.maximum(state.held, 1).astype(jnp.float32)
-        mean = jnp.sum(state.values) / n  # those that are not held are zero
-        deviation = jnp.sqrt(jnp.sum(jnp.where(is_held, (state.values - mean) ** 2, 0)) / n)
+        held = jnp.clip(state.held, 0, self.window)  # a damaged state recovers
+        is_held = jnp.arange(self.window) >= self.window - held
+        values = jnp.where(is_held, state.values, 0)
+        # Relative to the largest, since the squares of 1e-20 and 1e30 are no float32s.
+        size = jnp.clip(jnp.max(jnp.abs(values)), checks.SMALLEST_SCALE, checks.LARGEST_SCALE)
+        relative = values / size
+        n = jnp.maximum(held, 1).astype(jnp.float32)
+        mean = jnp.sum(relative) / n
+        deviation = jnp.sqrt(jnp.sum(jnp.where(is_held, (relative - mean) ** 2, 0)) / n)
         # Equal values have no deviation, but their mean is rounded.
         deviation = jnp.maximum(deviation, jnp.finfo(jnp.float32).eps * jnp.abs(mean))
         warmup = self.window // 2 if self.warmup is None else self.warmup
-        is_spike = (state.held >= warmup) & (measure > mean + self.sigmas * deviation)
+        is_spike = (held >= warmup) & (measure / size > mean + self.sigmas * deviation)
         if self.max_consecutive_skipped is not None:
             is_spike &= state.consecutive_skipped < self.max_consecutive_skipped
-        accepted = is_number & ~is_spike
-        values = jnp.concatenate([state.values[1:], measure[None]])
-        return ~accepted, SpikeState(
-            values=jnp.where(accepted, values, state.values),
-            held=jnp.where(accepted, jnp.minimum(state.held + 1, self.window), state.held),
-            consecutive_skipped=jnp.where(
-                accepted,
-                0,
-                jnp.where(
-                    is_number, increment(state.consecutive_skipped), state.consecutive_skipped
-                ),
-            ),
+        as_spike = (mean + self.sigmas * 2 / 3 * deviation) * size
+        remembered = jnp.where(is_spike, as_spike, measure)
+        after = SpikeState(
+            values=jnp.concatenate([values[1:], remembered[None]]),
+            held=jnp.minimum(held + 1, self.window),
+            consecutive_skipped=jnp.where(is_spike, increment(state.consecutive_skipped), 0),
+        )
+        return is_spike | ~is_number, jax.tree.map(
+            lambda new, old: jnp.where(is_number, new, old), after, state
         )

@@ -16,13 +16,10 @@ from optax_lossscale._support.tree import (
     Tree,
     at_least_float32,
     is_array,
+    is_fp8_metadata,
     is_inexact,
     path_name,
 )
-
-# Flax keeps what an fp8 layer needs to know about its tensors (scales, histories of maxima) in
-# this collection. Its "gradients" are the new values themselves, which were never scaled.
-_OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 
 
 def scale_loss(loss: Tree, state: PyTree) -> Tree:
@@ -125,7 +122,7 @@ def unscale_by(grads: Tree, loss_scale: jax.Array) -> Tree:
     reciprocal = 1 / loss_scale
 
     def multiply(path: KeyPath, leaf: Any) -> Any:
-        if not is_inexact(leaf) or _overwrites(path):
+        if not is_inexact(leaf) or is_fp8_metadata(path):
             return leaf
         value = at_least_float32(leaf)
         return value * reciprocal.astype(value.dtype)
@@ -133,10 +130,3 @@ def unscale_by(grads: Tree, loss_scale: jax.Array) -> Tree:
     # An overflow here is not an error. The check below detects it.
     with jax.debug_nans(False), jax.debug_infs(False):
         return jax.tree_util.tree_map_with_path(multiply, grads)
-
-
-def _overwrites(path: KeyPath) -> bool:
-    return any(
-        isinstance(key, jax.tree_util.DictKey) and key.key == _OVERWRITE_WITH_GRADIENT
-        for key in path
-    )

@@ -182,10 +182,10 @@ def axis_names(axis_name: AxisName | None) -> None:
             )
 
 
-def floating(name: str, dtype: DTypeLike) -> np.dtype:
-    """Return a floating-point type."""
-    kind = jnp.dtype(dtype)
-    if not jnp.issubdtype(kind, jnp.floating):
+def floating(name: str, dtype: DTypeLike | None) -> np.dtype:
+    """Return a floating-point dtype; NumPy would read None as float64."""
+    kind = None if dtype is None else jnp.dtype(dtype)
+    if kind is None or not jnp.issubdtype(kind, jnp.floating):
         raise TypeError(
             f"`{name}` must be a floating-point type, got {kind}. Use `jnp.float16` or "
             "`jnp.bfloat16`."

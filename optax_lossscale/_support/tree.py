@@ -53,6 +53,15 @@ def at_least_float32(leaf: Any) -> Any:
     return value.astype(jnp.float32) if jnp.finfo(value.dtype).bits < 32 else value
 
 
+def is_fp8_metadata(path: KeyPath) -> bool:
+    """Return whether a leaf is what Flax's fp8 layers know of their tensors: scales and maxima.
+
+    It lies under a key of this name. Its "gradient" is its new value, which was never scaled.
+    """
+    names = (key.key for key in path if isinstance(key, jax.tree_util.DictKey))
+    return "_overwrite_with_gradient" in names
+
+
 def path_name(path: KeyPath | None) -> str:
     """Return `path` as a message shows it; the empty path is the tree itself."""
     return f"`{jax.tree_util.keystr(path)}`" if path else "the root of the tree"

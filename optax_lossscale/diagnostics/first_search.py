@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import eval_jaxpr
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from optax_lossscale._support.jaxprs import ClosedJaxpr, Equation, Jaxpr, is_literal
 from optax_lossscale._support.tree import KeyPath, is_inexact
 from optax_lossscale.diagnostics.first_values import (
     FirstNonfinite,
@@ -52,7 +53,7 @@ class Search:
 
     def _arguments(self, jaxpr: Jaxpr, arrays: Sequence[Any]) -> Iterator[Value]:
         # The model is the argument of which the most arrays are used; batches have few.
-        used = {var for eqn in jaxpr.eqns for var in eqn.invars if not isinstance(var, Literal)}
+        used = {var for eqn in jaxpr.eqns for var in eqn.invars if not is_literal(var)}
         counts: dict[str, int] = {}
         for (name, _), var, array in zip(self._named, jaxpr.invars, arrays, strict=True):
             counts[name] = counts.get(name, 0) + (var in used and is_inexact(array))
@@ -82,7 +83,7 @@ class Search:
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
         def read(atom: Any) -> Value:
-            return Value(atom.val, kinds_of(atom.val)) if isinstance(atom, Literal) else env[atom]
+            return Value(atom.val, kinds_of(atom.val)) if is_literal(atom) else env[atom]
 
         for eqn in jaxpr.eqns:
             here = f"{scope}/{eqn.source_info.name_stack}"
@@ -91,7 +92,7 @@ class Search:
         return [read(atom) for atom in jaxpr.outvars]
 
     def _follow(
-        self, jaxpr: Jaxpr, eqn: JaxprEqn, operands: list[Value], scope: str
+        self, jaxpr: Jaxpr, eqn: Equation, operands: list[Value], scope: str
     ) -> list[Value]:
         """Run an operation, by way of the function that it holds if there is one to follow."""
         name, params = eqn.primitive.name, eqn.params
@@ -102,22 +103,25 @@ class Search:
             index, *rest = operands
             return self._run_held(params["branches"][int(index.array)], rest, scope)
         results = self._apply(jaxpr, eqn, operands, scope)
-        if name == "scan" and (origins := [x.origin for x in results if x.origin]):
-            first = self._first_in_scan(eqn, [*operands], scope, of_scan=origins[0])
-            results = [x._replace(origin=first) if x.origin else x for x in results]
+        if name == "scan" and params["length"] and any(x.origin for x in results):
+            by_step = self._step_by_step(eqn, [*operands], scope)
+            # If each step is finite and the whole, which may be rounded differently, is not, the
+            # origin is the scan itself. Infinities that are meant have no origin.
+            results = [
+                x._replace(origin=step.origin) if x.origin and step.kinds else x
+                for x, step in zip(results, by_step, strict=True)
+            ]
         return results
 
     def _run_held(self, held: Any, operands: list[Value], scope: str) -> list[Value]:
         consts = [self._constant(const) for const in getattr(held, "consts", ())]
         return self._run(getattr(held, "jaxpr", held), consts, operands, scope)
 
-    def _first_in_scan(
-        self, eqn: JaxprEqn, operands: list[Value], scope: str, *, of_scan: Origin
-    ) -> Origin | None:
-        """Run a scan step by step, up to the first step that makes what is not finite.
+    def _step_by_step(self, eqn: Equation, operands: list[Value], scope: str) -> list[Value]:
+        """Run a scan step by step, and return its results: of those that it stacks, one step.
 
-        Infinities that are meant have no origin. If each step is finite and the whole, which may
-        be rounded differently, is not, the origin is the scan itself.
+        That is the first step that makes NaN or infinity. Of what is carried it is the last, since
+        what a later step discards does not reach the output.
         """
         body = eqn.params["jaxpr"]
         # What is sliced has one axis more outside of the body than inside: JAX's versions differ
@@ -126,13 +130,12 @@ class Search:
             rank_of(outside.aval) > rank_of(inside)
             for outside, inside in zip(eqn.invars, body.in_avals, strict=True)
         ]
-        carried = [
+        carried = sum(
             rank_of(outside.aval) == rank_of(inside)
             for outside, inside in zip(eqn.outvars, body.out_avals, strict=True)
-        ]
+        )
         start = stacked.index(True) if True in stacked else len(stacked)
-        carry_at = slice(start - sum(carried), start)
-        is_finite = True
+        found: list[Value] = []
         steps = range(eqn.params["length"])
         for step in reversed(steps) if eqn.params["reverse"] else steps:
             inputs = [
@@ -140,18 +143,17 @@ class Search:
                 for x, is_stacked in zip(operands, stacked, strict=True)
             ]
             results = self._run_held(body, inputs, f"{scope}/step {step}")
-            origins = [result.origin for result in results if result.origin]
-            if origins:
-                return min(origins, key=time_of)
-            is_finite &= not any(result.kinds for result in results)
-            operands[carry_at] = results[: sum(carried)]
-        return of_scan if is_finite else None
+            operands[start - carried : start] = results[:carried]
+            stacks = zip(found[carried:] or results[carried:], results[carried:], strict=True)
+            worse = (max(pair, key=lambda x: (bool(x.origin), bool(x.kinds))) for pair in stacks)
+            found = [*results[:carried], *worse]
+        return found
 
-    def _apply(self, jaxpr: Jaxpr, eqn: JaxprEqn, operands: list[Value], scope: str) -> list[Value]:
+    def _apply(self, jaxpr: Jaxpr, eqn: Equation, operands: list[Value], scope: str) -> list[Value]:
         known = {
             atom: value
             for atom, value in zip(eqn.invars, operands, strict=True)
-            if not isinstance(atom, Literal)
+            if not is_literal(atom)
         }
         variables = list(known.values())
         alone = jaxpr.replace(
@@ -167,7 +169,7 @@ class Search:
         is_backward = "transpose(" in scope.rpartition("rematted_computation")[2]
         leaf = variables[0].leaf if len(variables) == 1 else None
         layer = layer_of(variables, time, is_backward=is_backward)
-        origins = [x.origin for x in operands if x.origin]
+        origins = [x.origin for x in _selected(eqn, operands) if x.origin]
         if layer and layer[0] == time:
             # Layers cast their input before they read their parameters.
             for x in variables:
@@ -197,3 +199,12 @@ class Search:
             return value._replace(origin=Origin(time, found, cast))
 
         return [result(array) for array in arrays]
+
+
+def _selected(eqn: Equation, operands: list[Value]) -> list[Value]:
+    """Return the operands that reach the result: of a selection, those that are selected."""
+    if eqn.primitive.name != "select_n":
+        return operands
+    which, *cases = operands
+    chosen = np.asarray(which.array)
+    return [x for i, x in enumerate(cases) if kinds_of(np.where(chosen == i, x.array, 0))]

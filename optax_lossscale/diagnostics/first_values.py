@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import JaxprEqn
 
+from optax_lossscale._support.jaxprs import Equation
 from optax_lossscale._support.tree import KeyPath, is_inexact
 
 
@@ -163,7 +163,7 @@ def readable_scope(scope: str) -> str:
     return "/".join(name for name in names.split("/") if name)
 
 
-def source_of(eqn: JaxprEqn) -> str:
+def source_of(eqn: Equation) -> str:
     """Return the innermost line that is not of an installed package."""
     traceback = eqn.source_info.traceback
     frames = list(traceback.frames) if traceback else []

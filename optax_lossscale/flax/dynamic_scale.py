@@ -58,8 +58,12 @@ class DynamicScale(dynamic_scale.DynamicScale):
     def __post_init__(self) -> None:
         """Turn Python numbers into arrays."""
         # JAX also builds this object with axes, None or specs instead of numbers. Those are never
-        # floats and never appear beside an array.
-        if any(is_array(x) or isinstance(x, float) for x in (self.fin_steps, self.scale)):
+        # floats and never appear beside an array, and no user writes the same small integer twice.
+        numbers = self.fin_steps, self.scale
+        are_ints = all(type(x) is int for x in numbers) and (
+            numbers[0] != numbers[1] or numbers[1] > 1
+        )
+        if are_ints or any(is_array(x) or isinstance(x, float) for x in numbers):
             for name, dtype in (("fin_steps", jnp.int32), ("scale", jnp.float32)):
                 object.__setattr__(self, name, as_strong_array(getattr(self, name), dtype))
 

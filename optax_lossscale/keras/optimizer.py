@@ -32,7 +32,7 @@ def loss_scale_optimizer(
     clipvalue: float | None = None,
     global_clipnorm: float | None = None,
     use_ema: bool = False,
-    ema_momentum: float = 0.99,
+    ema_momentum: float | None = None,
     ema_overwrite_frequency: int | None = None,
     loss_scale_factor: float | None = None,
     gradient_accumulation_steps: int | None = None,
@@ -65,7 +65,7 @@ def loss_scale_optimizer(
       use_ema: Whether to keep an average of the params, which `ema_params` reads. After the first
         applied step it equals the params, and then it is
         `ema_momentum * average + (1 - ema_momentum) * params`.
-      ema_momentum: The weight of the old average. A number in [0, 1].
+      ema_momentum: The weight of the old average. A number in [0, 1]; 0.99 by default.
       ema_overwrite_frequency: The average replaces the params each time this many steps have been
         applied. The updates are then `average - params`. Adding them gives the average exactly if
         neither is more than twice the other and XLA fuses nothing, and always to within two units
@@ -104,6 +104,11 @@ def loss_scale_optimizer(
       Array([0.5, 1.5], dtype=float32)
     """
     given = {name: value for name, value in locals().items() if value is not None}
+    if isinstance(initial_scale, bool):
+        raise TypeError(
+            f"`initial_scale` must be a Python number, got {initial_scale}. The second argument of "
+            "tf.keras' LossScaleOptimizer is a keyword here: `dynamic=False, initial_scale=1024`."
+        )
     _check_each(given)
     _check_together(given)
     tx = inner_optimizer
@@ -116,7 +121,8 @@ def loss_scale_optimizer(
     if global_clipnorm is not None:
         tx = optax.chain(optax.clip_by_global_norm(global_clipnorm), tx)
     if use_ema:
-        average = average_params(ema_momentum, ema_overwrite_frequency)
+        momentum = 0.99 if ema_momentum is None else ema_momentum
+        average = average_params(momentum, ema_overwrite_frequency)
         tx = optax.chain(without_masters(tx, "use_ema"), average)
     if gradient_accumulation_steps is not None:
         tx = accumulated(tx, int(gradient_accumulation_steps))
@@ -217,13 +223,13 @@ def _check_each(given: dict[str, Any]) -> None:
         if name in given:
             checks.scale_number(name, given[name])
     largest = float(jnp.finfo(jnp.float32).max)
-    for name in ("clipnorm", "clipvalue", "global_clipnorm"):
-        if name in given:
-            checks.between(name, given[name], checks.SMALLEST_SCALE, largest)
-    for name in ("learning_rate", "weight_decay"):
+    bounds = dict.fromkeys(
+        ("clipnorm", "clipvalue", "global_clipnorm"), (checks.SMALLEST_SCALE, largest)
+    )
+    bounds |= dict.fromkeys(("learning_rate", "weight_decay"), (0, largest))
+    for name, (low, high) in (bounds | {"ema_momentum": (0, 1)}).items():
         if name in given and not (name == "learning_rate" and callable(given[name])):
-            checks.between(name, given[name], 0, largest)
-    checks.between("ema_momentum", given.get("ema_momentum"), 0, 1)
+            checks.between(name, given[name], low, high)
     for name, least in (
         ("dynamic_growth_steps", 1),
         ("ema_overwrite_frequency", 1),
