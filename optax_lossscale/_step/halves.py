@@ -17,6 +17,11 @@ def is_zero(half: jax.Array) -> jax.Array:
     return bits(half) << 1 == 0
 
 
+def is_same(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Return where two numbers have the same bits, or are both zero."""
+    return (bits(a) == bits(b)) | ((bits(a) | bits(b)) << 1 == 0)
+
+
 def is_infinite(half: jax.Array) -> jax.Array:
     return bits(half) << 1 == np.array(np.inf, half.dtype).view(np.uint16) << 1
 

@@ -10,7 +10,7 @@ import optax
 
 from optax_lossscale._step.halves import (
     bits,
-    is_infinite,
+    is_same,
     is_zero,
     join,
     remainder_of,
@@ -265,30 +265,32 @@ def _weight(path: KeyPath, master: Any, param: jax.Array) -> jax.Array:
     # which allows excess precision by default: `xla_allow_excess_precision`), and XLA:CPU compares
     # bfloat16 in float32, which it writes to memory. Zeros of both signs are the same.
     rounded = master.astype(param.dtype)
-    is_rounded = (bits(rounded) == bits(param)) | (is_zero(rounded) & is_zero(param))
-    return jnp.where(is_rounded, master, param.astype(jnp.float32))
+    return jnp.where(is_same(rounded, param), master, param.astype(jnp.float32))
 
 
 def _move(new: jax.Array, kept: jax.Array, param: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return what the state keeps of a new master, and the update that leads to its parameter."""
+    start = param.astype(jnp.float32)
     if kept.dtype == jnp.int16:
         new = written_once(new, kept)
         kept = remainder_of(new)
         rounded = upper_half(new, kept)
         rounds_to_zero = rounded == 0
+        is_there = rounds_to_zero & is_zero(param) & (jnp.signbit(new) == jnp.signbit(start))
     else:
         if param.dtype == jnp.float16:  # from infinity, no addition leads back
             largest = jnp.finfo(jnp.float16).max.astype(jnp.float32)
-            new = jnp.where(jnp.isinf(new), new, jnp.clip(new, -largest, largest))
+            new = jnp.where(jax.lax.is_finite(new), jax.lax.clamp(-largest, new, largest), new)
         kept, half = new, new.astype(param.dtype)
         rounds_to_zero = is_zero(half)
+        is_there = rounds_to_zero & (bits(half) == bits(param))
         # Of a cast there and straight back, XLA:GPU takes neither (see `_weight`). It keeps both
         # with a choice in between.
         rounded = jnp.where(rounds_to_zero, jnp.ones_like(half), half).astype(jnp.float32)
     end = jnp.where(rounds_to_zero, new, rounded)  # of zero it has the sign
-    start = param.astype(jnp.float32)
-    is_there = rounds_to_zero & is_zero(param) & (jnp.signbit(new) == jnp.signbit(start))
-    return kept, jnp.where(is_there | is_infinite(param), -jnp.zeros_like(start), end - start)
+    return kept, jnp.where(
+        is_there | ~jax.lax.is_finite(start), jnp.full_like(start, -0.0), end - start
+    )
 
 
 _HALF = (jnp.dtype("float16"), jnp.dtype("bfloat16"))
