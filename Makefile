@@ -54,6 +54,7 @@ docs: $(VENV)/docs.installed
 # docs/reinforcement_learning.md.
 fidelity: $(VENV)/test.installed
 	$(RUN) -m benchmarks.fidelity --output output/fidelity --write docs/training.md $(FIDELITY)
+	$(RUN) -m benchmarks.fidelity.parameters --write docs/training.md
 	$(RUN) -m benchmarks.reinforcement --seeds 5 --steps 200 --rates 0.001 0.003 \
 	  --output output/fidelity/reinforcement.png --write docs/reinforcement_learning.md
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.fidelity import __main__ as command
-from benchmarks.fidelity import edge, report, tasks, training
+from benchmarks.fidelity import edge, parameters, report, tasks, training
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quickly_compiled")]
 
@@ -215,3 +215,13 @@ def test_the_interval_is_students():
     assert report.interval([2.0, 2.0, 2.0]) == (2.0, 0.0)
     contained = [report.Interval(0.5, 2.0).contains(x) for x in (-1.5, 2.5, 0.0, 2.6, math.nan)]
     assert contained == [True, True, True, False, False]
+
+
+def test_parameters_in_bfloat16_are_trained_in_four_ways_and_written(tmp_path, capsys):
+    page = tmp_path / "page.md"
+    page.write_text(f"{parameters.PART.begin}\nold\n{parameters.PART.end}\n")
+    parameters.main(["--quick", "--seeds=2", "--tasks", "digits", f"--write={page}"])
+    rows = [line for line in capsys.readouterr().out.splitlines() if "±" in line]
+    assert [row.split(" | ")[1] for row in rows] == list(parameters.WAYS)
+    assert all(row in page.read_text() for row in rows)
+    assert "old" not in page.read_text()
