@@ -575,6 +575,13 @@ TABLE = {
         (traced(lambda n: diag.first_nonfinite(jnp.sin, n)), "args", "Call `first_nonfinite` ..."),
         (traced(lambda n: assert_scaled_once(returning([ONE, n]), STATE)), "grad_fn", "Call ..."),
     ],
+    "TypeError: `fun` must be a function, got {got}. Give its arguments after it.": [
+        (lambda: diag.precision_report({"w": 1}, ONE), "", "{'w': 1}"),
+    ],
+    "TypeError: `fun` must be a function that JAX can trace, got {got}, which reads ...": [
+        (lambda: diag.precision_report(np.asarray, ONE), "", "<built-in function asarray>"),
+        (lambda: diag.precision_report(lambda x: ONE[x > 0], ONE), "", "..."),
+    ],
     "TypeError: `{name}` must be a floating-point type of at most 32 bits, got ... Use ...": [
         *given(exponents, "dtype", "int8", "complex64", "float64"),
         *given(suggest_scale, "dtype", "int8"),

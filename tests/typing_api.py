@@ -170,6 +170,10 @@ def diagnose(opt_state: optax.OptState, params: Params, x: jax.Array) -> None:
     assert_type(found, diagnostics.FirstNonfinite | None)
     if found:
         assert_type((found.layer, found.operation, found.nan), tuple[str, str | None, int])
+    products = diagnostics.precision_report(loss_fn, params, x=x)
+    assert_type(products, dict[str, diagnostics.MatrixProducts])
+    assert_type(products["float16"].count, int)
+    assert_type(diagnostics.format_precision_report(products), str)
     exponents = diagnostics.gradient_exponents(params, dtype=jnp.bfloat16, loss_scale=x)
     assert_type(exponents, diagnostics.GradientExponents)
     assert_type(diagnostics.suggest_scale(exponents, headroom=2, dtype="float16"), float)

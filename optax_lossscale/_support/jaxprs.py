@@ -1,15 +1,38 @@
 """Functions as JAX traces them."""
 
-from collections.abc import Iterable, Iterator
+import linecache
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import jax
+
+from optax_lossscale._support.tree import PyTree, is_array
 
 # `jax.extend.core` has these classes. Importing it takes as long as all else of the package.
 Jaxpr: TypeAlias = Any
 ClosedJaxpr: TypeAlias = Any
 Equation: TypeAlias = Any
 Variable: TypeAlias = Any
+
+
+def trace(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> tuple[ClosedJaxpr, list[Any]]:
+    """Trace a function of any arguments, and return the arrays among them, too.
+
+    Arrays and `jax.ShapeDtypeStruct`s are traced; every other leaf is handed on as it is.
+    """
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    is_traced = [is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
+
+    def on_arrays(arrays: Sequence[Any]) -> PyTree:
+        replaced = iter(arrays)
+        both = [next(replaced) if t else x for x, t in zip(leaves, is_traced, strict=True)]
+        inner_args, inner_kwargs = jax.tree.unflatten(treedef, both)
+        return [x for x in jax.tree.leaves(fun(*inner_args, **inner_kwargs)) if is_array(x)]
+
+    arrays = [x for x, t in zip(leaves, is_traced, strict=True) if t]
+    return jax.make_jaxpr(on_arrays)(arrays), arrays
 
 
 def is_literal(atom: Any) -> bool:
@@ -28,6 +51,19 @@ def inner_jaxprs(equation: Equation) -> Iterator[Jaxpr]:
     for param in jax.tree.leaves(equation.params, is_leaf=_holds_equations):
         if _holds_equations(param):
             yield getattr(param, "jaxpr", param)
+
+
+def source_of(eqn: Equation) -> str:
+    """Return the innermost line that is not of an installed package."""
+    traceback = eqn.source_info.traceback
+    frames = list(traceback.frames) if traceback else []
+    libraries = map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))
+    installed = (*libraries, str(Path(__file__).parents[1]))
+    for frame in frames:
+        if not frame.file_name.startswith(installed):
+            line = linecache.getline(frame.file_name, frame.line_num).strip()
+            return f"{frame.file_name}:{frame.line_num}" + (f": {line}" if line else "")
+    return ""
 
 
 def _holds_equations(param: Any) -> bool:

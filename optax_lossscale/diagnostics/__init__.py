@@ -1,8 +1,8 @@
 """Diagnostics for training that fails.
 
 There is one function for each question: which layer overflowed, is the loss scale too small, is the
-loss itself broken, why does nothing learn. Functions of gradients run inside `jax.jit` and never
-wait for the device. Functions that return text or draw plots run on the host.
+loss itself broken, why does nothing learn, what runs in float16. Functions of gradients run inside
+`jax.jit` and never wait for the device. Functions that return text or draw plots run on the host.
 """
 
 from optax_lossscale.diagnostics.calibration import calibrate
@@ -19,21 +19,29 @@ from optax_lossscale.diagnostics.nonfinite import (
     nonfinite_report,
 )
 from optax_lossscale.diagnostics.plot import plot_gradient_exponents
+from optax_lossscale.diagnostics.precision import (
+    MatrixProducts,
+    format_precision_report,
+    precision_report,
+)
 from optax_lossscale.diagnostics.progress import is_stalled, metrics
 
 __all__ = [
     "FirstNonfinite",
     "GradientExponents",
     "LossScaleStalledError",
+    "MatrixProducts",
     "NonfiniteCounts",
     "calibrate",
     "check_health",
     "first_nonfinite",
     "format_nonfinite_report",
+    "format_precision_report",
     "gradient_exponents",
     "is_stalled",
     "metrics",
     "nonfinite_report",
     "plot_gradient_exponents",
+    "precision_report",
     "suggest_scale",
 ]

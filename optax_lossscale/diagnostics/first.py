@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from optax_lossscale._support import checks
+from optax_lossscale._support.jaxprs import trace
 from optax_lossscale._support.tree import KeyPath, PyTree, is_array
 from optax_lossscale.diagnostics.first_search import Search
 from optax_lossscale.diagnostics.first_values import FirstNonfinite
@@ -58,21 +59,13 @@ def first_nonfinite(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Fi
       ("params['energy']", 'integer_pow', 8)
     """
     named = _by_name(fun, args, kwargs)
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    arrays = [leaf for leaf in leaves if is_array(leaf)]
+    arrays = [leaf for leaf in jax.tree.leaves((args, kwargs)) if is_array(leaf)]
     checks.concrete(
         "args", arrays, "Call `first_nonfinite` outside of `jax.jit`; `fun` itself may be jitted."
     )
-
-    def on_arrays(*arrays: jax.Array) -> PyTree:
-        replaced = iter(arrays)
-        both = [next(replaced) if is_array(leaf) else leaf for leaf in leaves]
-        inner_args, inner_kwargs = jax.tree.unflatten(treedef, both)
-        return [x for x in jax.tree.leaves(fun(*inner_args, **inner_kwargs)) if is_array(x)]
-
     # NaN is what is looked for, and the user's own guards against it would stop the search.
     with jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
-        closed = jax.make_jaxpr(on_arrays)(*arrays)
+        closed, arrays = trace(fun, *args, **kwargs)
         return Search(named).run_all(closed, arrays)
 
 

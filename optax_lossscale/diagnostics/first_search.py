@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.core import eval_jaxpr
 
-from optax_lossscale._support.jaxprs import ClosedJaxpr, Equation, Jaxpr, is_literal
+from optax_lossscale._support.jaxprs import ClosedJaxpr, Equation, Jaxpr, is_literal, source_of
 from optax_lossscale._support.tree import KeyPath, is_inexact
 from optax_lossscale.diagnostics.first_values import (
     FirstNonfinite,
@@ -23,7 +23,6 @@ from optax_lossscale.diagnostics.first_values import (
     rank_of,
     readable_scope,
     sliced,
-    source_of,
     time_of,
 )
 

@@ -1,16 +1,12 @@
 """What is known of a number that is not finite: where it comes from, and which layer made it."""
 
 import dataclasses
-import linecache
 import re
-import sysconfig
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from optax_lossscale._support.jaxprs import Equation
 from optax_lossscale._support.tree import KeyPath, is_inexact
 
 
@@ -161,16 +157,3 @@ def readable_scope(scope: str) -> str:
     """Return the names in a scope, without the transformations around them."""
     names = re.sub(r"\w+\(|\)", "", scope)
     return "/".join(name for name in names.split("/") if name)
-
-
-def source_of(eqn: Equation) -> str:
-    """Return the innermost line that is not of an installed package."""
-    traceback = eqn.source_info.traceback
-    frames = list(traceback.frames) if traceback else []
-    libraries = map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))
-    installed = (*libraries, str(Path(__file__).parent))
-    for frame in frames:
-        if not frame.file_name.startswith(installed):
-            line = linecache.getline(frame.file_name, frame.line_num).strip()
-            return f"{frame.file_name}:{frame.line_num}" + (f": {line}" if line else "")
-    return ""

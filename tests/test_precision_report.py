@@ -1,0 +1,360 @@
+"""`precision_report` sees every matrix product that runs, and in which dtype."""
+
+from pathlib import Path
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from jax.experimental import pallas
+from jax.sharding import PartitionSpec
+
+import optax_lossscale as ols
+from optax_lossscale.diagnostics import (
+    MatrixProducts,
+    format_precision_report,
+    precision_report,
+)
+
+# Programs of users rely on promotion, and the report says where it leads.
+pytestmark = pytest.mark.integration
+F16, F32 = jnp.float16, jnp.float32
+X, W = jnp.ones((4, 8), F16), jnp.ones((8, 8), F16)
+ONE = 2 * 4 * 8 * 8  # the operations of X @ W
+
+
+def counts(fun, *args, **kwargs):
+    report = precision_report(fun, *args, **kwargs)
+    return {dtype: products.count for dtype, products in report.items()}
+
+
+def line_of(comment):
+    """Return the line of this file that ends with the comment, with the file and its number."""
+    lines = enumerate(Path(__file__).read_text().splitlines(), 1)
+    ((number, line),) = ((n, line) for n, line in lines if line.endswith(comment))
+    return f"{__file__}:{number}: {line.strip()}"
+
+
+# --- Every framework.
+
+
+class LinenNet(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Conv(4, (3,), dtype=F16)(x[..., None]).reshape(len(x), -1)
+        x = nn.remat(nn.Dense)(8, dtype=F16)(x)
+        return nn.Dense(3, dtype=F32)(x)  # the head
+
+
+def test_linen_with_remat_and_a_head_in_float32():
+    model = LinenNet()
+    x = jnp.ones((4, 8))
+    params = model.init(jax.random.key(0), x)
+    report = precision_report(jax.grad(lambda p: model.apply(p, x).mean()), params)
+    # Forward, and backward for the weights; of all but the first layer for the input, too. The
+    # layer with `remat` needs no product of its forward pass again.
+    assert {k: v.count for k, v in report.items()} == {"float16": 5, "float32": 2}
+    assert report["float32"].source == line_of("# the head")
+    assert report["float32"].flops == 2 * (2 * 4 * 8 * 3)
+
+
+class NNXNet(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(8, 8, dtype=jnp.bfloat16, rngs=rngs)
+        self.head = nnx.Linear(8, 1, dtype=F32, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.first(x))
+
+
+def test_nnx_with_the_module_as_an_argument():
+    def loss_fn(model, x):
+        return jnp.mean(model(x))
+
+    args = NNXNet(nnx.Rngs(0)), jnp.ones((4, 8))
+    assert counts(loss_fn, *args) == {"bfloat16": 1, "float32": 1}
+    assert counts(nnx.grad(loss_fn), *args) == {"bfloat16": 2, "float32": 2}
+    assert counts(nnx.jit(nnx.value_and_grad(loss_fn)), *args) == {"bfloat16": 2, "float32": 3}
+
+
+def test_equinox_before_and_after_a_cast():
+    model = eqx.nn.MLP(8, 1, 8, 2, key=jax.random.key(0))
+
+    def loss_fn(model, x):
+        return jnp.mean(jax.vmap(model)(x).astype(F32))
+
+    assert counts(loss_fn, model, X) == {"float32": 3}
+    assert counts(loss_fn, ols.cast(model, F16), X) == {"float16": 3}
+    step = ols.grad(loss_fn, compute_dtype=F16, transform=eqx.filter_value_and_grad)
+    assert counts(step, ols.init(), model, X) == {"float16": 7}
+
+
+def test_haiku_whose_own_cast_promotes_everything_is_shown_for_what_it_is():
+    def forward(x):
+        x = x.astype(F32)
+        x = hk.Linear(8)(x)  # in float32, as all that follows
+        return hk.Linear(8)(jax.nn.relu(x))
+
+    model = hk.without_apply_rng(hk.transform(forward))
+    params = model.init(jax.random.key(0), X)
+    step = ols.value_and_grad(lambda p, x: model.apply(p, x).mean(), compute_dtype=F16)
+    report = precision_report(step, ols.init(), params, X)
+    assert "float16" not in report
+    assert report["float32"].count == 5
+    assert report["float32"].source == line_of("# in float32, as all that follows")
+
+
+# --- Every structure of a program.
+
+
+def in_scan(x, w):
+    def outer(x, _):
+        return lax.scan(lambda x, _: (x @ w, None), x, length=3)[0], None
+
+    return lax.scan(outer, x, length=5)[0]
+
+
+def in_while(x, w):
+    return lax.while_loop(lambda x: (x @ w).sum() < 1e3, lambda x: x @ w, x)
+
+
+def in_cond(x, w):
+    both = lambda x: x @ w @ w  # noqa: E731
+    return lax.switch(x[0, 0].astype(int), [lambda x: x @ w, both, lambda x: x], x)
+
+
+def in_cond_of_two_dtypes(x, w):
+    wide = lambda x: (x.astype(F32) @ w.astype(F32)).astype(F16)  # noqa: E731
+    return lax.cond(x[0, 0] > 0, lambda x: x @ w, wide, x)
+
+
+@jax.custom_vjp
+def doubled(x, w):
+    return x @ w
+
+
+doubled.defvjp(
+    lambda x, w: (x @ w, (x, w)),
+    lambda kept, g: (2 * (g.astype(F32) @ kept[1].T.astype(F32)).astype(F16), 2 * kept[0].T @ g),
+)
+
+
+@jax.custom_jvp
+def one_way(x, w):
+    return x @ w
+
+
+one_way.defjvp(lambda primals, tangents: (one_way(*primals), tangents[0] @ primals[1]))
+
+
+def flash_attention(q, k, v):
+    """Attend to blocks of keys, as flash attention does."""
+
+    def block(carry, kv):
+        highest, total, mixed = carry
+        scores = (q @ kv[0].T).astype(F32)
+        new = jnp.maximum(highest, scores.max(-1))
+        weights, shrink = jnp.exp(scores - new[:, None]), jnp.exp(highest - new)
+        mixed = mixed * shrink[:, None] + weights.astype(F16) @ kv[1]
+        return (new, total * shrink + weights.sum(-1), mixed), None
+
+    n = len(q)
+    start = jnp.full(n, -jnp.inf), jnp.zeros(n), jnp.zeros(q.shape)
+    _, total, mixed = lax.scan(block, start, (k.reshape(4, -1, 8), v.reshape(4, -1, 8)))[0]
+    return mixed / total[:, None]
+
+
+def in_pallas(x, w):
+    def kernel(x, w, out):
+        out[...] = x[...] @ w[...]
+
+    rows = pallas.BlockSpec((1, 8), lambda i: (i, 0))
+    return pallas.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid=(4,),
+        in_specs=[rows, pallas.BlockSpec((8, 8), lambda _: (0, 0))],
+        out_specs=rows,
+        interpret=True,
+    )(x, w)
+
+
+def in_shard_map(x, w):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = PartitionSpec("data")
+    mapped = jax.shard_map(jnp.matmul, mesh=mesh, in_specs=(rows, PartitionSpec()), out_specs=rows)
+    return mapped(x, w)
+
+
+def unused(x, w):
+    _ = x @ w @ w
+    _, kept = jax.jit(lambda x: (x @ w @ w, x @ w))(x)
+    return kept, 1.0
+
+
+def of_both(fun):
+    return jax.grad(lambda x, w: fun(x, w).astype(F32).sum(), (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("fun", "expected"),
+    [
+        (jnp.dot, {"float16": 1}),
+        (jax.jit(jnp.matmul), {"float16": 1}),
+        (lambda x, w: jnp.dot(x, w, preferred_element_type=F32), {"float16": 1}),
+        (lambda x, w: x.astype(F32) @ w, {"float32": 1}),
+        (lambda x, w: x @ w.astype(F32), {"float32": 1}),
+        (lambda x, w: x.astype("int8") @ w.astype("int8"), {"int8": 1}),
+        (lambda x, w: x + w[:4], {}),
+        (in_scan, {"float16": 15}),
+        (of_both(in_scan), {"float16": 15 * 3}),
+        (in_while, {"float16": 2}),
+        (lambda x, w: lax.fori_loop(0, 6, lambda _, x: x @ w, x), {"float16": 6}),
+        (in_cond, {"float16": 2}),
+        (in_cond_of_two_dtypes, {"float16": 1, "float32": 1}),
+        (doubled, {"float16": 1}),
+        (of_both(doubled), {"float16": 1, "float32": 1}),
+        (one_way, {"float16": 1}),
+        (jax.grad(lambda x, w: one_way(x, w).astype(F32).sum()), {"float16": 1}),
+        (of_both(lambda x, w: jax.checkpoint(lambda x: jnp.sin(x @ w) @ w)(x)), {"float16": 5}),
+        (lambda x, w: jax.vmap(lambda row: row @ w)(x), {"float16": 1}),
+        (in_pallas, {"float16": 4}),
+        (in_shard_map, {"float16": 1}),
+        (unused, {"float16": 1}),
+    ],
+)
+def test_structures(fun, expected):
+    assert counts(fun, X, W) == expected
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (X, W))
+    assert counts(fun, *shapes) == expected
+    assert jax.jit(lambda: counts(fun, X, W) == expected)()  # the report may be made while tracing
+
+
+def test_flash_attention_forward_and_backward():
+    q, k, v = (jnp.ones((16, 8), F16) for _ in range(3))
+    report = precision_report(flash_attention, q, k, v)
+    assert report["float16"].count == 8
+    assert report["float16"].flops == 2 * (2 * 16 * 8 * 16)
+    backward = precision_report(jax.grad(lambda *a: flash_attention(*a).mean(), (0, 1, 2)), q, k, v)
+    assert sum(products.count for products in backward.values()) == 8 + 16
+
+
+def test_a_primitive_that_holds_functions_of_other_outputs():
+    solve = lambda a, b: jax.scipy.sparse.linalg.cg(a, b)[0]  # noqa: E731
+    assert set(counts(solve, W.astype(F32), W[0].astype(F32))) == {"float32"}
+
+
+def test_dtypes_that_do_not_promote():
+    forward, backward = jnp.float8_e4m3fn, jnp.float8_e5m2
+    report = counts(lambda x, w: lax.dot(x.astype(backward), w.astype(forward)), X, W)
+    assert report == {"float8_e4m3fn x float8_e5m2": 1}
+
+
+# --- Operations and lines.
+
+
+def convolution(lhs, kernel, **options):
+    options = {"window_strides": (1, 1), "padding": "VALID"} | options
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(lhs, kernel, dimension_numbers=numbers, **options)
+
+
+IMAGES = jnp.ones((2, 9, 9, 4))
+
+
+@pytest.mark.parametrize(
+    ("fun", "args"),
+    [
+        (jnp.dot, (X, W)),
+        (jnp.dot, (W[0], W[0])),
+        (lambda a, b: jnp.einsum("bij,bkj->bik", a, b), (jnp.ones((3, 4, 5)), jnp.ones((3, 6, 5)))),
+        (convolution, (IMAGES, jnp.ones((3, 3, 4, 6)))),
+        (
+            lambda x, k: convolution(x, k, window_strides=(2, 3), rhs_dilation=(2, 1)),
+            (IMAGES, jnp.ones((3, 3, 4, 6))),
+        ),
+        (lambda x, k: convolution(x, k, feature_group_count=2), (IMAGES, jnp.ones((3, 3, 2, 6)))),
+        (lambda x, k: convolution(x, k, batch_group_count=2), (IMAGES, jnp.ones((3, 3, 4, 6)))),
+    ],
+)
+def test_operations_are_those_that_xla_counts(fun, args):
+    (products,) = precision_report(fun, *args).values()
+    lowered = jax.jit(fun).lower(*(arg.astype(F32) for arg in args))
+    assert products.flops == lowered.cost_analysis()["flops"]
+
+
+def test_the_gradient_of_a_convolution_with_strides_takes_as_many_operations():
+    kernel = jnp.ones((2, 2, 4, 6))
+    images = jnp.ones((2, 8, 8, 4))
+    strided = lambda x, k: convolution(x, k, window_strides=(2, 2))  # noqa: E731
+    forward = precision_report(strided, images, kernel)["float32"].flops
+    backward = precision_report(jax.grad(lambda x: strided(x, kernel).sum()), images)
+    assert backward["float32"].flops == pytest.approx(forward, rel=0.35)  # its border is padded
+
+
+def test_a_ragged_product_takes_the_operations_of_one_group_for_each_row():
+    groups = jnp.array([1, 2, 3])
+    x, experts = jnp.ones((6, 4), F16), jnp.ones((3, 4, 5), F16)
+    (forward,) = precision_report(lax.ragged_dot, x, experts, groups).values()
+    assert forward.flops == 2 * 6 * 4 * 5
+    loss = lambda x, experts: lax.ragged_dot(x, experts, groups).astype(F32).sum()  # noqa: E731
+    both = precision_report(jax.grad(loss, (0, 1)), x, experts)["float16"]
+    assert (both.count, both.flops) == (2, 2 * 2 * 6 * 4 * 5)
+
+
+def test_the_source_is_that_of_the_product_with_the_most_operations():
+    def fun(x, w):
+        small = x[:1] @ w  # 1/4
+        large = x @ w  # the largest
+        often = lax.scan(lambda x, _: (x @ w, None), x[:1], length=8)[0]  # twice as much
+        return small, large, often if x.dtype == F32 else 0
+
+    assert precision_report(fun, X, W)["float16"].source == line_of("# the largest")
+    wide = precision_report(fun, X.astype(F32), W.astype(F32))["float32"]
+    assert wide.source == line_of("# twice as much")
+    assert (wide.count, wide.flops) == (10, ONE // 4 + ONE + 2 * ONE)
+
+
+def test_a_training_step_with_everything():
+    tx = ols.with_loss_scaling(ols.with_master_weights(optax.adamw(1e-3)), skip_if=ols.Spike())
+    params = {"w": W, "head": jnp.ones((8, 1), F16)}
+    opt_state = tx.init(params)
+
+    @jax.jit
+    def step(params, opt_state, x):
+        def loss_fn(params, x):
+            return jnp.mean((jnp.tanh(x @ params["w"]) @ params["head"]).astype(F32) ** 2)
+
+        loss, grads = ols.value_and_grad(loss_fn)(opt_state, params, x)
+        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), opt_state
+
+    assert counts(step, params, opt_state, x=X) == {"float16": 5}
+
+
+def test_the_dtype_with_the_most_operations_comes_first_and_is_written_first():
+    def fun(x, w):
+        wide = x.astype(F32) @ w.astype(F32)  # in float32
+        return wide, x[:1] @ w, x[:1] @ w
+
+    report = precision_report(fun, X, W)
+    assert list(report) == ["float32", "float16"]
+    first, where, second, _ = format_precision_report(report).splitlines()
+    assert first == "float32: 1 matrix product, 512 operations (66.7 %)"
+    assert where == f"  the largest at {line_of('# in float32')}"
+    assert second == "float16: 2 matrix products, 256 operations (33.3 %)"
+
+
+def test_words_without_products_or_lines():
+    assert format_precision_report({}) == "No matrix products or convolutions."
+    empty = precision_report(jnp.dot, np.zeros((0, 8)), np.zeros((8, 2)))
+    assert empty["float32"].flops == 0
+    assert "0 operations (0 %)" in format_precision_report(empty)
+    report = {"float16": MatrixProducts(count=1, flops=2, source="")}
+    assert format_precision_report(report) == "float16: 1 matrix product, 2 operations (100 %)"
