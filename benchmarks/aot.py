@@ -29,6 +29,7 @@ from benchmarks.contenders import (
     ALL_CONTENDERS,
     CONTENDERS,
     MASTERS,
+    REMAINDERS,
     Contender,
     Control,
     HalfStack,
@@ -88,6 +89,8 @@ CASES = {
     "tensor": Case("161 arrays, alternating axes over 4 devices", arrays="deep", spread="tensor"),
     "shard_map": Case("161 arrays, `shard_map` over 4 devices", arrays="deep", spread="shard_map"),
     "masters": Case("12 float16 arrays with masters, `adamw`", arrays="half"),
+    "remainders": Case("12 bfloat16 arrays with masters, `adamw`", arrays="bfloat16"),
+    "remainders-clip": Case("the same with clipping", "clipping + adamw", "bfloat16"),
     "stack": Case("12 arrays, clipping, `adamw`, Spike and scaling", "clipping + adamw"),
     "stack-half": Case("the same, float16 parameters with masters", "clipping + adamw", "half"),
     "stack-shard_map": Case("the same over 4 devices", "clipping + adamw", spread="shard_map"),
@@ -99,6 +102,7 @@ ARRAYS: dict[str, Callable[[Sizes], Any]] = {
     "many": lambda s: gradients(many(3 * len(resnet50(s)) - 3), jnp.float32),
     "float16": lambda s: gradients(wide(s.wide // 2), jnp.float16),
     "half": lambda s: half_parameters(wide(s.wide // 2)),
+    "bfloat16": lambda s: half_parameters(wide(s.wide // 2), jnp.bfloat16),
     "transformer": transformer,
 }
 
@@ -117,6 +121,8 @@ class StackOverAxis(Stack):
 
 CONTENDERS_OF = {
     "masters": MASTERS,
+    "remainders": REMAINDERS,
+    "remainders-clip": REMAINDERS,
     "shard_map": (OptaxAlone, OverAxis),
     "stack": (OptaxAlone, Stack),
     "stack-half": (MastersByHand, HalfStack),

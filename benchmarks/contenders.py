@@ -410,6 +410,25 @@ class Masters(Ours):
     training_step = Contender.training_step
 
 
+class Remainders(Masters):
+    """This library's master weights in two bytes."""
+
+    name = "optax_lossscale, with_master_weights(remainders=True) (no scaling)"
+
+    def wrap(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+        return ols.with_master_weights(tx, remainders=True)
+
+
+class RemaindersSkipped(Remainders):
+    """The same in a guard."""
+
+    name = "optax_lossscale, skip_if and remainders (no scaling)"
+    skips = True
+
+    def wrap(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+        return ols.skip_if(super().wrap(tx))
+
+
 class MastersScaled(Ours):
     """This library's loss scaling around its master weights."""
 
@@ -437,7 +456,8 @@ CONTENDERS: tuple[type[Contender], ...] = (
 )
 # For parameters in half precision.
 MASTERS: tuple[type[Contender], ...] = (MastersByHand, Masters, MastersScaled)
-ALL_CONTENDERS = (*CONTENDERS, *MASTERS, Stack, HalfStack)
+REMAINDERS: tuple[type[Contender], ...] = (MastersByHand, Masters, Remainders, RemaindersSkipped)
+ALL_CONTENDERS = (*CONTENDERS, *MASTERS, Remainders, RemaindersSkipped, Stack, HalfStack)
 
 
 @jax.custom_vjp

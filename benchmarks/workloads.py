@@ -84,10 +84,10 @@ def gradients(shapes: list[Shape], dtype: Any, seed: int = 0) -> Gradients:
     return Gradients(params, scaled, [g / jnp.asarray(LOSS_SCALE, dtype) for g in scaled])
 
 
-def half_parameters(shapes: list[Shape]) -> Gradients:
-    """Draw parameters and gradients in float16."""
-    drawn = gradients(shapes, jnp.float16)
-    return drawn._replace(params=[p.astype(jnp.float16) for p in drawn.params])
+def half_parameters(shapes: list[Shape], dtype: Any = jnp.float16) -> Gradients:
+    """Draw parameters and gradients in half precision."""
+    drawn = gradients(shapes, dtype)
+    return drawn._replace(params=[p.astype(dtype) for p in drawn.params])
 
 
 def wide(parameters: int) -> list[Shape]:
