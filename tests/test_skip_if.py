@@ -109,7 +109,11 @@ def test_a_step_that_is_not_finite_is_skipped_without_a_rule(where, bad):
     assert (state.consecutive_skipped, state.total_skipped) == (0, 2)
 
 
-def test_a_rule_with_a_state_sees_zeros_and_keeps_its_state_on_a_step_that_is_not_finite():
+@pytest.mark.parametrize("grad", [jnp.inf, 1.0])
+@pytest.mark.parametrize("value", [jnp.nan, 1.0])
+def test_a_rule_with_a_state_sees_zeros_and_keeps_its_state_on_a_step_that_is_not_finite(
+    grad, value
+):
     seen = []
 
     class Countdown:
@@ -122,15 +126,16 @@ def test_a_rule_with_a_state_sees_zeros_and_keeps_its_state_on_a_step_that_is_no
 
     tx = ols.skip_if(optax.sgd(1.0), Countdown())
     state = tx.init(PARAMS)
-    _, state = tx.update({**PARAMS, "b": jnp.array([jnp.inf, 1])}, state, PARAMS, value=jnp.nan)
-    assert not np.any(seen[0][0])
-    assert seen[0][2] == 0
-    assert state.rule_state["left"] == 2
+    _, state = tx.update({**PARAMS, "b": jnp.array([grad, 1])}, state, PARAMS, value=value)
+    finite = bool(np.isfinite(grad + value))
+    assert np.array_equal(seen[0][0], [finite, finite])
+    assert seen[0][2] == finite
+    assert state.rule_state["left"] == 2 - finite
     skipped = []
-    for _ in range(3):
+    for _ in range(3 - finite):
         _, state = tx.update(PARAMS, state, PARAMS, value=1.0)
         skipped.append(int(state.consecutive_skipped))
-    assert skipped == [0, 0, 1]
+    assert skipped == [0, 0, 1][finite:]
 
 
 def test_a_rule_may_use_params_and_any_extra_argument():
@@ -153,6 +158,12 @@ def spikes(rule, values):
         return state, skip
 
     return jax.lax.scan(step, rule.init(None), jnp.asarray(values, jnp.float32))
+
+
+def test_one_value_is_enough_to_compare_with():
+    rule = ols.Spike(window=4, warmup=1)
+    assert list(spikes(rule, [1.0, 1.0])[1]) == [False, False]
+    assert list(spikes(rule, [1.0, 1.001])[1]) == [False, True]
 
 
 def written_rule(values, window=128, sigmas=6.0, warmup=None, max_consecutive_skipped=None):
