@@ -13,7 +13,7 @@ PYTEST := $(RUN) -m pytest -n 2 --dist loadfile
 NOX = PYENV_VERSION="$${PYENV_VERSION:-$$(pyenv versions --bare 2>/dev/null | paste -sd: -)}" \
   $(RUN) -m nox
 
-.PHONY: demo bench aot quick test test-all oracles docs fidelity matrix mutants release check lint pins clean
+.PHONY: demo bench aot quick test test-all oracles docs fidelity matrix mutants release tagged check lint pins clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/examples.installed
@@ -63,12 +63,16 @@ fidelity: $(VENV)/test.installed
 matrix: $(VENV)/matrix.installed
 	$(NOX) $(MATRIX)
 
-# Builds the sdist and the wheel in dist/, and trains with the wheel in an empty environment on every
-# Python that it finds.
-release: $(VENV)/matrix.installed $(VENV)/test.installed
+# Builds the sdist and the wheel in dist/ from a clean checkout at the version's tag, in an environment
+# with nothing else, and trains with the wheel in an empty environment on every Python that it finds.
+release: tagged $(VENV)/matrix.installed
 	rm -rf dist
-	$(RUN) -m hatchling build
-	$(NOX) --session release $(RELEASE)
+	$(NOX) --session build release $(RELEASE)
+
+# Checks that the commit has the tag of its version, and that Git holds all files as they are.
+tagged:
+	git tag --points-at HEAD | grep -Fx "v$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' optax_lossscale/__init__.py)"
+	git status --porcelain | (! grep .)
 
 # Runs the mutation tester: every small change to the package must fail a test. About an hour.
 mutants: $(VENV)/test.installed

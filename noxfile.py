@@ -1,7 +1,7 @@
 """Test the package with the newest and the oldest supported versions: `make matrix`.
 
 Only `make test` covers the examples, benchmarks, documents and packaging (tests/project). `make
-release` runs the session `release`.
+release` runs the sessions `build` and `release`.
 
 Arguments after `--` go to pytest: `make matrix MATRIX="-s oldest -- tests/test_policy.py"`.
 """
@@ -33,6 +33,13 @@ def oldest(session: nox.Session) -> None:
         "constraints-oldest.txt",
         *(f"--{'deselect' if '::' in name else 'ignore'}={name}" for name in cannot_run),
     )
+
+
+@nox.session(python=PYTHONS[0], reuse_venv=False)
+def build(session: nox.Session) -> None:
+    """Build the sdist and the wheel, with nothing else installed."""
+    session.install("--constraint", "constraints.txt", "hatchling")
+    session.run("python", "-m", "hatchling", "build")
 
 
 @nox.session(python=PYTHONS, reuse_venv=False)
