@@ -343,6 +343,12 @@ def test_half_precision_parameters_without_masters_are_warned_of_once(guard, dty
     guard(optax.sgd(0.1)).init(ols.cast(params, jnp.float32))
 
 
+def test_of_both_types_of_half_precision_the_coarser_is_warned_of():
+    params = {"w": jnp.ones(3, jnp.float16), "b": jnp.ones(2, jnp.bfloat16)}
+    with pytest.warns(UserWarning, match="are bfloat16 and float16, and .* below 1/512 of"):
+        ols.skip_if(optax.sgd(0.1)).init(params)
+
+
 @pytest.mark.parametrize("remainders", [False, True])
 @pytest.mark.parametrize("tree", ["whole", "prefix"])
 @pytest.mark.parametrize("kind", ["masked", "partition"])

@@ -160,6 +160,15 @@ def spikes(rule, values):
     return jax.lax.scan(step, rule.init(None), jnp.asarray(values, jnp.float32))
 
 
+def test_a_spike_is_a_value():
+    assert {ols.Spike(), ols.Spike("value"), ols.Spike(window=64)} == {
+        ols.Spike(),
+        ols.Spike(window=64),
+    }
+    with pytest.raises(AttributeError):
+        ols.Spike().window = 64
+
+
 def test_one_value_is_enough_to_compare_with():
     rule = ols.Spike(window=4, warmup=1)
     assert list(spikes(rule, [1.0, 1.0])[1]) == [False, False]
