@@ -95,8 +95,8 @@ def unscale_and_check(
         are global, however they are sharded.
 
     Returns:
-      The true gradients, in float32 where they were of a smaller type and in their own type
-      otherwise, and whether every one of them is finite, both as it came and unscaled. `bool[]`.
+      The true gradients, in float32 where their dtype was smaller and in their own otherwise, and
+      whether all of them are finite, both before and after unscaling. `bool[]`.
 
     Raises:
       TypeError: If `axis_name` cannot be the name of an axis.

@@ -1,0 +1,109 @@
+"""The mistakes in the table of docs/mistakes.md do what it says, and the remedies work."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+
+W = jnp.float32(1)
+INF, NAN = jnp.float32(jnp.inf), jnp.float32(jnp.nan)
+
+
+def updated(tx, *grads, **extra_args):
+    """Return the updates of the steps, and the last state."""
+    opt_state, found = tx.init(W), []
+    for g in grads:
+        updates, opt_state = tx.update(jnp.float32(g), opt_state, W, **extra_args)
+        found.append(float(updates))
+    return found, opt_state
+
+
+def test_apply_if_finite_outside_hides_overflows_until_it_gives_up():
+    guarded = ols.with_loss_scaling(optax.sgd(1.0), ols.DynamicLossScale(1024.0))
+    for tx, loss_scale in (guarded, 512), (optax.apply_if_finite(guarded, 5), 1024):
+        _, opt_state = updated(tx, jnp.inf)
+        assert ols.loss_scale_state(opt_state).loss_scale == loss_scale
+    for bad_steps, loss_scale in (5, 1024), (6, 512):
+        _, opt_state = updated(optax.apply_if_finite(guarded, 5), *[jnp.inf] * bad_steps)
+        assert ols.loss_scale_state(opt_state).loss_scale == loss_scale
+
+
+def test_masked_outside_leaves_other_gradients_scaled():
+    params, mask = {"a": W, "b": W}, {"a": True, "b": False}
+    right = ols.with_loss_scaling(optax.masked(optax.sgd(1.0), mask), 1024)
+    wrong = optax.masked(ols.with_loss_scaling(optax.sgd(1.0), 1024), mask)
+    for tx, other in (right, 1.0), (wrong, 1024.0):
+        opt_state = tx.init(params)
+        _, grads = ols.value_and_grad(lambda p: p["a"] + p["b"])(opt_state, params)
+        updates, _ = tx.update(grads, opt_state, params)
+        assert updates == {"a": -1.0, "b": other}
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_spike_takes_a_doubled_loss_scale_for_a_spike_of_a_scaled_loss(scaled):
+    tx = ols.with_loss_scaling(
+        optax.sgd(1.0), ols.DynamicLossScale(growth_interval=300), skip_if=ols.Spike()
+    )
+
+    def step(opt_state, loss):
+        loss_scale = ols.loss_scale_state(opt_state).loss_scale
+        value = loss * loss_scale if scaled else loss
+        return tx.update(loss_scale, opt_state, W, value=value)[1], None
+
+    losses = 1 + 0.05 * np.random.default_rng(0).normal(size=450)
+    opt_state, _ = jax.lax.scan(step, tx.init(W), jnp.asarray(losses, jnp.float32))
+    assert bool(ols.loss_scale_state(opt_state).total_skipped) is scaled
+
+
+def test_every_number_in_value_is_checked_and_other_names_are_not():
+    tx = ols.with_loss_scaling(optax.sgd(1.0), 1024)
+    for extra_args, update in (
+        ({"value": (W, {"accuracy": NAN})}, 0.0),
+        ({"value": W}, -1.0),
+        ({"value": NAN}, 0.0),
+        ({"loss": NAN}, -1.0),
+    ):
+        assert updated(tx, 1024, **extra_args)[0] == [update]
+
+
+def test_a_target_beyond_float16_is_infinite_unless_it_is_kept():
+    def loss_fn(w, batch):
+        return jnp.mean((batch["x"] * w).astype(jnp.float32) - batch["y"].astype(jnp.float32))
+
+    batch = {"x": jnp.ones(2), "y": jnp.array([1e5, 1.0])}
+    for keep, finite in (None, False), (lambda path: path == "batch['y']", True):
+        loss_and_grads = ols.value_and_grad(loss_fn, compute_dtype=jnp.float16, keep=keep)
+        assert jnp.isfinite(loss_and_grads(ols.init(1.0), W, batch)[0]) == finite
+
+
+def test_devices_along_an_axis_without_a_name_decide_alone():
+    def skips(x, axis_name):
+        tx = ols.with_loss_scaling(optax.sgd(1.0), 1, axis_name=axis_name)
+        return ~ols.applied(tx.update(x, tx.init(W), W)[1])
+
+    x = jnp.array([[1, jnp.inf], [1, 1]])
+    for axis_name, expected in (("data", "model"), [[1, 1], [1, 1]]), ("data", [[0, 1], [0, 1]]):
+        run = jax.vmap(lambda x, a=axis_name: skips(x, a), axis_name="model")
+        assert (jax.vmap(run, axis_name="data")(x) == jnp.array(expected, bool)).all()
+
+
+def test_parameters_are_not_checked():
+    tx = ols.with_loss_scaling(optax.sgd(1.0), 1)
+    _, opt_state = tx.update(W, tx.init(NAN), NAN, value=W)
+    assert ols.applied(opt_state)
+    assert not ols.all_finite(NAN)
+
+
+@pytest.mark.integration
+def test_a_huge_gradient_makes_adams_second_moment_infinite_unless_it_is_clipped():
+    adam = optax.adam(1e-1)
+    assert updated(ols.skip_if(adam), 1e25, 1, 1)[0] == updated(adam, 1e25, 1, 1)[0] == [0.0] * 3
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), adam)
+    assert updated(ols.skip_if(clipped), 1e25, 1, 1)[0][-1] < -0.01
+    tx, params = ols.skip_if(adam), jnp.ones(2)
+    _, opt_state = tx.update(jnp.array([1e25, 1.0]), tx.init(params), params)
+    with pytest.raises(ValueError, match=r"`\[0\].nu` of the inner state"):
+        ols.diagnostics.check_health(opt_state)
