@@ -1,5 +1,6 @@
 """Pytrees: the check for finite numbers, and the choice between two trees."""
 
+import functools
 import re
 
 import flax.core
@@ -13,9 +14,7 @@ from jax.sharding import PartitionSpec as P
 from plain_where import assert_same_bits
 
 import optax_lossscale as ols
-from optax_lossscale._step import finite
 from optax_lossscale._step.finite import (
-    _are_local,
     _finite,
     _finite_on_cpu,
     _finite_on_gpu,
@@ -195,7 +194,7 @@ SPLIT = {
 
 @pytest.mark.parametrize(("shape", "split"), SPLIT.items(), ids=str)
 def test_a_shape_is_split_where_it_splits_for_every_device(shape, split):
-    assert _grouping(shape) == split
+    assert _grouping(shape, 8) == split
 
 
 MANY = [
@@ -207,13 +206,10 @@ MANY = [
 ]
 
 
-@pytest.mark.parametrize("where", ["jit", "shard_map"])  # arrays are local in the second
-@pytest.mark.parametrize("check", [_finite, _finite_on_cpu, _finite_on_gpu])
-def test_every_way_to_check_looks_at_every_element(check, where):
-    if where == "shard_map":
-        mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
-        check = jax.shard_map(check, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    check = jax.jit(check)
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("way", [_finite, _finite_on_cpu, _finite_on_gpu])
+def test_every_way_to_check_looks_at_every_element(way, devices):
+    check = jax.jit(lambda arrays: way(*arrays, devices=devices))
     assert check(MANY)
     for i, array in enumerate(MANY):
         for position in {0, array.size // 3, array.size - 1} if array.size else ():
@@ -222,21 +218,28 @@ def test_every_way_to_check_looks_at_every_element(check, where):
             assert not check([*MANY[:i], spoilt, *MANY[i + 1 :]])
 
 
+def lowered(check, arrays, shardings):
+    """Return the program for as many devices as the shardings have, for a TPU."""
+    step = jax.jit(check, in_shardings=(shardings,))
+    return step.trace(arrays).lower(lowering_platforms=("tpu",)).as_text()
+
+
 @pytest.mark.parametrize("shape", [(4, 4), (16,)])
-@pytest.mark.parametrize("axes", [("manual",), ("auto",), ("manual", "auto")])
+@pytest.mark.parametrize("axes", [(), ("manual",), ("auto",), ("manual", "auto")])
 def test_arrays_of_one_shape_are_checked_together_where_they_are_local_or_of_one_axis(axes, shape):
-    mesh = jax.make_mesh((2,) * len(axes), axes, axis_types=(AxisType.Auto,) * len(axes))
     arrays = [jnp.ones(shape) for _ in range(17)]
-
-    def check(arrays):
-        return jax.shard_map(
-            _finite, mesh=mesh, in_specs=P(), out_specs=P(),
+    check, sharding = ols.all_finite, None
+    if axes:
+        mesh = jax.make_mesh((2,) * len(axes), axes, axis_types=(AxisType.Auto,) * len(axes))
+        sharding = NamedSharding(mesh, P())
+    if "manual" in axes:
+        check = jax.shard_map(
+            check, mesh=mesh, in_specs=P(), out_specs=P(),
             axis_names=set(axes) - {"auto"}, check_vma=False,
-        )(arrays)  # fmt: skip
-
-    jaxpr = str(jax.make_jaxpr(_finite if axes == ("auto",) else check)(arrays))
-    together = axes == ("manual",) or shape == (16,)
-    assert jaxpr.count("reduce_and[") == (2 if together else 17)
+        )  # fmt: skip
+    together = "auto" not in axes or shape == (16,)
+    text = lowered(check, arrays, sharding)
+    assert text.count("stablehlo.reduce(") == (2 if together else 17)
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (16,)])
@@ -245,18 +248,12 @@ def test_arrays_of_one_shape_are_checked_together_where_their_types_shard_them_a
     shardings = [NamedSharding(mesh, spec) for spec in (P("a"), P("b"), P(), P("a"), P("b"))]
     good, bad = np.ones(shape), np.full(shape, np.inf)
     together = [jax.device_put(good, sharding) for sharding in shardings]
-    assert str(jax.make_jaxpr(_finite)(together)).count("reduce_and[") == 3
+    assert lowered(ols.all_finite, together, shardings).count("stablehlo.reduce(") == 3
     assert ols.all_finite(together)
     for i, sharding in enumerate(shardings):
         assert not ols.all_finite(
             [*together[:i], jax.device_put(bad, sharding), *together[i + 1 :]]
         )
-
-
-@pytest.mark.parametrize("devices", [1, 2])
-def test_arrays_on_the_only_device_are_local(monkeypatch, devices):
-    monkeypatch.setattr(jax, "device_count", lambda: devices)
-    assert _are_local() == (devices == 1)
 
 
 @pytest.mark.parametrize(
@@ -270,20 +267,19 @@ def test_arrays_on_the_only_device_are_local(monkeypatch, devices):
         (7, 2**13 + 1, 1, "bool[]"),  # it cannot be split into 64 equal parts
     ],
 )
-def test_a_gpu_reduces_arrays_of_one_size_together(monkeypatch, number, size, reductions, first):
-    monkeypatch.setattr(finite, "_are_local", lambda: True)
-    jaxpr = jax.make_jaxpr(_finite_on_gpu)([jnp.ones(size) for _ in range(number)])
+def test_a_gpu_reduces_arrays_of_one_size_together(number, size, reductions, first):
+    check = functools.partial(_finite_on_gpu, devices=1)
+    jaxpr = jax.make_jaxpr(check)(*(jnp.ones(size) for _ in range(number)))
     found = [line for line in str(jaxpr).splitlines() if "= reduce_and[" in line]
     assert len(found) == reductions
     assert f":{first} = " in found[0]
 
 
 @pytest.mark.parametrize("check", [_finite, _finite_on_cpu, _finite_on_gpu])
-def test_every_way_to_check_takes_arrays_of_symbolic_size(check, monkeypatch):
-    monkeypatch.setattr(finite, "_are_local", lambda: True)
+def test_every_way_to_check_takes_arrays_of_symbolic_size(check):
     (rows,) = export.symbolic_shape("rows")
     arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows, 3), (4,))]
-    assert jax.eval_shape(check, arrays).shape == ()
+    assert jax.eval_shape(functools.partial(check, devices=1), *arrays).shape == ()
 
 
 def test_a_check_is_dispatched_once_in_eager_execution():

@@ -1,12 +1,14 @@
 """Whether all numbers of a tree are finite, and whether all devices agree that they are."""
 
 import functools
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.interpreters import batching, mlir
 from jax.sharding import AxisType
 
 from optax_lossscale._support.checks import AxisName
@@ -42,29 +44,72 @@ def all_finite(tree: PyTree) -> jax.Array:
 
 @jax.jit  # one dispatch in eager execution; inlined elsewhere
 def _arrays_finite(arrays: list[jax.Array]) -> jax.Array:
-    # What is counted on each platform is in docs/performance.md.
-    return jax.lax.platform_dependent(
-        arrays,
-        cpu=_finite_on_cpu,
-        cuda=_finite_on_gpu,
-        rocm=_finite_on_gpu,
-        default=_finite,
-    )
+    return _operation().bind(*map(jax.lax.stop_gradient, arrays), maps=())  # a flag is constant
 
 
-def _finite(arrays: list[jax.Array]) -> jax.Array:
+@functools.cache
+def _operation() -> Any:
+    """Return a primitive that is written out when the platform and the devices are known.
+
+    What is fast depends on both (see docs/performance.md), and neither is known while a step is
+    traced: it may be compiled for another machine. JAX says so only to the lowering of a primitive.
+    Its parameter `maps` holds the `in_axes` of each `jax.vmap` around it, the innermost first.
+    """
+    from jax.extend.core import Primitive  # noqa: PLC0415 - it takes as long as all of the package
+
+    operation = Primitive("all_finite")
+
+    def mapped(check: Callable[..., jax.Array], maps: tuple[Any, ...]) -> Callable[..., jax.Array]:
+        return functools.reduce(lambda fun, axes: jax.vmap(fun, in_axes=axes), maps, check)
+
+    def run(*arrays: jax.Array, maps: tuple[Any, ...]) -> jax.Array:
+        return mapped(_finite, maps)(*arrays)
+
+    def typed(*avals: Any, maps: tuple[Any, ...]) -> Any:
+        return jax.make_jaxpr(functools.partial(run, maps=maps))(*avals).out_avals[0]
+
+    def batched(arrays: Sequence[Any], axes: Any, *, maps: tuple[Any, ...]) -> tuple[Any, int]:
+        return operation.bind(*arrays, maps=(*maps, tuple(axes))), 0
+
+    def lowering(check: Callable[..., jax.Array]) -> Callable[..., Any]:
+        def lower(context: Any, *operands: Any, maps: tuple[Any, ...]) -> Any:
+            devices = _devices(context.module_context.axis_context)
+            check_there = mapped(functools.partial(check, devices=devices), maps)
+            return mlir.lower_fun(check_there, multiple_results=False)(context, *operands)
+
+        return lower
+
+    operation.def_impl(run)
+    operation.def_abstract_eval(typed)
+    batching.primitive_batchers[operation] = batched
+    mlir.register_lowering(operation, lowering(_finite))
+    mlir.register_lowering(operation, lowering(_finite_on_cpu), platform="cpu")
+    for gpu in ("cuda", "rocm"):
+        mlir.register_lowering(operation, lowering(_finite_on_gpu), platform=gpu)
+    return operation
+
+
+def _devices(context: Any) -> int:
+    """Return over how many devices XLA may spread an array of the program that is lowered."""
+    if mesh := getattr(context, "mesh", None):  # within `shard_map`, which divides arrays itself
+        return math.prod(n for name, n in mesh.shape.items() if name not in context.manual_axes)
+    return getattr(context, "num_devices", 1)
+
+
+def _finite(*arrays: jax.Array, devices: int = 0) -> jax.Array:
     """Check arrays of one shape in one kernel, where that moves nothing between devices.
 
     Under `jax.jit`, arrays of one shape may be sharded differently. Their types say how if the axes
     of the mesh are Explicit. One-dimensional arrays are small and usually sharded alike.
     """
-    local = _are_local()
-    joined, alone = _parted(arrays, lambda array: local or array.ndim == 1 or _is_explicit(array))
+    joined, alone = _parted(
+        arrays, lambda array: devices == 1 or array.ndim == 1 or _is_explicit(array)
+    )
     groups = _by_shape(joined, 16) + [[array] for array in alone]
     return _all([jnp.all(_jointly_finite(group)) for group in groups])
 
 
-def _finite_on_gpu(arrays: list[jax.Array]) -> jax.Array:
+def _finite_on_gpu(*arrays: jax.Array, devices: int) -> jax.Array:
     """Check arrays of one size in one kernel, and take a second step for all of them together.
 
     XLA:GPU reduces a large array in two kernels: to about the square root of its size, and from
@@ -73,8 +118,8 @@ def _finite_on_gpu(arrays: list[jax.Array]) -> jax.Array:
     the square root, and if no more than seven norms are fused with one check (seen in jaxlib
     0.10.2).
     """
-    if not _are_local() or any(is_symbolic(array.size) for array in arrays):
-        return _finite(arrays)
+    if devices != 1 or any(is_symbolic(array.size) for array in arrays):
+        return _finite(*arrays, devices=devices)
     flat = [array.reshape(-1) for array in arrays]
     small, large = _parted(flat, lambda array: array.size < 2**13)
     flags = [jnp.all(_jointly_finite(group)) for group in _by_shape(small, 16)]
@@ -95,7 +140,7 @@ def _finite_on_gpu(arrays: list[jax.Array]) -> jax.Array:
 
 
 def _parted(
-    arrays: list[jax.Array], belongs: Callable[[jax.Array], bool]
+    arrays: Sequence[jax.Array], belongs: Callable[[jax.Array], bool]
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Return the arrays that belong to the first part, and the others."""
     parts: tuple[list[jax.Array], list[jax.Array]] = ([], [])
@@ -124,12 +169,6 @@ def _all(flags: list[jax.Array]) -> jax.Array:
     return jax.lax.optimization_barrier(functools.reduce(jnp.logical_and, flags))
 
 
-def _are_local() -> bool:
-    """Return whether traced arrays are known to lie on one device each."""
-    axes = jax.sharding.get_abstract_mesh().axis_types
-    return jax.device_count() == 1 or set(axes) == {AxisType.Manual}
-
-
 def _is_explicit(array: jax.Array) -> bool:
     return set(jax.typeof(array).sharding.mesh.axis_types) == {AxisType.Explicit}
 
@@ -138,7 +177,7 @@ def _is_finite(array: jax.Array) -> jax.Array:
     return jnp.isfinite(readable(array))
 
 
-def _finite_on_cpu(arrays: list[jax.Array]) -> jax.Array:
+def _finite_on_cpu(*arrays: jax.Array, devices: int) -> jax.Array:
     """Check each array in a form that XLA:CPU computes in one pass.
 
     XLA:CPU turns a reduction over more than 32 elements into a `reduce-window`, which it does not
@@ -153,7 +192,7 @@ def _finite_on_cpu(arrays: list[jax.Array]) -> jax.Array:
 
     def finite(array: jax.Array) -> jax.Array:
         is_plain = is_symbolic(array.size) or array.size < 2**16 or jnp.finfo(array.dtype).bits < 16
-        grouping = None if is_plain else _grouping(array.shape)
+        grouping = None if is_plain else _grouping(array.shape, devices)
         if grouping is None:
             return jnp.all(_is_finite(array))
         if jnp.iscomplexobj(array):
@@ -173,7 +212,7 @@ def _finite_on_cpu(arrays: list[jax.Array]) -> jax.Array:
     return jnp.min(flags.astype(jnp.int32)).astype(jnp.bool_)
 
 
-def _grouping(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]] | None:
+def _grouping(shape: tuple[int, ...], devices: int) -> tuple[int, tuple[int, ...]] | None:
     """Return a shape in which an axis is split into groups, and the axis of the groups.
 
     The groups, `slices` of `group` elements, are two axes of the shape. They are taken from an
@@ -186,13 +225,13 @@ def _grouping(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]] | None:
     The number of groups stays a multiple of every power of two that the devices can be divided
     into, so that an axis that is spread over devices is split without moving anything.
     """
-    devices = 1 << (jax.device_count().bit_length() - 1)
+    parts = 1 << (devices.bit_length() - 1)
     views = [(shape, axis) for axis in reversed(range(len(shape) - 1))]
     rows = [((*shape[:-1], shape[-1] // 8, 8), len(shape) - 1)] if shape[-1] % 8 == 0 else []
     for candidates in (views, rows):
         for slices, group in ((2, 16), (1, 16), (1, 8)):
             for view, axis in candidates:
-                if view[axis] % (slices * group * devices) == 0:
+                if view[axis] % (slices * group * parts) == 0:
                     return axis + 1, (*view[:axis], -1, slices, group, *view[axis + 1 :])
     return None
 
