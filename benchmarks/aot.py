@@ -85,6 +85,7 @@ CASES = {
     "adafactor": Case("12 arrays, `adafactor`", "adafactor"),
     "fsdp": Case("161 arrays, first axes over 4 devices", arrays="deep", spread="fsdp"),
     "explicit": Case("the same, the mesh's axis Explicit", arrays="deep", spread="explicit"),
+    "replicated": Case("those of one axis on all devices", arrays="deep", spread="replicated"),
     "tensor": Case("161 arrays, alternating axes over 4 devices", arrays="deep", spread="tensor"),
     "shard_map": Case("161 arrays, `shard_map` over 4 devices", arrays="deep", spread="shard_map"),
     "masters": Case("12 float16 arrays with masters, `adamw`", arrays="half"),
@@ -247,7 +248,7 @@ def lower(
 def spec(shape: tuple[int, ...], index: int, spread: str) -> P:
     """Say which axis of an array is split: the first that can be, or one after the other."""
     axes = [axis for axis, n in enumerate(shape) if n % DEVICES == 0 and n >= 16 * DEVICES]
-    if not axes:
+    if not axes or (spread == "replicated" and len(shape) == 1):
         return P()
     chosen = axes[index % len(axes)] if spread == "tensor" else axes[0]
     return P(*("data" if axis == chosen else None for axis in range(len(shape))))
