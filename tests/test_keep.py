@@ -44,6 +44,13 @@ def nested(a):
     return jax.lax.sort(a)
 
 
+def factorized(matrix):
+    """Return the Cholesky factor, as LAPACK has it."""
+    shapes = jax.ShapeDtypeStruct((4, 4), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
+    call = jax.ffi.ffi_call("lapack_spotrf_ffi", shapes, vmap_method="sequential")
+    return jnp.tril(call(matrix, uplo=np.uint8(ord("L")))[0])
+
+
 PLATFORM_DEPENDENT = jax.lax.platform_dependent  # before a fixture replaces it
 # What may not end or acts, and so must see gradients and a state as a step produces them.
 ACTS = {
@@ -52,7 +59,10 @@ ACTS = {
     "a loop in a nested jit": jax.jit(lambda a: ACTS["while"](a) + 1),
     "pure_callback": lambda a: jax.pure_callback(np.copy, a, a),
     "io_callback": lambda a: io_callback(np.copy, a, a),
+    "eig": lambda a: jnp.linalg.eigvals(jnp.outer(a, a)).real,
     "eigh": lambda a: jnp.linalg.eigh(jnp.outer(a, a))[0],
+    "ffi_call": lambda a: factorized(jnp.outer(a, a) + jnp.eye(4))[0],
+    "schur": lambda a: jax.scipy.linalg.schur(jnp.outer(a, a))[0][0],
     "svd": lambda a: jnp.linalg.svd(jnp.outer(a, a), compute_uv=False),
 }
 COMPUTES = {
