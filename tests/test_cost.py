@@ -100,6 +100,27 @@ def test_the_gradients_are_read_once_more(plain, scaled):
     assert bytes_accessed(compiled) <= bytes_accessed(plain) + 1.02 * params
 
 
+def with_pure_functions(inner):
+    """Scale the loss without the wrapper, as docs/jax.md does."""
+    guard = ols.skip_if(inner)
+    policy = ols.DynamicLossScale()
+
+    def update(grads, state, params):
+        opt_state, scale_state = state
+        grads, grads_finite = ols.unscale_and_check(grads, scale_state)
+        updates, opt_state = guard.update(grads, opt_state, params)
+        return updates, (opt_state, ols.update(scale_state, grads_finite, policy))
+
+    return optax.GradientTransformation(lambda p: (guard.init(p), ols.init(policy)), update)
+
+
+def test_the_pure_functions_cost_what_the_wrapper_costs(optimizer, scaled):
+    compiled, params, _ = scaled
+    by_hand = compile_step(with_pure_functions(optimizer))[0]
+    assert bytes_accessed(by_hand) == pytest.approx(bytes_accessed(compiled), rel=0.005)
+    assert temporaries(by_hand) <= temporaries(compiled) + 0.005 * params
+
+
 def test_gradients_of_half_precision_are_not_copied(optimizer):
     # Plain Optax needs this cast to keep the dtype of its state.
     cast = optax.stateless_with_tree_map(lambda g, _: g.astype(jnp.float32))
