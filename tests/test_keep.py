@@ -204,6 +204,21 @@ def test_every_equation_is_evaluated_once_and_reads_the_choice():
     assert found["_where"] == 0
 
 
+def test_derivatives_are_finite_where_what_is_thrown_away_is_neither_zero_nor_one():
+    def update(a, b):
+        a = 0.5 * a
+        return a, a, b + jnp.log(a) + jnp.sqrt(1 - a)
+
+    def end(a, pred):
+        return jnp.sum(where(pred, update, (a, a))[1][1])
+
+    derivative = jax.jit(jax.grad(end))
+    start = jnp.full(4, 0.75)
+    np.testing.assert_array_equal(derivative(start, False), jnp.ones(4))
+    moved = jax.grad(lambda a: jnp.sum(update(a, a)[2]))(start)
+    np.testing.assert_allclose(derivative(start, True), moved, rtol=1e-6)
+
+
 @pytest.mark.usefixtures("off_the_cpu")
 @pytest.mark.parametrize("name", ACTS | COMPUTES)
 def test_only_what_may_not_end_or_acts_is_given_zeros_off_the_cpu(name):
