@@ -204,19 +204,13 @@ def test_every_equation_is_evaluated_once_and_reads_the_choice():
     assert found["_where"] == 0
 
 
-def test_derivatives_are_finite_where_what_is_thrown_away_is_neither_zero_nor_one():
+def test_what_follows_a_choice_divides_by_no_zero_on_a_skipped_step():
     def update(a, b):
         a = 0.5 * a
-        return a, a, b + jnp.log(a) + jnp.sqrt(1 - a)
+        return 1 / a + 1 / (1 - a) + 1 / (1 + a), a, b + jnp.log(a)
 
-    def end(a, pred):
-        return jnp.sum(where(pred, update, (a, a))[1][1])
-
-    derivative = jax.jit(jax.grad(end))
-    start = jnp.full(4, 0.75)
-    np.testing.assert_array_equal(derivative(start, False), jnp.ones(4))
-    moved = jax.grad(lambda a: jnp.sum(update(a, a)[2]))(start)
-    np.testing.assert_allclose(derivative(start, True), moved, rtol=1e-6)
+    out, _ = jax.jit(lambda pred, state: where(pred, update, state))(False, (X, X))
+    assert np.isfinite(out).all()
 
 
 @pytest.mark.usefixtures("off_the_cpu")
