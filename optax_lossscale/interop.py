@@ -58,7 +58,7 @@ def from_flax_dynamic_scale(ds: Any) -> tuple[DynamicLossScale, LossScaleState]:
     minimum = getattr(ds, "minimum_scale", None)
     floor = 0.0 if minimum is None else _number("ds", "minimum_scale", minimum)
     rule = {"growth_factor": growth, "backoff_factor": backoff, "min_scale": floor}
-    return _convert("ds", scale, count, interval + _waits_a_step(ds), **rule)
+    return _convert("ds", scale, count, interval + _grows_one_step_late(ds), **rule)
 
 
 def from_jmp(ls: Any) -> tuple[DynamicLossScale, LossScaleState]:
@@ -176,7 +176,7 @@ def to_torch_state_dict(policy: DynamicLossScale, state: Any) -> dict[str, Any]:
     }
 
 
-def _waits_a_step(ds: Any) -> bool:
+def _grows_one_step_late(ds: Any) -> bool:
     """Say whether `ds` grows one step later than its `growth_interval`."""
     # Flax's releases and its main branch (8163517a) differ in this under the same name.
     rule = {"growth_factor": 2.0, "backoff_factor": 0.5, "minimum_scale": None}

@@ -86,7 +86,7 @@ class TrainState(train_state.TrainState):
             rule, or a field is unknown.
           ValueError: If `tx` already scales the loss or skips steps.
         """
-        inner = _beside_metadata(tx)
+        inner = _without_fp8_metadata(tx)
         wrapped = with_loss_scaling(inner, loss_scale, skip_if=skip_if, axis_name=axis_name)
         state = cls(
             step=jnp.zeros((), jnp.int32),
@@ -149,7 +149,7 @@ class TrainState(train_state.TrainState):
         updates, opt_state = self.tx.update(grads, self.opt_state, self.params, **extra_args)
         is_applied = applied(opt_state)
         old = {name: getattr(self, name) for name in kwargs}
-        new = {name: _contained_like(kwargs[name], old[name]) for name in kwargs}
+        new = {name: _same_container(kwargs[name], old[name]) for name in kwargs}
         moved = jnp.logical_or(is_applied, self.count_skipped).astype(jnp.int32)
         return self.replace(
             step=jnp.asarray(self.step, jnp.int32) + moved,
@@ -174,7 +174,7 @@ def _has_metadata(params: PyTree) -> bool:
     return isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params
 
 
-def _beside_metadata(
+def _without_fp8_metadata(
     tx: optax.GradientTransformation | optax.MultiSteps,
 ) -> optax.GradientTransformation:
     """Return `tx` for trees that also hold Flax's fp8 metadata, which it must not see."""
@@ -204,7 +204,7 @@ def _apply_updates(params: Any, updates: Any, is_applied: jax.Array) -> Any:
     return type(params)({**params, "params": new, name: metadata})
 
 
-def _contained_like(new: PyTree, old: PyTree) -> PyTree:
+def _same_container(new: PyTree, old: PyTree) -> PyTree:
     """Return `new` frozen if `old` is: `apply` returns dicts even for frozen variables."""
     if isinstance(old, core.FrozenDict):
         return core.freeze(new) if isinstance(new, dict) else new
