@@ -50,11 +50,12 @@ docs: $(VENV)/docs.installed
 	$(RUN) -m sphinx -W --keep-going -n -E -b html docs output/docs
 	$(RUN) -m pytest tests/project/test_docs_site.py
 
-# Trains in every format, with and without loss scaling, and updates docs/training.md and
-# docs/reinforcement_learning.md.
+# Trains in every format, with and without loss scaling, and updates docs/training.md,
+# docs/skipping.md and docs/reinforcement_learning.md.
 fidelity: $(VENV)/test.installed
 	$(RUN) -m benchmarks.fidelity --output output/fidelity --write docs/training.md $(FIDELITY)
 	$(RUN) -m benchmarks.fidelity.parameters --write docs/training.md
+	$(RUN) -m benchmarks.spikes --write docs/skipping.md
 	$(RUN) -m benchmarks.reinforcement --seeds 5 --steps 200 --rates 0.001 0.003 \
 	  --output output/fidelity/reinforcement.png --write docs/reinforcement_learning.md
 

@@ -1,0 +1,170 @@
+"""Record the losses of training runs, and count which steps four rules would skip.
+
+Training applies every step. The rules judge the recorded losses afterwards, and the loss alone.
+
+python -m benchmarks.spikes --write docs/skipping.md
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import optax_lossscale as ols
+from benchmarks import command
+from benchmarks.fidelity.tasks import Data, Params, Task, characters, diabetes, digits, perceptron
+from benchmarks.page import Part, table
+
+PART = Part("spikes")
+
+
+@jax.jit
+def spike(losses: jax.Array) -> jax.Array:
+    """Return which steps `Spike()` skips."""
+    rule = ols.Spike()
+
+    def judge(state: Any, loss: jax.Array) -> tuple[Any, jax.Array]:
+        is_skipped, state = rule.judge(state, loss)
+        return state, is_skipped
+
+    return jax.lax.scan(judge, rule.init(None), losses)[1]
+
+
+def peer(losses: np.ndarray, *, ddof: int, least: float, warmup: int) -> np.ndarray:
+    """Return which steps a rule skips that remembers the last 128 values, whatever it skipped."""
+    skipped = np.zeros(len(losses), bool)
+    for step in range(warmup, len(losses)):
+        past = losses[max(step - 128, 0) : step]
+        skipped[step] = losses[step] > past.mean() + 6 * max(past.std(ddof=ddof), least)
+    return skipped
+
+
+RULES = {  # each takes the losses of a run, and returns which steps are skipped
+    "`Spike()`": spike,
+    '`Spike("log_loss")`': lambda losses: spike(jnp.log(losses)),
+    # AI-Hypercomputer/maxtext at e591f30c: src/maxtext/optimizers/optimizers.py, configs/base.yml
+    "MaxText": partial(peer, ddof=1, least=0.0, warmup=63),
+    # marin-community/marin at 303c88f2: lib/levanter/src/levanter/optim/skipstep.py
+    "Levanter": partial(peer, ddof=0, least=1e-6, warmup=64),
+}
+
+
+class Trace(NamedTuple):
+    """A training run, and which of its steps use other data."""
+
+    name: str
+    task: Task
+    steps: int = 2000
+    other: Data = None
+    share: float = 0.0  # of the steps that use `other`, at random; 1 for all after the middle
+
+
+def all_traces() -> list[Trace]:
+    """Return the runs, on data that come with scikit-learn."""
+    plain, patients = digits(features=64), diabetes()
+    images, labels, *_ = plain.data
+
+    def noisy(params: Params, data: Data, key: jax.Array, dtype: Any) -> jax.Array:
+        images, labels, share = data  # the share of labels that are random, anew at each step
+        first, second, third = jax.random.split(key, 3)
+        drawn = jax.random.randint(first, labels.shape, 0, 10)
+        labels = jnp.where(jax.random.bernoulli(second, share, labels.shape), drawn, labels)
+        return plain.loss_fn(params, (images, labels), third, dtype)
+
+    def reinforce(params: Params, data: Data, key: jax.Array, dtype: Any) -> jax.Array:
+        first, second = jax.random.split(key)
+        chosen = jax.random.randint(first, (32,), 0, len(labels))
+        logits = perceptron(list(params.values()), data[0][chosen], dtype)
+        answers = jax.random.categorical(second, logits)
+        rewards = (answers == data[1][chosen]).astype(jnp.float32)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, answers)
+        return jnp.mean(losses * (rewards - rewards.mean()))
+
+    def heavy(params: Params, data: Data, key: jax.Array, dtype: Any) -> jax.Array:
+        inputs, targets, *_ = data
+        first, second = jax.random.split(key)
+        chosen = jax.random.randint(first, (32,), 0, len(targets))
+        targets = (targets[chosen] - targets.mean()) / targets.std()
+        outputs = perceptron(list(params.values()), inputs[chosen], dtype)[:, 0]
+        return jnp.mean((outputs - targets - jax.random.t(second, 3, (32,))) ** 2)
+
+    clean = plain._replace(loss_fn=noisy, data=(images, labels, 0.0))
+    fifth = images, labels, 0.2
+    text = characters(blocks=1, batch=8, context=32)._replace(tx=optax.adam(1e-3))
+    shuffled = jax.random.permutation(jax.random.key(0), text.data[0]), text.data[1]
+    return [
+        Trace("digits, bad: random labels", clean, other=(images, labels, 1.0), share=0.02),
+        Trace("digits, bad: inverted images", clean, other=(1 - images, labels, 0.0), share=0.02),
+        Trace("characters, bad: shuffled text", text, 1000, shuffled, 0.02),
+        Trace("digits, a fifth of all labels random", clean._replace(data=fifth)),
+        Trace("digits, policy gradients", plain._replace(loss_fn=reinforce)),
+        Trace("regression, heavy-tailed noise", patients._replace(loss_fn=heavy)),
+        Trace("digits in batches of 8, loss near 0", digits(batch=8, features=64), 4000),
+        Trace("digits, a fifth of all labels random from the middle on", clean, 2000, fifth, 1.0),
+    ]
+
+
+def record(trace: Trace, seeds: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Train, and return for each seed the losses, and which steps used the other data."""
+    task = trace.task
+    data = task.data, task.data if trace.other is None else trace.other
+    start = trace.steps // 2 if trace.share == 1 else 100  # after the warm-up of every rule
+
+    @jax.jit
+    def run(data: tuple[Data, Data], is_other: jax.Array, key: jax.Array) -> jax.Array:
+        def train_step(carry: tuple, step: tuple) -> tuple:
+            (params, opt_state), (key, is_other) = carry, step
+            chosen = jax.tree.map(lambda a, b: jnp.where(is_other, b, a), *data)
+            loss, grads = jax.value_and_grad(task.loss_fn)(params, chosen, key, jnp.float32)
+            updates, opt_state = task.tx.update(grads, opt_state, params)
+            return (optax.apply_updates(params, updates), opt_state), loss
+
+        params, keys = task.init(key), jax.random.split(jax.random.fold_in(key, 1), trace.steps)
+        return jax.lax.scan(train_step, (params, task.tx.init(params)), (keys, is_other))[1]
+
+    def one(seed: int) -> tuple[np.ndarray, np.ndarray]:
+        drawn = np.random.default_rng(seed).random(trace.steps)
+        is_other = (drawn < trace.share) & (np.arange(trace.steps) >= start)
+        return np.asarray(run(data, is_other, jax.random.key(seed))), is_other
+
+    return [one(seed) for seed in range(seeds)]
+
+
+def measure(traces: Sequence[Trace], seeds: int) -> str:
+    """Return the table: how many bad steps each rule skips, and how many others."""
+    rows = []
+    for trace in traces:
+        losses, others = zip(*record(trace, seeds), strict=True)
+        is_other = np.concatenate(others)
+        skipped = [np.concatenate([rule(one) for one in losses]) for rule in RULES.values()]
+        if is_other.any():
+            what = "lost, of {:,} after it" if trace.share == 1 else "skipped, of {:,} bad"
+            hits = [f"{each[is_other].sum():,}" for each in skipped]
+            rows.append([trace.name, what.format(is_other.sum()), *hits])
+        false = [f"{10_000 * each[~is_other].mean():.1f}" for each in skipped]
+        rows.append(["" if is_other.any() else trace.name, "false, per 10,000", *false])
+    return table(["losses", "steps", *RULES], rows, (0, 1))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train, and print the table or write it to a page."""
+    parser = command.parser("benchmarks.spikes", __doc__)
+    parser.add_argument("--seeds", type=int, default=3, help="number of runs of each kind")
+    parser.add_argument("--quick", action="store_true", help="train for 200 steps, as a check")
+    parser.add_argument("--write", type=Path, help="page to update")
+    args = parser.parse_args(argv)
+    short = {"steps": 200} if args.quick else {}
+    block = measure([trace._replace(**short) for trace in all_traces()], args.seeds)
+    print(block)
+    if args.write:
+        page = PART.replaced(args.write.read_text("utf-8"), block)
+        args.write.write_text(page, "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""docs/skipping.md shows what four rules skip of real losses, and the ports do as their sources."""
+
+import contextlib
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import spikes
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quickly_compiled")]
+
+PAGE = Path(__file__).parents[2] / "docs/skipping.md"
+QUIET = np.tile(np.float32([1, 1.1, 0.9]), 200)  # deviation 0.082
+
+
+def skipped(name, losses):
+    return list(np.flatnonzero(spikes.RULES[name](losses)))
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    """What a short run prints and writes, and its recorded losses by trace."""
+    page = tmp_path_factory.mktemp("short") / "page.md"
+    page.write_text(f"{spikes.PART.begin}\nold\n{spikes.PART.end}\n")
+    traces, record = {}, spikes.record
+
+    def recorded(trace, seeds):
+        return traces.setdefault(trace.name, record(trace, seeds))
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
+        patch.setattr(spikes, "record", recorded)
+        spikes.main(["--quick", "--seeds=2", f"--write={page}"])
+    return out.getvalue(), page.read_text(), traces
+
+
+@pytest.mark.parametrize("name", spikes.RULES)
+def test_every_rule_skips_the_spike_and_nothing_else(name):
+    spiked = QUIET.copy()
+    spiked[300] = 5
+    assert skipped(name, spiked) == [300]
+
+
+def test_only_spike_skips_a_small_spike_after_a_large_one():
+    spiked = QUIET.copy()
+    spiked[[300, 310]] = 100, 3
+    assert [310 in skipped(name, spiked) for name in spikes.RULES] == [True, True, False, False]
+
+
+def test_a_new_level_is_learnt_by_every_rule_and_by_the_peers_sooner():
+    risen = QUIET + np.where(np.arange(len(QUIET)) < 300, 0, 20 * 0.082).astype(np.float32)
+    lost = {name: len(skipped(name, risen)) for name in spikes.RULES}
+    assert 10 < lost["`Spike()`"] <= 20
+    assert 0 < lost["MaxText"] <= lost["Levanter"] < lost["`Spike()`"]
+    assert all(np.isin(skipped(name, risen), np.arange(300, 330)).all() for name in spikes.RULES)
+
+
+@pytest.mark.parametrize(("name", "first"), [("MaxText", 63), ("Levanter", 64), ("`Spike()`", 64)])
+def test_nothing_is_skipped_before_the_window_is_half_full(name, first):
+    for step in (first - 1, first):
+        spiked = QUIET.copy()
+        spiked[step] = 5
+        assert skipped(name, spiked) == [step] * (step == first)
+
+
+def test_equal_losses_have_a_least_deviation_for_levanter_only():
+    losses = np.ones(200, np.float32)
+    losses[100] += 4e-6
+    assert skipped("MaxText", losses) == [100]
+    assert skipped("Levanter", losses) == []
+
+
+def test_maxtext_divides_by_one_less_than_the_number_of_values():
+    losses = np.tile(np.float32([0, 2]), 32)  # 64 values: deviation 1, or 1.0079
+    ended = np.append(losses, np.float32(1 + 6 * 1.004))
+    assert skipped("Levanter", ended) == [64]
+    assert skipped("MaxText", ended) == []
+
+
+def test_a_loss_that_has_no_logarithm_is_skipped():
+    losses = QUIET.copy()
+    losses[[10, 20]] = 0, -1
+    assert skipped('`Spike("log_loss")`', losses) == [10, 20]
+
+
+def test_a_short_run_writes_the_table_of_each_trace(short):
+    printed, page, traces = short
+    names = [trace.name for trace in spikes.all_traces()]
+    assert list(traces) == names
+    rows = [line.split(" | ") for line in printed.splitlines()[2:]]
+    assert [name for row in rows if (name := row[0].removeprefix("| ").strip())] == names
+    assert all(float(cell.strip("| ")) >= 0 for row in rows for cell in row[2:])
+    assert page == f"{spikes.PART.begin}\n\n{printed}\n{spikes.PART.end}\n"
+
+
+def test_seeds_differ_bad_steps_begin_after_the_warmup_and_a_switch_lasts(short):
+    *_, traces = short
+    for (first, _), (second, _) in traces.values():
+        assert np.isfinite(first).all()
+        assert not np.array_equal(first, second)
+    bad, *_, switch = traces.values()
+    for losses, is_bad in bad:
+        assert is_bad.any()
+        assert not is_bad[:100].any()
+        assert losses[is_bad].min() > losses[100:][~is_bad[100:]].max()
+    for losses, is_after in switch:
+        assert list(np.flatnonzero(is_after)) == list(range(100, 200))
+        assert losses[is_after].min() > losses[90:100].max()
+
+
+def test_the_page_shows_each_trace_and_rule():
+    table = PAGE.read_text().partition(spikes.PART.begin)[2].partition(spikes.PART.end)[0]
+    assert " | ".join(spikes.RULES) in table
+    assert all(f"| {trace.name} |" in table for trace in spikes.all_traces())
