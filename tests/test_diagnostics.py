@@ -126,6 +126,8 @@ def test_a_step_with_all_diagnostics_neither_waits_nor_compiles_twice_and_may_do
         (state(2.0**23), DYNAMIC),  # not at the cap
         (state(2.0**24), ols.DynamicLossScale(2.0**24)),  # started there
         (state(2.0**24), 2.0**24),  # fixed
+        (state(2.0**24), 2.0**15),
+        (ols.skip_if(optax.sgd(0.1)).init(jnp.ones(2)), DYNAMIC),  # no loss scale
         (state(2.0**24), None),  # the cap is unknown
         (state(2.0**-126), ols.DynamicLossScale(min_scale=2.0**-126)),
         (state(2.0**126, total=1), ols.DynamicLossScale(max_scale=2.0**126)),

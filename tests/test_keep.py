@@ -226,6 +226,16 @@ def test_only_what_may_not_end_or_acts_is_given_zeros_off_the_cpu(name):
 
 
 @pytest.mark.usefixtures("off_the_cpu")
+def test_a_collective_over_an_axis_outside_is_no_effect():
+    def step(pred, grads):
+        update = lambda g, s: (jax.lax.psum(g, "i"), s + g)  # noqa: E731
+        return update_where(pred, update, grads, X)[0]
+
+    mapped = jax.jit(jax.vmap(step, axis_name="i", in_axes=(None, 0)))
+    assert np.isnan(mapped(False, jnp.full((2, 4), jnp.nan))).all()
+
+
+@pytest.mark.usefixtures("off_the_cpu")
 @pytest.mark.parametrize("debug", [jax.debug_nans, jax.debug_infs])
 def test_whoever_looks_for_nan_finds_none_off_the_cpu(debug):
     def step(pred, grads):

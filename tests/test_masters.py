@@ -190,6 +190,24 @@ def test_a_master_beyond_float16_comes_back_with_its_parameter():
         assert (param, state.master_weights) == (expected, expected)
 
 
+def test_a_zero_of_the_other_sign_has_the_same_master():
+    tx = ols.with_master_weights(optax.identity())
+    params = jnp.zeros(2, jnp.float16)
+    state = tx.init(params)._replace(master_weights=jnp.array([1e-9, -1e-9]))
+    for given in (params, -params):
+        assert_same_bits(ols.master_weights(state, given), state.master_weights)
+
+
+def test_a_replaced_parameter_leaves_no_number_that_no_remainder_makes():
+    tx = ols.with_master_weights(optax.identity(), remainders=True)
+    params = jnp.array([jnp.inf, -jnp.inf, jnp.inf, 0, -0.0, 0, 1], jnp.bfloat16)
+    remainders = jnp.array([1, 2**15 - 1, -1, -1, -(2**15), 1, -1], jnp.int16)
+    state = tx.init(params)._replace(master_weights=remainders)
+    largest, smallest = jnp.finfo(jnp.float32).max, np.float32(2.0**-149)
+    expected = [np.inf, -np.inf, largest, 0, -0.0, smallest, np.nextafter(np.float32(1), 0)]
+    assert_same_bits(ols.master_weights(state, params), jnp.array(expected, jnp.float32))
+
+
 @pytest.mark.parametrize("remainders", [False, True])
 def test_the_derivative_by_the_initial_parameters_passes_through_the_masters(remainders):
     tx = ols.with_master_weights(optax.sgd(0.1), remainders=remainders)
