@@ -72,7 +72,15 @@ def test_a_public_name_leads_to_its_source_and_code_can_be_copied(site):
 
 @pytest.mark.parametrize(
     ("word", "page"),
-    [("nan", "diagnostics"), ("overflow", "diagnostics"), ("lora", "fine_tuning"), ("faq", "faq")],
+    [
+        ("falls", "diagnostics"),
+        ("faq", "diagnostics"),
+        ("lora", "fine_tuning"),
+        ("mixed", "casting"),
+        ("nan", "diagnostics"),
+        ("overflow", "diagnostics"),
+        ("wandb", "logging"),
+    ],
 )
 def test_a_word_that_is_searched_for_leads_to_its_page(site, word, page):
     text = (site / "searchindex.js").read_text("utf-8")
