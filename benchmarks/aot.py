@@ -95,6 +95,14 @@ CASES = {
     "stack-half": Case("the same, float16 parameters with masters", "clipping + adamw", "half"),
     "stack-shard_map": Case("the same over 4 devices", "clipping + adamw", spread="shard_map"),
     "training": Case("training step, float16 transformer", arrays="transformer"),
+    "training-clip": Case("the same with clipping", "clipping + adamw", "transformer"),
+    "training-large": Case(
+        "the same with 142M parameters", "clipping + adamw", "transformer: large"
+    ),
+    "training-scanned": Case(
+        "the same, its layers scanned", "clipping + adamw", "transformer: scan"
+    ),
+    "training-bfloat16": Case("the same in bfloat16", "clipping + adamw", "transformer: bfloat16"),
 }
 ARRAYS: dict[str, Callable[[Sizes], Any]] = {
     "wide": lambda s: gradients(wide(s.wide // 2), jnp.float32),
@@ -104,6 +112,9 @@ ARRAYS: dict[str, Callable[[Sizes], Any]] = {
     "half": lambda s: half_parameters(wide(s.wide // 2)),
     "bfloat16": lambda s: half_parameters(wide(s.wide // 2), jnp.bfloat16),
     "transformer": transformer,
+    "transformer: large": lambda s: transformer(s.larger()),
+    "transformer: scan": lambda s: transformer(s.larger(), scanned=True),
+    "transformer: bfloat16": lambda s: transformer(s.larger(), jnp.bfloat16, scanned=True),
 }
 
 
@@ -199,7 +210,7 @@ def find_devices(backend: str) -> list[Any]:
 def shapes(arrays: str, sizes: Sizes) -> Gradients | Training:
     """Return a workload with shapes in place of arrays, unless it holds a function, too."""
     workload = functools.partial(ARRAYS[arrays], sizes)
-    return workload() if arrays == "transformer" else jax.eval_shape(workload)
+    return workload() if arrays.startswith("transformer") else jax.eval_shape(workload)
 
 
 def compile_case(

@@ -1,6 +1,7 @@
 """The workloads: trees of arrays, and a transformer to train."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -45,6 +46,15 @@ class Sizes:
     batch: int = 2
     length: int = 32  # tokens in a sequence
     arrays: tuple[int, ...] = (25, 50, 100, 161, 200, 400)  # for the time to compile
+
+    def larger(self) -> "Sizes":
+        """Return a transformer of about four times the parameters, and 64 times the tokens."""
+        layers, features = 3 * self.layers // 2, 3 * self.features // 2
+        longer = {"batch": 4 * self.batch, "length": 16 * self.length}
+        vocabulary = 4 * self.vocabulary
+        return dataclasses.replace(
+            self, layers=layers, features=features, vocabulary=vocabulary, **longer
+        )
 
 
 SIZES = {
@@ -122,8 +132,13 @@ def many(arrays: int) -> list[Shape]:
     return list(itertools.islice(itertools.cycle(resnet50(Sizes())), arrays))
 
 
-def transformer(sizes: Sizes, seed: int = 0) -> Training:
-    """A language model that computes in float16: 69 arrays with 35M parameters at full size."""
+def transformer(
+    sizes: Sizes, dtype: Any = jnp.float16, *, scanned: bool = False, seed: int = 0
+) -> Training:
+    """A language model that computes in `dtype`: 69 arrays with 35M parameters at full size.
+
+    If `scanned`, each array of the layers is one with a leading axis, over which a scan runs.
+    """
     rng = np.random.default_rng(seed)
     features, hidden = sizes.features, 4 * sizes.features
 
@@ -142,31 +157,40 @@ def transformer(sizes: Sizes, seed: int = 0) -> Training:
             "down_bias": jnp.zeros(features),
         }
 
+    layers = [layer() for _ in range(sizes.layers)]
     params = {
         "tokens": weights(sizes.vocabulary, features),
         "positions": weights(sizes.length, features),
-        "layers": [layer() for _ in range(sizes.layers)],
+        "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers) if scanned else layers,
         "norm": jnp.ones(features),
         "head": weights(features, sizes.vocabulary),
         "head_bias": jnp.zeros(sizes.vocabulary),
     }
     tokens = rng.integers(sizes.vocabulary, size=(sizes.batch, sizes.length + 1))
-    return Training(params, _language_model_loss, jnp.asarray(tokens, jnp.int32))
+    loss_fn = functools.partial(_language_model_loss, dtype)
+    return Training(params, loss_fn, jnp.asarray(tokens, jnp.int32))
 
 
-def _language_model_loss(params: Tree, tokens: jax.Array) -> jax.Array:
-    params = jax.tree.map(lambda p: p.astype(jnp.float16), params)
+def _language_model_loss(dtype: Any, params: Tree, tokens: jax.Array) -> jax.Array:
+    params = jax.tree.map(lambda p: p.astype(dtype), params)
     x = params["tokens"][tokens[:, :-1]] + params["positions"]
-    for layer in params["layers"]:
-        q, k, v = jnp.split(_norm(x, layer["norm_1"]) @ layer["qkv"], 3, axis=-1)
-        x = x + _attention(q, k, v) @ layer["out"]
-        hidden = jax.nn.gelu(_norm(x, layer["norm_2"]) @ layer["up"] + layer["up_bias"])
-        x = x + hidden @ layer["down"] + layer["down_bias"]
+    if isinstance(params["layers"], list):
+        for layer in params["layers"]:
+            x, _ = _layer(x, layer)
+    else:
+        x, _ = jax.lax.scan(_layer, x, params["layers"])
     logits = _norm(x, params["norm"]) @ params["head"] + params["head_bias"]
     losses = optax.softmax_cross_entropy_with_integer_labels(
         logits.astype(jnp.float32), tokens[:, 1:]
     )
     return jnp.mean(losses)
+
+
+def _layer(x: jax.Array, layer: Tree) -> tuple[jax.Array, None]:
+    q, k, v = jnp.split(_norm(x, layer["norm_1"]) @ layer["qkv"], 3, axis=-1)
+    x = x + _attention(q, k, v) @ layer["out"]
+    hidden = jax.nn.gelu(_norm(x, layer["norm_2"]) @ layer["up"] + layer["up_bias"])
+    return x + hidden @ layer["down"] + layer["down_bias"], None
 
 
 def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:

@@ -337,7 +337,7 @@ def test_at_most_one_small_collective_is_added(trainer):
 
 @pytest.mark.slow
 def test_each_device_reads_its_own_part_of_the_gradients_once_more():
-    """docs/scale.md relies on this number."""
+    """docs/performance.md relies on this number."""
     mesh = jax.make_mesh((DEVICES,), ("data",), (AUTO,))
     split, everywhere = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
     params = [jax.ShapeDtypeStruct((512, 512), jnp.float32, sharding=split)] * 6
