@@ -1,4 +1,4 @@
-"""The mistakes in the table of docs/mistakes.md do what it says, and the remedies work."""
+"""The mistakes in the table of docs/order.md do what it says, and the remedies work."""
 
 import jax
 import jax.numpy as jnp
