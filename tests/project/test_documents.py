@@ -56,7 +56,7 @@ def code_lines(page):
 
 
 def test_code_on_the_pages_does_not_scroll_sideways():
-    prose = "BUILD.md", "index.md", "flax.md"  # in a directive of Sphinx, or not on the site
+    prose = "BUILD.md", "index.md"  # in a directive of Sphinx, or not on the site
     pages = [path for path in DOCUMENTS if path.name not in prose]
     lines = [line for path in pages for line in code_lines(path.read_text("utf-8"))]
     assert len(lines) > 2000
