@@ -98,18 +98,25 @@ LINKED |= {f"optax_lossscale.flax.{name}": f"optax_lossscale.flax.{name}" for na
 
 # What is searched for, and not in the page's title.
 WORDS = {
-    "diagnostics": ("NaN", "overflow", "infinity", "inf"),
-    "distributed_fsdp": ("FSDP",),
-    "distributed_shard_map": ("pmap", "shard_map"),
-    "faq": ("FAQ",),
+    "averages": ("EMA", "exponential moving average", "BatchNorm"),
+    "casting": ("mixed", "mixed precision", "master weights", "recipe", "attention"),
+    "diagnostics": ("NaN", "overflow", "infinity", "inf", "falls", "falls to 1", "FAQ", "stalled"),
     "fine_tuning": ("LoRA", "frozen"),
+    "flax": ("fp8", "Linen", "NNX"),
     "glossary": ("underflow", "subnormal"),
     "gpu": ("CUDA", "tensor core", "memory", "OOM", "V100", "T4"),
+    "gradient_penalty": ("hypergradients", "meta-learning"),
     "install": ("Windows", "pip"),
-    "linen": ("fp8",),
-    "order": ("clip", "clipping"),
+    "logging": ("wandb", "W&B", "TensorBoard"),
+    "migration/index": ("migrate", "switch"),
+    "migration/torch": ("PyTorch", "torch", "AMP", "GradScaler", "autocast"),
+    "order": ("clip", "clipping", "mistakes"),
+    "performance": ("overhead", "slow", "speed"),
     "reinforcement_learning": ("REINFORCE", "GRPO"),
+    "several_losses": ("GAN", "two losses"),
+    "sharded": ("FSDP", "pmap", "shard_map"),
     "skipping": ("spike",),
+    "trust": ("trust", "tested"),
 }
 
 

@@ -136,7 +136,7 @@ def test_all_is_the_sorted_public_names(module):
 def test_every_public_name_has_a_docstring():
     names = [(module, name) for module in PUBLIC_ROOMS for name in module.__all__]
     bare = [name for module, name in names if not getattr(module, name).__doc__]
-    # An alias cannot hold one before Python 3.14; docs/api/policies.md describes it.
+    # An alias cannot hold one before Python 3.14; docs/api/core.md describes it.
     assert bare == (["LossScaleLike"] if sys.version_info < (3, 14) else [])
 
 

@@ -37,7 +37,7 @@ def site(python, tmp_path_factory):
 
 def test_every_page_and_every_public_name_is_there(site):
     pages = [path.relative_to(DOCS).with_suffix(".html") for path in DOCS.rglob("*.md")]
-    assert Path("api/flax.html") in pages
+    assert Path("api/core.html") in pages
     assert [page for page in pages if not (site / page).exists()] == []
     # The inventory for links from other projects: four lines of text, then compressed data.
     inventory = zlib.decompress((site / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode()
@@ -63,9 +63,9 @@ def test_the_index_of_the_reference_has_a_line_for_every_public_name():
 
 
 def test_a_public_name_leads_to_its_source_and_code_can_be_copied(site):
-    page = (site / "api/optax.html").read_text("utf-8")
-    assert 'href="../_modules/optax_lossscale/_step/transform.html#with_loss_scaling"' in page
-    source = site / "_modules/optax_lossscale/_step/transform.html"
+    page = (site / "api/core.html").read_text("utf-8")
+    assert 'href="../_modules/optax_lossscale/_step/guard.html#with_loss_scaling"' in page
+    source = site / "_modules/optax_lossscale/_step/guard.html"
     assert 'id="with_loss_scaling"' in source.read_text("utf-8")
     assert "_static/copy.js" in page
 
@@ -100,7 +100,7 @@ def test_every_example_is_in_the_gallery_with_its_notebook(site):
 
 def test_names_in_backticks_are_linked_to_ours_and_those_of_flax_are_not(site):
     order = (site / "order.html").read_text("utf-8")
-    assert "api/optax.html#optax_lossscale.with_loss_scaling" in order
+    assert "api/core.html#optax_lossscale.with_loss_scaling" in order
     comparison = (site / "comparison.html").read_text("utf-8")
     assert ">DynamicScale<" in comparison
     assert "#optax_lossscale.flax.DynamicScale" not in comparison
