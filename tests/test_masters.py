@@ -418,6 +418,22 @@ def test_a_model_of_nnx_is_exported_in_any_container(remainders):
         np.testing.assert_array_equal(kernel, start - 2.0**-10)
 
 
+@pytest.mark.parametrize("remainders", [False, True])
+def test_a_parameter_may_be_named_value(remainders):
+    # The array in an nnx.Variable is at `.value`; attention has a layer of that name.
+    params = {
+        name: jnp.full(2, i, jnp.bfloat16) for i, name in enumerate(["key", "query", "value"])
+    }
+    params |= {"inner": params | {"other": jnp.ones(3, jnp.bfloat16)}}
+    tx = ols.with_master_weights(optax.sgd(2.0**-10), remainders=remainders)
+    updates, state = tx.update(params, tx.init(params), params)
+    full = ols.master_weights(state, optax.apply_updates(params, updates))
+    expected = jax.tree.map(lambda p: p.astype(jnp.float32) * (1 - 2.0**-10), params)
+    jax.tree.map(np.testing.assert_array_equal, full, expected)
+    with pytest.raises(ValueError, match=r"`params` must keep its structure, .* at `\['value'\]`"):
+        tx.update(params, state, {name: params[name] for name in ("key", "query", "inner")})
+
+
 def test_parameters_of_another_structure_are_refused():
     params = {"a": jnp.ones(2, jnp.float16), "b": jnp.ones(2)}
     tx = ols.with_master_weights(optax.sgd(0.1))

@@ -320,6 +320,17 @@ def test_argnums_counts_from_the_first_argument_of_the_function(argnums, expecte
     assert jax.tree.map(lambda g: g.tolist(), grads) == expected
 
 
+def test_a_loss_function_may_have_an_argument_named_state():
+    def loss_fn(w, *, state):
+        return jnp.sum(w * state)
+
+    w, state = jnp.ones(2), jnp.full(2, 3.0)
+    loss, grads = ols.value_and_grad(loss_fn)(ols.init(8), w, state=state)
+    assert loss == 6
+    np.testing.assert_array_equal(grads, [24, 24])
+    np.testing.assert_array_equal(ols.grad(loss_fn)(ols.init(8), w, state=state), grads)
+
+
 def test_keyword_arguments_of_the_transform_reach_it():
     f = ols.value_and_grad(lambda w: jnp.sum(w["x"]), allow_int=True)
     _, grads = f(state_of(4), {"x": W, "i": jnp.arange(2)})

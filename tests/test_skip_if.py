@@ -1,6 +1,7 @@
 """The exact skip: any rule, any context, and no trace of a skipped step."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -530,3 +531,50 @@ def test_the_state_survives_a_checkpoint(tmp_path):
     assert_same_bits(restored, state)
     assert state.total_skipped >= 2
     assert state.rule_state.held == 4
+
+
+@pytest.mark.parametrize("members", [3, 41, 49])
+def test_an_axis_of_any_size_applies_a_good_step(members):
+    # In float32, 41 * (1 / 41) is less than 1, and XLA computes a mean like that.
+    tx = ols.skip_if(optax.sgd(1.0), ols.Spike(), axis_name="i")
+    grads = jnp.ones((members, 2))
+    state = jax.vmap(tx.init)(grads)
+
+    @jax.jit
+    @functools.partial(jax.vmap, axis_name="i")
+    def step(grads, state):
+        return tx.update(grads, state, value=jnp.sum(grads))[1]
+
+    assert ols.applied(step(grads, state)).all()
+    bad = step(grads.at[members // 2, 1].set(jnp.nan), state)
+    assert not ols.applied(bad).any()
+
+
+def test_a_rule_may_be_a_named_tuple():
+    class Above(NamedTuple):
+        limit: float
+
+        def init(self, _params):
+            return ()
+
+        def update(self, state, grads, _params):
+            return jnp.max(grads) > self.limit, state
+
+    tx = ols.skip_if(optax.sgd(1.0), Above(3.0))
+    _, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
+    assert ols.applied(state)
+    assert not ols.applied(tx.update(4 * jnp.ones(2), state)[1])
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_spike_keeps_its_dtypes_with_64_bits_and_strict_promotion():
+    with jax.numpy_dtype_promotion("strict"):
+        four, three, six = np.int64(4), np.int64(3), np.float64(6)
+        rule = ols.Spike(window=four, warmup=three, sigmas=six, max_consecutive_skipped=three)
+        tx = ols.skip_if(optax.sgd(0.5), rule)
+        params = jnp.ones(2, jnp.float32)
+        state = tx.init(params)
+        after = jax.jit(tx.update)(params, state, params, value=jnp.float32(1))[1]
+        assert ols.applied(after)
+        for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True):
+            assert (old.dtype, old.shape) == (new.dtype, new.shape)

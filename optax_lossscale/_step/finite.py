@@ -253,10 +253,11 @@ def agree(
         return list(flags), list(measures)
     if not measures:
         return list(_reduce_over(jax.lax.pmin, jnp.stack(flags), axis_name)), []
-    # The mean of a flag is 1 if it is true everywhere.
-    numbers = jnp.stack([*(flag.astype(jnp.float32) for flag in flags), *measures])
+    # The mean of what fails is 0 if nothing does. That of what holds need not be 1: XLA multiplies
+    # by the reciprocal of the number of devices, and in float32 41 * (1 / 41) is less than 1.
+    numbers = jnp.stack([*((~flag).astype(jnp.float32) for flag in flags), *measures])
     means = list(_reduce_over(jax.lax.pmean, numbers, axis_name))
-    return [mean == 1 for mean in means[: len(flags)]], means[len(flags) :]
+    return [mean == 0 for mean in means[: len(flags)]], means[len(flags) :]
 
 
 def _reduce_over(

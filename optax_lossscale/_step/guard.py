@@ -185,8 +185,9 @@ def skip_if(
     Warns:
       UserWarning: As `with_loss_scaling`.
 
-    A rule is traceable, and True skips the step. On a step that is not finite, it is given zeros,
-    its answer is ignored, and its state is unchanged. It is one of these:
+    A rule is traceable, and True skips the step. On a step that is not finite, it is given zeros
+    (`judge` a measure of zero), its answer is ignored, and its state is unchanged. It is one of
+    these:
 
     * a function `(grads, params, **extra_args) -> bool[]`;
     * an object with `init(params) -> state` and `update(state, grads, params, **extra_args) ->

@@ -217,8 +217,7 @@ def _weights(
     """Return the leaves of `params` in float32 where they have masters, and which those are.
 
     Args:
-      masters: A tree of masters. A `MaskedNode` stands for a parameter that has none, or for all
-        parameters below it.
+      masters: A tree of masters, with a `MaskedNode` where one parameter, or all below, have none.
       params: The parameters, in any container.
       others: Whether `params` may hold arrays of which `masters` does not know.
 
@@ -231,8 +230,10 @@ def _weights(
     numbers: list[int | None] = []
     weights: list[Any] = []
     for path, param in jax.tree_util.tree_leaves_with_path(params):
-        starts = (_names(path)[:length] for length in range(len(path) + 1))
-        number = next((known[start] for start in starts if start in known), None)
+        names = _names(path)
+        # The array in an nnx.Variable has one name more, in the parameters or in the masters.
+        places = names, (*names, "value"), *(names[:end] for end in reversed(range(len(names))))
+        number = next((known[place] for place in places if place in known), None)
         checks.known_place("params", path, _INITIALIZED, known=others or number is not None)
         if number is not None and _is_missing(kept[number][1]):
             number = None
@@ -246,8 +247,8 @@ def _weights(
 
 def _names(path: KeyPath) -> tuple[Any, ...]:
     """Return the keys of a path, whatever containers they are keys of."""
-    names = [getattr(key, "key", getattr(key, "name", getattr(key, "idx", None))) for key in path]
-    return tuple(names[:-1] if names[-1:] == ["value"] else names)  # the array in an nnx.Variable
+    keys = (getattr(key, "key", getattr(key, "name", getattr(key, "idx", None))) for key in path)
+    return tuple(keys)
 
 
 def _weight(path: KeyPath, master: Any, param: jax.Array) -> jax.Array:

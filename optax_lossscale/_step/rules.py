@@ -26,7 +26,7 @@ class Rules:
 
     def __init__(self, argument: str, given: Any) -> None:
         """Check what was given: a rule, a tuple or list of them, or None."""
-        several = isinstance(given, (tuple, list))
+        several = isinstance(given, (tuple, list)) and not hasattr(given, "init")
         rules = given if several else [] if given is None else [given]
         self.argument = argument
         self.each = [_as_rule(argument, rule) for rule in rules]
@@ -198,9 +198,11 @@ class Spike:
             np.empty(self.window),
             "Start anew with `init`: it was made with another `window`.",
         )
+        # Numbers of NumPy would widen the state, where JAX has 64 bits.
+        window, sigmas = int(self.window), float(self.sigmas)
         is_number = jnp.isfinite(measure)
-        held = jnp.clip(state.held, 0, self.window)  # a damaged state recovers
-        is_held = jnp.arange(self.window) >= self.window - held
+        held = jnp.clip(state.held, 0, window)  # a damaged state recovers
+        is_held = jnp.arange(window, dtype=jnp.int32) >= window - held
         values = jnp.where(is_held, state.values, 0)
         # Relative to the largest, since the squares of 1e-20 and 1e30 are no float32s.
         size = jnp.clip(jnp.max(jnp.abs(values)), checks.SMALLEST_SCALE, checks.LARGEST_SCALE)
@@ -210,15 +212,15 @@ class Spike:
         deviation = jnp.sqrt(jnp.sum(jnp.where(is_held, (relative - mean) ** 2, 0)) / n)
         # Equal values have no deviation, but their mean is rounded.
         deviation = jnp.maximum(deviation, jnp.finfo(jnp.float32).eps * jnp.abs(mean))
-        warmup = self.window // 2 if self.warmup is None else self.warmup
-        is_spike = (held >= warmup) & (measure / size > mean + self.sigmas * deviation)
+        warmup = window // 2 if self.warmup is None else int(self.warmup)
+        is_spike = (held >= warmup) & (measure / size > mean + sigmas * deviation)
         if self.max_consecutive_skipped is not None:
-            is_spike &= state.consecutive_skipped < self.max_consecutive_skipped
-        as_spike = (mean + self.sigmas * 2 / 3 * deviation) * size
+            is_spike &= state.consecutive_skipped < int(self.max_consecutive_skipped)
+        as_spike = (mean + sigmas * 2 / 3 * deviation) * size
         remembered = jnp.where(is_spike, as_spike, measure)
         after = SpikeState(
             values=jnp.concatenate([values[1:], remembered[None]]),
-            held=jnp.minimum(held + 1, self.window),
+            held=jnp.minimum(held + 1, window),
             consecutive_skipped=jnp.where(is_spike, increment(state.consecutive_skipped), 0),
         )
         return is_spike | ~is_number, jax.tree.map(

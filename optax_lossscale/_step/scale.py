@@ -194,7 +194,7 @@ def value_and_grad(
     if argnums != 0:  # the default of every transform; Equinox's does not take the argument
         kwargs["argnums"] = argnums
 
-    def scaled_value_and_grad(state: PyTree, *args: Any, **kwds: Any) -> tuple[Any, PyTree]:
+    def scaled_value_and_grad(state: PyTree, /, *args: Any, **kwds: Any) -> tuple[Any, PyTree]:
         loss_scale = current_scale("state", state)
 
         def scaled(*args: Any, **kwds: Any) -> tuple[Any, Any]:
@@ -258,7 +258,7 @@ def grad(
     kwargs |= {"compute_dtype": compute_dtype, "keep": keep, "transform": transform}
     loss_and_grads = value_and_grad(fun, argnums, has_aux, **kwargs)
 
-    def scaled_grad(state: PyTree, *args: Any, **kwds: Any) -> Any:
+    def scaled_grad(state: PyTree, /, *args: Any, **kwds: Any) -> Any:
         value, grads = loss_and_grads(state, *args, **kwds)
         return (grads, value[1]) if has_aux else grads
 
