@@ -13,7 +13,6 @@ from optax_lossscale._policy import (
 from optax_lossscale._state import LossScaleState, SkipIfState, applied, loss_scale_state
 from optax_lossscale._step.cast import cast
 from optax_lossscale._step.choose import tree_where
-from optax_lossscale._step.differentiate import grad, value_and_grad
 from optax_lossscale._step.finite import all_finite
 from optax_lossscale._step.guard import WithLossScalingState, skip_if, with_loss_scaling
 from optax_lossscale._step.masters import (
@@ -22,7 +21,7 @@ from optax_lossscale._step.masters import (
     with_master_weights,
 )
 from optax_lossscale._step.rules import Spike
-from optax_lossscale._step.scale import scale_loss, unscale_and_check
+from optax_lossscale._step.scale import grad, scale_loss, unscale_and_check, value_and_grad
 
 __version__ = "0.1.0"
 

@@ -38,7 +38,7 @@ LIBRARIES = {
     "_step.masters": {"optax"},
     "_step.rules": {"optax"},
     "_support.checks": {"optax"},
-    "diagnostics.plot": {"matplotlib"},
+    "diagnostics.exponents": {"matplotlib"},
     "flax.dynamic_scale": {"flax"},
     "flax.train_state": {"flax", "optax"},
     "keras.optimizer": {"optax"},

@@ -1,7 +1,6 @@
 """The results: the table of docs/training.md, and its pictures."""
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,44 +39,22 @@ def zero_share(task: Results, way: str, layer: str) -> float:
     return float(np.mean([run["zero_shares"][layer] for run in task["runs"][way]]))
 
 
-def worst_layer(task: Results) -> str:
-    """Return the layer where float16 alone has the most zero entries more than float32."""
-
-    def lost(layer: str) -> float:
-        return zero_share(task, FLOAT16, layer) - zero_share(task, FLOAT32, layer)
-
-    return max(task["runs"][FLOAT32][0]["zero_shares"], key=lost)
-
-
 def block(results: Results) -> str:
     """Return the table and its notes, as Markdown."""
-    head = [
-        "task", "computed in", "result", "minus float32, same seed", "error of first gradient",
-        "zero entries, worst layer", "skipped steps", "final loss scale",
-    ]  # fmt: skip
-    body = [row(task, way) for task in results["tasks"] for way in task["runs"]]
-    return "\n\n".join([table(head, body, (0, 1)), summary(results), circumstances(results)])
+    head = ["task", *results["tasks"][0]["runs"], "skipped steps"]
+    body = [row(task) for task in results["tasks"]]
+    return "\n\n".join([table(head, body), summary(results), circumstances(results)])
 
 
-def row(task: Results, way: str) -> list[str]:
-    """Return the table row of one task in one way."""
-    runs = task["runs"][way]
+def row(task: Results) -> list[str]:
+    """Return the table row of one task: float32's result, and the differences from it."""
     form = f".{task['decimals']}f"
-    layer = worst_layer(task)
-    zeros = f"{100 * zero_share(task, way, layer):.1f} %"
-    error = 100 * max(run["first_error"] for run in runs)
-    exponents = [math.log2(run["loss_scale"]) for run in runs]
-    reference, scaled = way == FLOAT32, way == SCALED
+    others = [way for way in task["runs"] if way != FLOAT32]
     return [
-        f"**{task['name']}**: {task['metric']}" if reference else "",
-        way,
-        shown(interval(final(task, way)), form),
-        "" if reference else shown(difference(task, way), f"+{form}"),
-        "" if reference else f"{error:.2g} %" if math.isfinite(error) else "overflow",
-        # Parameters that are NaN have gradients that mean nothing.
-        "" if not difference(task, FLOAT16).finite else f"{layer}: {zeros}" if reference else zeros,
-        span([run["skipped"] for run in runs]) if scaled else "",
-        f"2^{span(exponents)}" if scaled else "",
+        f"**{task['name']}**: {task['metric']}",
+        shown(interval(final(task, FLOAT32)), form),
+        *(shown(difference(task, way), f"+{form}") for way in others),
+        span([run["skipped"] for run in task["runs"][SCALED]]),
     ]
 
 
@@ -99,16 +76,16 @@ def summary(results: Results) -> str:
         near = sum(difference(task, way).contains(0) for task in results["tasks"])
         counts.append(f"{near} with {way}")
     return (
-        "Means with 95 % confidence intervals over "
-        f"{len(results['tasks'][0]['runs'][FLOAT32])} seeds, by Student's t; the error is the "
-        "largest over the seeds. The interval of the difference from float32 contains zero in "
-        f"{', '.join(counts)}, of {len(results['tasks'])} tasks."
+        "Float32's result, and the others' differences from it with the same seed: means with "
+        f"95 % confidence intervals over {len(results['tasks'][0]['runs'][FLOAT32])} seeds, by "
+        f"Student's t. The interval of the difference contains zero in {', '.join(counts)}, of "
+        f"{len(results['tasks'])} tasks."
     )
 
 
 def circumstances(results: Results) -> str:
-    """Describe the machine, the versions, the sizes and the text."""
-    environment, text = results["environment"], results["text"]
+    """Describe the machine, the versions and the sizes."""
+    environment = results["environment"]
     versions = ", ".join(f"{name} {number}" for name, number in environment["versions"].items())
     sizes = [
         f"{task['name']} {task['parameters']:,} parameters, {task['steps']} steps"
@@ -117,10 +94,7 @@ def circumstances(results: Results) -> str:
     return (
         f"{environment['date']}, {environment['device']}, {environment['cores']} cores, "
         f"{versions}; the table took {results['processor_seconds'] / 60:.0f} minutes of CPU time. "
-        f"Sizes: {'; '.join(sizes)}. "
-        f"The training text has {text['train_characters']:,} characters and the test text "
-        f"{text['test_characters']:,}. The SHA-256 of the two, joined, begins with "
-        f"`{text['sha256'][:16]}`."
+        f"Sizes: {'; '.join(sizes)}."
     )
 
 

@@ -9,6 +9,7 @@ from optax_lossscale.diagnostics.calibration import calibrate
 from optax_lossscale.diagnostics.exponents import (
     GradientExponents,
     gradient_exponents,
+    plot_gradient_exponents,
     suggest_scale,
 )
 from optax_lossscale.diagnostics.first import FirstNonfinite, first_nonfinite
@@ -18,7 +19,6 @@ from optax_lossscale.diagnostics.nonfinite import (
     format_nonfinite_report,
     nonfinite_report,
 )
-from optax_lossscale.diagnostics.plot import plot_gradient_exponents
 from optax_lossscale.diagnostics.precision import (
     MatrixProducts,
     format_precision_report,

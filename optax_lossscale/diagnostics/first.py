@@ -1,18 +1,47 @@
-"""Find the operation that makes the first NaN or infinity."""
+"""Find the operation that makes the first NaN or infinity: run a jaxpr operation by operation."""
 
+import dataclasses
 import inspect
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.core import eval_jaxpr
 
 from optax_lossscale._support import checks
-from optax_lossscale._support.jaxprs import trace
-from optax_lossscale._support.tree import KeyPath, PyTree, is_array
-from optax_lossscale.diagnostics.first_search import Search
-from optax_lossscale.diagnostics.first_values import FirstNonfinite
+from optax_lossscale._support.jaxprs import (
+    ClosedJaxpr,
+    Equation,
+    Jaxpr,
+    is_literal,
+    source_of,
+    trace,
+)
+from optax_lossscale._support.tree import KeyPath, PyTree, is_array, is_inexact
+from optax_lossscale.diagnostics.first_values import (
+    FirstNonfinite,
+    Leaf,
+    Origin,
+    Value,
+    count_nonfinite,
+    kinds_of,
+    layer_of,
+    layer_path,
+    rank_of,
+    readable_scope,
+    sliced,
+    time_of,
+)
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+# Operations that do nothing but run a function, which is followed instead.
+_CALLS = frozenset(
+    # `eval_jaxpr` is the name of `closed_call` since jax 0.12.
+    ["closed_call", "custom_jvp_call", "custom_vjp_call", "eval_jaxpr", "jit", "remat2"]
+)
 
 
 def first_nonfinite(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> FirstNonfinite | None:
@@ -88,3 +117,179 @@ def _by_name(
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
         if is_array(leaf)
     ]
+
+
+class Search:
+    """An evaluation of a jaxpr that keeps, for each array, what is known of its past."""
+
+    def __init__(self, named: list[tuple[str, KeyPath]]) -> None:
+        self._named = named
+        self._clock = itertools.count()
+
+    def run_all(self, closed: ClosedJaxpr, arrays: Sequence[Any]) -> FirstNonfinite | None:
+        """Evaluate the jaxpr, and return what made the first NaN or infinity in its outputs."""
+        outputs = self._run(
+            closed.jaxpr,
+            [self._constant(const) for const in closed.consts],
+            list(self._arguments(closed.jaxpr, arrays)),
+        )
+        origins = [output.origin for output in outputs if output.origin]
+        return min(origins, key=time_of).found if origins else None
+
+    def _arguments(self, jaxpr: Jaxpr, arrays: Sequence[Any]) -> Iterator[Value]:
+        # The model is the argument of which the most arrays are used; batches have few.
+        used = {var for eqn in jaxpr.eqns for var in eqn.invars if not is_literal(var)}
+        counts: dict[str, int] = {}
+        for (name, _), var, array in zip(self._named, jaxpr.invars, arrays, strict=True):
+            counts[name] = counts.get(name, 0) + (var in used and is_inexact(array))
+        for position, ((name, path), array) in enumerate(zip(self._named, arrays, strict=True)):
+            leaf = Leaf(
+                position=position,
+                name=name + jax.tree_util.keystr(path),
+                layer=name + jax.tree_util.keystr(layer_path(path)),
+                is_parameter=2 * counts[name] > max(counts.values()),
+            )
+            value = self._input(array, leaf.name, meant={"-inf"})
+            yield value._replace(leaf=leaf if is_inexact(array) else None)
+
+    def _constant(self, array: Any) -> Value:
+        return self._input(array, "an array that `fun` closes over", meant={"inf", "-inf"})
+
+    def _input(self, array: Any, name: str, meant: set[str]) -> Value:
+        kinds = kinds_of(array)
+        if kinds <= meant:
+            return Value(array, kinds)
+        found = FirstNonfinite(layer=name, operation=None, **count_nonfinite(array))
+        return Value(array, kinds, Origin(next(self._clock), found))
+
+    def _run(
+        self, jaxpr: Jaxpr, consts: list[Value], args: list[Value], scope: str = ""
+    ) -> list[Value]:
+        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+
+        def read(atom: Any) -> Value:
+            return Value(atom.val, kinds_of(atom.val)) if is_literal(atom) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            here = f"{scope}/{eqn.source_info.name_stack}"
+            results = self._follow(jaxpr, eqn, [read(atom) for atom in eqn.invars], here)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _follow(
+        self, jaxpr: Jaxpr, eqn: Equation, operands: list[Value], scope: str
+    ) -> list[Value]:
+        """Run an operation, by way of the function that it holds if there is one to follow."""
+        name, params = eqn.primitive.name, eqn.params
+        if name in _CALLS:
+            held = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
+            return self._run_held(held, operands, scope)
+        if name == "cond":
+            index, *rest = operands
+            return self._run_held(params["branches"][int(index.array)], rest, scope)
+        results = self._apply(jaxpr, eqn, operands, scope)
+        if name == "scan" and params["length"] and any(x.origin for x in results):
+            by_step = self._step_by_step(eqn, [*operands], scope)
+            # If each step is finite and the whole, which may be rounded differently, is not, the
+            # origin is the scan itself. Infinities that are meant have no origin.
+            results = [
+                x._replace(origin=step.origin) if x.origin and step.kinds else x
+                for x, step in zip(results, by_step, strict=True)
+            ]
+        return results
+
+    def _run_held(self, held: Any, operands: list[Value], scope: str) -> list[Value]:
+        consts = [self._constant(const) for const in getattr(held, "consts", ())]
+        return self._run(getattr(held, "jaxpr", held), consts, operands, scope)
+
+    def _step_by_step(self, eqn: Equation, operands: list[Value], scope: str) -> list[Value]:
+        """Run a scan step by step, and return its results: of those that it stacks, one step.
+
+        That is the first step that makes NaN or infinity. Of what is carried it is the last, since
+        what a later step discards does not reach the output.
+        """
+        body = eqn.params["jaxpr"]
+        # What is sliced has one axis more outside of the body than inside: JAX's versions differ
+        # in how they say it.
+        stacked = [
+            rank_of(outside.aval) > rank_of(inside)
+            for outside, inside in zip(eqn.invars, body.in_avals, strict=True)
+        ]
+        carried = sum(
+            rank_of(outside.aval) == rank_of(inside)
+            for outside, inside in zip(eqn.outvars, body.out_avals, strict=True)
+        )
+        start = stacked.index(True) if True in stacked else len(stacked)
+        found: list[Value] = []
+        steps = range(eqn.params["length"])
+        for step in reversed(steps) if eqn.params["reverse"] else steps:
+            inputs = [
+                sliced(x, step) if is_stacked else x
+                for x, is_stacked in zip(operands, stacked, strict=True)
+            ]
+            results = self._run_held(body, inputs, f"{scope}/step {step}")
+            operands[start - carried : start] = results[:carried]
+            stacks = zip(found[carried:] or results[carried:], results[carried:], strict=True)
+            worse = (max(pair, key=lambda x: (bool(x.origin), bool(x.kinds))) for pair in stacks)
+            found = [*results[:carried], *worse]
+        return found
+
+    def _apply(self, jaxpr: Jaxpr, eqn: Equation, operands: list[Value], scope: str) -> list[Value]:
+        known = {
+            atom: value
+            for atom, value in zip(eqn.invars, operands, strict=True)
+            if not is_literal(atom)
+        }
+        variables = list(known.values())
+        alone = jaxpr.replace(
+            constvars=[],
+            invars=[*known],
+            outvars=eqn.outvars,
+            eqns=[eqn],
+            effects=eqn.effects,
+        )
+        arrays = eval_jaxpr(alone, [], *(value.array for value in variables))
+        time = next(self._clock)
+        # What `jax.checkpoint` computes a second time is the forward pass.
+        is_backward = "transpose(" in scope.rpartition("rematted_computation")[2]
+        leaf = variables[0].leaf if len(variables) == 1 else None
+        layer = layer_of(variables, time, is_backward=is_backward)
+        origins = [x.origin for x in _selected(eqn, operands) if x.origin]
+        if layer and layer[0] == time:
+            # Layers cast their input before they read their parameters.
+            for x in variables:
+                if x.origin and x.origin.cast is x.array:
+                    x.origin.found = dataclasses.replace(x.origin.found, layer=layer[1])
+        given = frozenset[str]().union(*(x.kinds for x in operands))
+
+        def result(array: Any) -> Value:
+            kinds = kinds_of(array)
+            value = Value(array, kinds, None, leaf, layer, is_backward)
+            if not kinds:
+                return value
+            if origins:
+                return value._replace(origin=min(origins, key=time_of))
+            if given and not kinds - given - {"-inf"}:
+                return value  # infinities that are meant
+            read = next((x.leaf.name for x in variables if x.leaf), "")
+            found = FirstNonfinite(
+                layer=layer[1] if layer else read or readable_scope(scope),
+                operation=eqn.primitive.name,
+                scope=readable_scope(scope),
+                backward=is_backward,
+                source=source_of(eqn),
+                **count_nonfinite(array),
+            )
+            cast = array if eqn.primitive.name == "convert_element_type" else None
+            return value._replace(origin=Origin(time, found, cast))
+
+        return [result(array) for array in arrays]
+
+
+def _selected(eqn: Equation, operands: list[Value]) -> list[Value]:
+    """Return the operands that reach the result: of a selection, those that are selected."""
+    if eqn.primitive.name != "select_n":
+        return operands
+    which, *cases = operands
+    chosen = np.asarray(which.array)
+    return [x for i, x in enumerate(cases) if kinds_of(np.where(chosen == i, x.array, 0))]

@@ -73,12 +73,18 @@ def test_a_public_name_leads_to_its_source_and_code_can_be_copied(site):
 @pytest.mark.parametrize(
     ("word", "page"),
     [
-        ("falls", "diagnostics"),
-        ("faq", "diagnostics"),
+        ("amp", "migration/torch"),
+        ("exponential moving average", "averages"),
+        ("falls to 1", "diagnostics"),
         ("lora", "fine_tuning"),
-        ("mixed", "casting"),
+        ("migrate", "migration/index"),
+        ("mixed precision", "casting"),
         ("nan", "diagnostics"),
         ("overflow", "diagnostics"),
+        ("overhead", "performance"),
+        ("pytorch", "migration/torch"),
+        ("trust", "trust"),
+        ("two losses", "several_losses"),
         ("wandb", "logging"),
     ],
 )
