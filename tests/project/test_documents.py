@@ -68,7 +68,8 @@ def length(page):
 
     A browser shows 25 to 38 of them on one: fewer where the prose is dense.
     """
-    lines = [line for line in page.splitlines() if line.strip()]
+    shown = re.sub(r"^```\{toctree\}\n:hidden:.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)
+    lines = [line for line in shown.splitlines() if line.strip()]
     return sum(2 if line[0] == "|" else 12 if line.startswith("![") else 1 for line in lines)
 
 
