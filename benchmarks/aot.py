@@ -56,7 +56,8 @@ TARGETS = Path(__file__).with_name("targets")  # XLA's own descriptions of two G
 GPUS = {"h100": "h100_sxm.txtpb", "a100": "a100_sxm_80.txtpb"}
 TPUS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
 BACKENDS = (*GPUS, *TPUS, "cpu")
-# XLA has a cost model of the H100, and none of the A100.
+# XLA has a cost model of the H100, and none of the A100. Autotuning, for which there must be a GPU,
+# takes cuBLAS or Triton for each matrix product; without, XLA takes Triton wherever it may.
 COMPILER_OPTIONS = {
     "h100": {"xla_gpu_autotune_level": 0, "xla_gpu_collect_cost_model_stats": True},
     "a100": {"xla_gpu_autotune_level": 0},
@@ -165,6 +166,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--cases", nargs="+", choices=CASES, default=list(CASES))
     names = [kind.__name__ for kind in (*ALL_CONTENDERS, OverAxis, StackOverAxis)]
     add("--contenders", nargs="+", choices=names, default=names, help="baselines always run")
+    add("--triton", action="store_true", help="matrix products by Triton in place of cuBLAS")
     add("--size", choices=SIZES, default="full", help="size of the workloads")
     add("--output", type=Path, default=Path("output/aot"), help="folder for the results")
     return parser.parse_args(argv)
@@ -182,8 +184,11 @@ def run(backend: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 continue  # Keras' optimizer holds arrays of the device on which Keras runs
             row = {"backend": backend, "case": name, "contender": kind.name}
             start = time.perf_counter()
+            options = dict(COMPILER_OPTIONS.get(backend, {}))
+            if backend in GPUS:
+                options["xla_gpu_enable_triton_gemm"] = args.triton
             try:
-                compiled = compile_case(backend, case, kind, workload, devices)
+                compiled = compile_case(options, case, kind, workload, devices)
             except suite.LeftOutError as reason:
                 yield row | {"left_out": str(reason)}
                 continue
@@ -214,7 +219,7 @@ def shapes(arrays: str, sizes: Sizes) -> Gradients | Training:
 
 
 def compile_case(
-    backend: str,
+    options: dict[str, Any],
     case: Case,
     kind: type[Contender],
     workload: Gradients | Training,
@@ -224,7 +229,7 @@ def compile_case(
     jax.clear_caches()
     lowered = lower(case, kind, workload, devices if case.spread else devices[:1])
     try:
-        return lowered.compile(COMPILER_OPTIONS.get(backend))
+        return lowered.compile(options)
     except Exception as error:
         raise suite.LeftOutError(f"raises {type(error).__name__}") from error
 
