@@ -105,6 +105,8 @@ def train(mesh, step, args, first=0, after_step=lambda *_: None):
         args = step(*args, *data)
         seen.append(counts(args[1]))
         after_step(i + 1, args)
+    with jax.set_mesh(mesh):
+        ols.diagnostics.check_health(args[1])  # each process looks at its own parts
     gather = jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P()))
     params = jax.tree.map(lambda a: np.asarray(a).tolist(), gather(args[0]))
     return {"seen": seen, "params": params}

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.dtypes import float0
 from jax.experimental import checkify
 from optimizers import OPTIMIZERS, tiers
 
@@ -155,3 +156,22 @@ def test_a_learning_rate_that_is_differentiated_is_closed_over(derivative, platf
     found, expected = differentiate(0.1, added), differentiate(0.1, jnp.zeros(2))
     np.testing.assert_allclose(found, expected, rtol=1e-4)
     assert np.isfinite(found)
+
+
+@pytest.mark.parametrize("rule", [ols.Spike(window=4), ols.Spike("grad_norm", window=4)])
+def test_what_a_rule_remembers_has_no_derivative(rule):
+    # The root of a deviation of zero has an infinite derivative, and 0 times infinity is NaN.
+    tx = ols.skip_if(optax.sgd(0.1), rule)
+
+    def step(params, state):
+        updates, state = tx.update(2 * params, state, params, value=jnp.sum(params**2))
+        return optax.apply_updates(params, updates), state
+
+    params = jnp.array([1.0, 2.0])
+    (_, after), transposed = jax.vjp(step, params, tx.init(params))
+    cotangents = jax.tree.map(
+        lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, float0), after
+    )
+    wanted, remembered = transposed((jnp.ones(2), cotangents))
+    np.testing.assert_allclose(wanted, 0.8)
+    np.testing.assert_array_equal(remembered.rule_state.values, 0)

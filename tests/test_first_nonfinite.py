@@ -10,6 +10,7 @@ import flax.nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optax_lossscale as ols
@@ -530,3 +531,14 @@ def test_what_is_not_selected_is_not_blamed():
     found = first_nonfinite(fun, jnp.array([-1.0, 2.0]))
     assert (found.operation, found.nan) == ("sqrt", 1)
     assert first_nonfinite(fun, jnp.array([-1.0, -2.0])) is None
+
+
+def test_a_training_step_is_searched_with_a_number_written_into_it():
+    tx = ols.with_loss_scaling(optax.sgd(1.0), 1.0)
+    state = tx.init(jnp.ones(2))
+
+    def step(grads):
+        updates, _ = tx.update(grads, state, value=1.0)
+        return jnp.log(jnp.sum(updates) + 2)
+
+    assert ols.diagnostics.first_nonfinite(step, jnp.ones(2)).operation == "log"

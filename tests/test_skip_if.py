@@ -237,6 +237,13 @@ def test_a_level_that_rises_for_good_is_learnt_within_a_window(rise, least, most
     assert not skips[-200:].any()
 
 
+@pytest.mark.parametrize("level", [1e-30, 1.0, 1e30])
+def test_a_level_above_zeros_is_learnt(level):
+    _, skips = spikes(ols.Spike(), np.r_[np.zeros(128), np.full(50, level)])
+    assert skips[128]
+    assert not skips[-30:].any()
+
+
 def test_one_spike_hardly_moves_the_threshold():
     for above, skipped in ((6.2, False), (6.6, True)):
         _, skips = spikes(ols.Spike(), np.r_[noise(128), 100, above])
@@ -564,6 +571,35 @@ def test_a_rule_may_be_a_named_tuple():
     _, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
     assert ols.applied(state)
     assert not ols.applied(tx.update(4 * jnp.ones(2), state)[1])
+
+
+def test_a_measure_that_loops_sees_zeros_for_what_is_not_finite():
+    class Halvings:
+        def init(self, _params):
+            return ()
+
+        def measure(self, grads, _extra_args):
+            def halve(carry):
+                return carry[0] / 2, carry[1] + 1
+
+            start = jnp.max(grads), jnp.float32(0)
+            return jax.lax.while_loop(lambda carry: carry[0] > 1, halve, start)[1]
+
+        def judge(self, state, halvings):
+            return halvings > 3, state
+
+    tx = ols.skip_if(optax.sgd(1.0), Halvings())
+    state = tx.init(jnp.ones(2))
+    for largest, is_applied in ((8, True), (16, False), (jnp.inf, False)):
+        grads = jnp.array([1.0, largest])
+        assert ols.applied(jax.jit(tx.update)(grads, state)[1]) == is_applied
+
+
+def test_the_norm_of_the_gradients_leaves_out_what_fp8_layers_keep_there():
+    tx = ols.skip_if(optax.sgd(1.0), ols.Spike("grad_norm", window=2))
+    grads = {"w": jnp.array([3.0, 4.0]), "_overwrite_with_gradient": {"scale": jnp.full(4, 1e4)}}
+    _, state = tx.update(grads, tx.init(grads))
+    np.testing.assert_array_equal(state.rule_state.values, [0, 5])
 
 
 @pytest.mark.usefixtures("x64")

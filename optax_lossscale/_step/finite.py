@@ -79,7 +79,7 @@ def _operation() -> Any:
 
         return lower
 
-    operation.def_impl(run)
+    operation.def_impl(lambda *numbers, maps: run(*map(jnp.asarray, numbers), maps=maps))
     operation.def_abstract_eval(typed)
     batching.primitive_batchers[operation] = batched
     mlir.register_lowering(operation, lowering(_finite))

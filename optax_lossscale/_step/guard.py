@@ -23,7 +23,7 @@ from optax_lossscale._state import (
 )
 from optax_lossscale._step.choose import tree_where, zero_unless
 from optax_lossscale._step.finite import agree, all_finite
-from optax_lossscale._step.keep import apply, apply_where, as_arrays
+from optax_lossscale._step.keep import acts, apply, apply_where, as_arrays
 from optax_lossscale._step.masters import warn_without_masters
 from optax_lossscale._step.rules import Rules, is_measured
 from optax_lossscale._step.scale import unscale_by
@@ -167,8 +167,8 @@ def skip_if(
 
     Args:
       inner: Any Optax optimizer, or an `optax.MultiSteps`.
-      rule: Which steps to skip although they are finite; see below. A tuple or list of rules skips
-        a step if any of them does. None for no rule.
+      rule: Which steps to skip although they are finite; see below. Of a tuple or list of rules,
+        any may skip a step. None for no rule.
       axis_name: The mapped axis, or a tuple of them, over which all must skip together. A rule's
         answer counts if it is true on any member; a measure is averaged. See `unscale_and_check`.
 
@@ -185,9 +185,8 @@ def skip_if(
     Warns:
       UserWarning: As `with_loss_scaling`.
 
-    A rule is traceable, and True skips the step. On a step that is not finite, it is given zeros
-    (`judge` a measure of zero), its answer is ignored, and its state is unchanged. It is one of
-    these:
+    A rule is traceable, and True skips the step. On a step that is not finite, it is given zeros,
+    its answer is ignored, and its state is unchanged. It is one of these:
 
     * a function `(grads, params, **extra_args) -> bool[]`;
     * an object with `init(params) -> state` and `update(state, grads, params, **extra_args) ->
@@ -255,10 +254,7 @@ def _judge(
     new, keeps, measures = list(old), [], []
     for i, rule in enumerate(rules.each):
         if is_measured(rule):
-            # Of the gradients as they came: XLA:CPU would write those with zeros to memory.
-            with jax.debug_nans(False), jax.debug_infs(False):
-                measure = checks.measure(rules.argument, rule.measure(grads, extra_args))
-                measures.append(zero_unless(finite, measure))
+            measures.append(_measure(rules, rule, finite, (grads, extra_args)))
         else:
             seen, given = zero_unless(finite, (grads, extra_args))
             skip, new[i] = rule.update(old[i], seen, params, **given)
@@ -272,11 +268,24 @@ def _judge(
     checks.same_structure(rules.argument, new, old, "Return a state like that of `init`.")
     finite = applied = grads_finite & loss_finite
     if keeps:
-        # A minimum over numbers, as in `finite.py`: XLA:CPU fuses a conjunction, and the rule with
-        # it, into every selection.
+        # A minimum over numbers, as in `finite.py`: XLA:CPU fuses a conjunction into all selections.
         applied = jnp.min(jnp.stack([finite, *keeps]).astype(jnp.int32)).astype(jnp.bool_)
-    rule_state = rules.layout.unflatten(tree_where(finite, new, old))
-    return applied, (grads_finite, loss_finite), rule_state
+    # What a rule remembers decides, and decisions have no derivative.
+    kept = jax.lax.stop_gradient(tree_where(finite, new, old))
+    return applied, (grads_finite, loss_finite), rules.layout.unflatten(kept)
+
+
+def _measure(rules: Rules, rule: Any, finite: jax.Array, given: tuple[Any, Any]) -> jax.Array:
+    """Return what a rule compares, and zero on a step that is not finite."""
+
+    def measured() -> jax.Array:
+        return checks.measure(rules.argument, rule.measure(*given))
+
+    with jax.debug_nans(False), jax.debug_infs(False):
+        # A loop might not end on NaN. Otherwise, XLA:CPU would write the zeros to memory.
+        if acts(jax.make_jaxpr(measured)().jaxpr):
+            given = zero_unless(finite, given)
+        return zero_unless(finite, measured())
 
 
 def _init(

@@ -212,14 +212,14 @@ def _replay(pred: jax.Array, closed: ClosedJaxpr, grads: list[Any], old: list[An
     jaxpr = closed.jaxpr
     # A line search loops on NaN, and a callback may raise. They see zeros for bad gradients, and
     # one state, which is chosen at the end.
-    acts = _acts(jaxpr) or _debugs()
+    sees_zeros = acts(jaxpr) or _debugs()
     # So does everything on the CPU, where zeros cost nothing. Elsewhere they would cost one more
     # read of the gradients if the update takes their norm: without them, XLA reads them once for
     # the norm and the check. The flag is chosen, and not the arrays: of those, XLA:CPU would write
     # some to memory.
     seen = (
         pred
-        if acts
+        if sees_zeros
         else jax.lax.platform_dependent(
             pred, cpu=lambda flag: flag, default=lambda flag: flag | True
         )
@@ -228,7 +228,7 @@ def _replay(pred: jax.Array, closed: ClosedJaxpr, grads: list[Any], old: list[An
     inputs = [constant_unless(pred, array) for array in inputs]
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
     read = {var for var in jaxpr.outvars if not is_literal(var)} | read_by(jaxpr.eqns).keys()
-    early = {} if acts else _leaves_read_later(jaxpr, len(old))
+    early = {} if sees_zeros else _leaves_read_later(jaxpr, len(old))
     kept: dict[int, jax.Array] = {}
     start = 0
     for end, eqn in enumerate(jaxpr.eqns, start=1):
@@ -274,10 +274,10 @@ def _leaves_read_later(jaxpr: Jaxpr, leaves: int) -> dict[Variable, int]:
     return found
 
 
-def _acts(jaxpr: Jaxpr) -> bool:
+def acts(jaxpr: Jaxpr) -> bool:
     """Return whether a jaxpr has a loop that may not end, a callback or another effect."""
     # The axis of a collective is called an effect, too.
     effects = {type(effect).__name__ for effect in jaxpr.effects} - {"NamedAxisEffect"}
     if effects or any(eqn.primitive.name in _LOOPS_AND_CALLS for eqn in jaxpr.eqns):
         return True
-    return any(_acts(inner) for eqn in jaxpr.eqns for inner in inner_jaxprs(eqn))
+    return any(acts(inner) for eqn in jaxpr.eqns for inner in inner_jaxprs(eqn))

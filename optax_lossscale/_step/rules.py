@@ -11,7 +11,7 @@ import optax
 
 from optax_lossscale._state import SpikeState, increment
 from optax_lossscale._support import checks
-from optax_lossscale._support.tree import PyTree, at_least_float32, is_inexact
+from optax_lossscale._support.tree import PyTree, at_least_float32, is_fp8_metadata, is_inexact
 
 
 class Rules:
@@ -177,7 +177,11 @@ class Spike:
     def measure(self, grads: optax.Updates, extra_args: dict[str, Any]) -> jax.Array:
         """Return what is compared. `float32[]`."""
         if self.of == "grad_norm":
-            arrays = [at_least_float32(g) for g in jax.tree.leaves(grads) if is_inexact(g)]
+            arrays = [
+                at_least_float32(leaf)
+                for path, leaf in jax.tree_util.tree_leaves_with_path(grads)
+                if is_inexact(leaf) and not is_fp8_metadata(path)
+            ]
             return jnp.asarray(optax.tree.norm(arrays), jnp.float32)
         value = extra_args.get(self.of)
         if value is None:
@@ -217,7 +221,8 @@ class Spike:
         if self.max_consecutive_skipped is not None:
             is_spike &= state.consecutive_skipped < int(self.max_consecutive_skipped)
         as_spike = (mean + sigmas * 2 / 3 * deviation) * size
-        remembered = jnp.where(is_spike, as_spike, measure)
+        # Zeros alone have no deviation to remember a spike by.
+        remembered = jnp.where(is_spike & (deviation > 0), as_spike, measure)
         after = SpikeState(
             values=jnp.concatenate([values[1:], remembered[None]]),
             held=jnp.minimum(held + 1, window),

@@ -13,7 +13,7 @@ from optax_lossscale._step.finite import all_finite
 from optax_lossscale._step.guard import WithLossScalingState
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import LARGEST_SCALE, SMALLEST_SCALE
-from optax_lossscale._support.tree import PyTree, is_array, leaves_of_type, path_name
+from optax_lossscale._support.tree import PyTree, is_array, is_inexact, leaves_of_type, path_name
 
 
 class LossScaleStalledError(RuntimeError):
@@ -63,7 +63,7 @@ def check_health(
     _, guard = checks.only_one("opt_state", opt_state, kinds, WRAP_ONCE)
     counts = getattr(guard, "loss_scale_state", guard)
     state = _read(counts, *(name for name in LossScaleState._fields if hasattr(counts, name)))
-    rule_state = getattr(guard, "rule_state", ())
+    rule_state = getattr(guard, "rule_state", None)
     _refuse_impossible(state, rule_state, getattr(guard, "inner_state", ()), bounds_of(policy))
     if state["consecutive_skipped"] > limit:
         causes = _likely_causes(state, rule_state, policy)
@@ -184,8 +184,10 @@ def _likely_causes(
     others = _causes_of_overflows(state, policy)
     if finite:
         return _RULE, *others
-    unchecked = policy is not None and not policy.skip_nonfinite
-    return (*others, _RULE) if jax.tree.leaves(rule_state) or unchecked else others
+    # A policy that grows has counted what a rule skips, but for the step at which it grew.
+    counted = bounds_of(policy) is not None and state["overflow_count"]
+    unlikely = counted and not jax.tree.leaves(rule_state)
+    return others if rule_state is None or unlikely else (*others, _RULE)
 
 
 def _causes_of_overflows(state: dict[str, float], policy: LossScale | None) -> tuple[str, ...]:
@@ -262,7 +264,9 @@ def _refuse_impossible(
 
 
 def _is_finite(array: Any) -> bool:
-    # The parts of this process alone, since only one process may be looking.
-    shards = getattr(array, "addressable_shards", None)
-    parts = [array] if shards is None else [shard.data for shard in shards]
-    return all(jax.device_get([all_finite(part) for part in parts]))
+    if getattr(array, "is_fully_addressable", True):
+        return bool(jax.device_get(all_finite(array)))
+    # The parts of this process alone, since only one process may be looking; and on the host, since
+    # JAX refuses arrays of one device where a mesh is set.
+    parts = (shard.data for shard in array.addressable_shards if is_inexact(array))
+    return all(np.isfinite(jax.device_get(part)).all() for part in parts)
