@@ -268,7 +268,7 @@ def _judge(
     checks.same_structure(rules.argument, new, old, "Return a state like that of `init`.")
     finite = applied = grads_finite & loss_finite
     if keeps:
-        # A minimum over numbers, as in `finite.py`: XLA:CPU fuses a conjunction into all selections.
+        # A minimum over numbers (see `finite.py`): XLA:CPU fuses a conjunction into all selections.
         applied = jnp.min(jnp.stack([finite, *keeps]).astype(jnp.int32)).astype(jnp.bool_)
     # What a rule remembers decides, and decisions have no derivative.
     kept = jax.lax.stop_gradient(tree_where(finite, new, old))
