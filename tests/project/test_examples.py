@@ -36,8 +36,12 @@ def test_word_model_prints_and_draws_and_fails_when_too_short(tmp_path, monkeypa
     with pytest.raises(SystemExit, match=r"final test loss, float32: [\d.]+, expected at most 5.5"):
         runpy.run_path(str(EXAMPLES / "word_model.py"), run_name="__main__")
     out, err = capsys.readouterr()
-    assert err == ""  # no progress bar without a terminal
-    head, *rows = out.splitlines()
+    assert err == ""
+    *begun, head, _, _, _ = out.splitlines()  # says what it does, without a terminal too
+    assert [line.partition(":")[0] for line in begun] == [
+        f"Training in {name}" for name in ("float32", "float16", "float16 + loss scaling")
+    ]
+    rows = out.splitlines()[-3:]
     assert re.findall(r"\d+", head) == [*"12345"]
     assert [row.split()[-2:] for row in rows] == [["-", "-"], ["-", "-"], ["0", "2**15"]]
     (picture,) = tmp_path.rglob("*.*")
