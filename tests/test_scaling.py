@@ -377,3 +377,10 @@ def test_equinox_differentiates_a_module():
     np.testing.assert_allclose(value, jnp.sum(model(W)), rtol=1e-6)
     assert aux == {"text": "aux"}
     assert grads.weight.tolist() == [[8, 16]]
+
+
+@pytest.mark.parametrize(("shape", "groups"), [((8, 8), 1), ((2048, 2048), 3), ((8192, 4096), 12)])
+def test_a_tpu_checks_together_what_its_fast_memory_holds(shape, groups):
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32)] * 12
+    lowered = jax.jit(ols.all_finite).trace(arrays).lower(lowering_platforms=("tpu",))
+    assert lowered.as_text().count("stablehlo.reduce(") == groups

@@ -45,10 +45,10 @@ HALF = {
 }
 # Estimated cycles against plain Optax, at most.
 CYCLES = {
-    ("v5e", "wide"): 1.17,
+    ("v5e", "wide"): 1.19,
     ("v5e", "deep"): 1.28,
-    ("v6e", "wide"): 1.19,
-    ("v6e", "deep"): 1.67,
+    ("v6e", "wide"): 1.14,
+    ("v6e", "deep"): 1.64,
 }
 
 
@@ -95,3 +95,4 @@ def test_bytes_and_kernels_of_half_precision_do_not_grow(case, contender, tmp_pa
 def test_estimated_cycles_on_a_tpu_do_not_grow(counted, backend, case):
     plain, ours = (counted[backend, case, is_plain] for is_plain in (True, False))
     assert ours["cycles"] / plain["cycles"] <= CYCLES[backend, case]
+    assert ours["bytes"] / plain["bytes"] <= 1.09
