@@ -600,6 +600,7 @@ def test_the_norm_of_the_gradients_leaves_out_what_fp8_layers_keep_there():
     grads = {"w": jnp.array([3.0, 4.0]), "_overwrite_with_gradient": {"scale": jnp.full(4, 1e4)}}
     _, state = tx.update(grads, tx.init(grads))
     np.testing.assert_array_equal(state.rule_state.values, [0, 5])
+    assert ols.Spike("grad_norm").measure(grads | {"count": jnp.arange(3)}, {}) == 5
 
 
 @pytest.mark.usefixtures("x64")
