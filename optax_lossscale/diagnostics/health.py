@@ -266,7 +266,7 @@ def _refuse_impossible(
 def _is_finite(array: Any) -> bool:
     if getattr(array, "is_fully_addressable", True):
         return bool(jax.device_get(all_finite(array)))
-    # The parts of this process alone, since only one process may be looking; and on the host, since
-    # JAX refuses arrays of one device where a mesh is set.
-    parts = (shard.data for shard in array.addressable_shards if is_inexact(array))
-    return all(np.isfinite(jax.device_get(part)).all() for part in parts)
+    # The parts of this process alone, since only one process may be looking, and each once, however
+    # many devices hold it; on the host, since JAX refuses arrays of one device where a mesh is set.
+    parts = {str(s.index): s.data for s in array.addressable_shards if is_inexact(array)}
+    return all(np.isfinite(jax.device_get(part)).all() for part in parts.values())
