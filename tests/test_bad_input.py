@@ -440,7 +440,7 @@ TABLE = {
     "TypeError: `opt_state` must hold float32 masters ..., got {got} at `['w']`. Give the ...": [
         (lambda: master_step({"w": ONE}), "", "float32 for a float32 parameter"),
     ],
-    "TypeError: `{name}` must be a floating-point type, got {got}. Use `jnp.float16` or ...": [
+    "TypeError: `{name}` must be a floating-point dtype, got {got}. Use ...": [
         (lambda: ols.cast(PARAMS, "int8"), "dtype", "int8"),
         (lambda: ols.cast(PARAMS, None), "dtype", "None"),
         (lambda: ols.cast(PARAMS, "complex64"), "dtype", "complex64"),
@@ -582,7 +582,7 @@ TABLE = {
         (lambda: diag.precision_report(np.asarray, ONE), "", "<built-in function asarray>"),
         (lambda: diag.precision_report(lambda x: ONE[x > 0], ONE), "", "..."),
     ],
-    "TypeError: `{name}` must be a floating-point type of at most 32 bits, got ... Use ...": [
+    "TypeError: `{name}` must be a floating-point dtype of at most 32 bits, got ... Use ...": [
         *given(exponents, "dtype", "int8", "complex64", "float64"),
         *given(suggest_scale, "dtype", "int8"),
         *given(plot, "dtype", "int8"),

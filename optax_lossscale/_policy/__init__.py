@@ -1,12 +1,6 @@
 """Policies: when the loss scale changes."""
 
-from optax_lossscale._policy.convert import (
-    LossScaleLike,
-    as_loss_scale,
-    init,
-    update,
-)
-from optax_lossscale._policy.interface import LossScale
+from optax_lossscale._policy.convert import LossScale, LossScaleLike, as_loss_scale, init, update
 from optax_lossscale._policy.policies import DynamicLossScale, FixedLossScale
 
 __all__ = [

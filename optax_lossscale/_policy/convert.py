@@ -1,19 +1,48 @@
-"""Convert a number, a string or a config to a policy."""
+"""The interface of a policy, and what else names one: a number, a string or a config."""
 
 import numbers
 from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from jax.typing import ArrayLike
 
-from optax_lossscale._policy.interface import LossScale
 from optax_lossscale._policy.policies import DynamicLossScale, FixedLossScale
 from optax_lossscale._state import LossScaleState, count_step
 from optax_lossscale._support import checks
 
+
+@runtime_checkable
+class LossScale(Protocol):
+    """The interface of a policy. Any object with these members is a policy.
+
+    `init` and `update` must be pure and traceable, and `update` must return a state of the same
+    type, shapes and dtypes as its argument. It need not count skipped steps: `update` and
+    `with_loss_scaling` do, after it. The object itself holds Python values only and should be
+    hashable.
+
+    Attributes:
+      skip_nonfinite: Whether a step with non-finite gradients is skipped. If false, nothing is
+        checked, and `update` receives `grads_finite=True`, unless there is a rule (`skip_if`).
+    """
+
+    @property
+    def skip_nonfinite(self) -> bool:
+        """Whether a step with non-finite gradients is skipped."""
+        ...
+
+    def init(self) -> LossScaleState:
+        """Return the state before the first step."""
+        ...
+
+    def update(
+        self, state: LossScaleState, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True
+    ) -> LossScaleState:
+        """Return the state after a step with these flags."""
+        ...
+
+
 #: Everything that `as_loss_scale` turns into a policy.
 LossScaleLike: TypeAlias = LossScale | Literal["dynamic"] | float | Mapping[str, Any] | None
-
 
 _POLICIES = {cls.__name__: cls for cls in (FixedLossScale, DynamicLossScale)}
 

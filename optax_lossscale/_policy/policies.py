@@ -2,12 +2,13 @@
 
 import dataclasses
 import warnings
+from collections.abc import Mapping
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from optax_lossscale._policy.interface import Configurable
 from optax_lossscale._state import (
     LossScaleState,
     count_skip,
@@ -16,6 +17,58 @@ from optax_lossscale._state import (
     strongly_typed,
 )
 from optax_lossscale._support import checks
+
+
+class Configurable:
+    """Converts a policy to plain data and back."""
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the class name and the hyper-parameters as a JSON-compatible dict.
+
+        Examples:
+          >>> import optax_lossscale as ols
+          >>> ols.FixedLossScale(128).get_config()
+          {'class_name': 'FixedLossScale', 'scale': 128.0, 'skip_nonfinite': True}
+        """
+        hyperparams = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # pyright: ignore[reportArgumentType]
+        return {"class_name": type(self).__name__, **hyperparams}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """Build the policy that `get_config` described.
+
+        Args:
+          config: A dict from `get_config`. Missing hyper-parameters take their defaults, and
+            `class_name` is optional.
+
+        Raises:
+          TypeError: If `config` is not a mapping.
+          ValueError: If it names another class or has unknown keys.
+
+        Examples:
+          >>> import optax_lossscale as ols
+          >>> ols.DynamicLossScale.from_config({"growth_interval": 100}).growth_interval
+          100
+        """
+        if not isinstance(config, Mapping):
+            raise TypeError(
+                f"`config` must be a dict from `get_config`, got {config!r}. Use `as_loss_scale` "
+                "for the other ways to name a policy."
+            )
+        hyperparams = dict(config)
+        class_name = hyperparams.pop("class_name", cls.__name__)
+        if class_name != cls.__name__:
+            raise ValueError(
+                f"`config` must describe a {cls.__name__}, got class_name={class_name!r}. Use "
+                "`as_loss_scale(config)`, which looks the class up."
+            )
+        known = [f.name for f in dataclasses.fields(cls)]  # pyright: ignore[reportArgumentType]
+        unknown = sorted(set(hyperparams) - set(known), key=str)
+        if unknown:
+            raise ValueError(
+                f"`config` has unknown keys {unknown}; {cls.__name__} has {known}. Remove them."
+            )
+        return cls(**hyperparams)
 
 
 @dataclasses.dataclass(frozen=True)

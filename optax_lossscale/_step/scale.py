@@ -1,6 +1,5 @@
 """Scale losses, differentiate them, unscale gradients."""
 
-import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from optax_lossscale._step.cast import cast_named
 from optax_lossscale._step.finite import agree, all_finite
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import AxisName
+from optax_lossscale._support.jaxprs import argument_names
 from optax_lossscale._support.tree import (
     KeyPath,
     PyTree,
@@ -199,7 +199,7 @@ def value_and_grad(
 
         def scaled(*args: Any, **kwds: Any) -> tuple[Any, Any]:
             if compute_dtype is not None:
-                names = [*_argument_names(fun, len(args)), *kwds]
+                names = [*argument_names(fun, len(args)), *kwds]
                 given = zip(names, [*args, *kwds.values()], strict=True)
                 cast_args = cast_named(given, compute_dtype, keep)
                 kwds = dict(zip(kwds, cast_args[len(args) :], strict=True))
@@ -263,19 +263,6 @@ def grad(
         return (grads, value[1]) if has_aux else grads
 
     return scaled_grad
-
-
-def _argument_names(fun: Callable[..., Any], number: int) -> list[str]:
-    """Return what the signature of `fun` calls this many positional arguments."""
-    try:
-        parameters = list(inspect.signature(fun).parameters.values())
-    except (TypeError, ValueError):  # of some functions written in C
-        parameters = []
-    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [p.name for p in parameters if p.kind in by_position][:number]
-    rest = (p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL)
-    rest = next(rest, "args")
-    return [*names, *(f"{rest}[{i}]" for i in range(number - len(names)))]
 
 
 def _is_pair(value: object) -> bool:

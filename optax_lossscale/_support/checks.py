@@ -182,24 +182,14 @@ def axis_names(axis_name: AxisName | None) -> None:
             )
 
 
-def floating(name: str, dtype: DTypeLike | None) -> np.dtype:
-    """Return a floating-point dtype; NumPy would read None as float64."""
+def floating(name: str, dtype: DTypeLike | None, *, most_bits: int = 64) -> np.dtype:
+    """Return a floating-point dtype of at most this size; NumPy would read None as float64."""
     kind = None if dtype is None else jnp.dtype(dtype)
-    if kind is None or not jnp.issubdtype(kind, jnp.floating):
+    if kind is None or not jnp.issubdtype(kind, jnp.floating) or jnp.finfo(kind).bits > most_bits:
+        size = f" of at most {most_bits} bits" if most_bits < 64 else ""
         raise TypeError(
-            f"`{name}` must be a floating-point type, got {kind}. Use `jnp.float16` or "
+            f"`{name}` must be a floating-point dtype{size}, got {kind}. Use `jnp.float16` or "
             "`jnp.bfloat16`."
-        )
-    return kind
-
-
-def small_float(dtype: DTypeLike) -> np.dtype:
-    """Return a floating-point type of at most 32 bits."""
-    kind = jnp.dtype(dtype)
-    if not jnp.issubdtype(kind, jnp.floating) or jnp.finfo(kind).bits > 32:
-        raise TypeError(
-            f"`dtype` must be a floating-point type of at most 32 bits, got {kind}. Use "
-            "`jnp.float16`."
         )
     return kind
 

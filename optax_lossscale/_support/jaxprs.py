@@ -1,5 +1,6 @@
 """Functions as JAX traces them."""
 
+import inspect
 import linecache
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,6 +34,19 @@ def trace(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> tuple[Closed
 
     arrays = [x for x, t in zip(leaves, is_traced, strict=True) if t]
     return jax.make_jaxpr(on_arrays)(arrays), arrays
+
+
+def argument_names(fun: Callable[..., Any], number: int) -> list[str]:
+    """Return what the signature of `fun` calls this many positional arguments."""
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):  # of some functions written in C
+        parameters = []
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [p.name for p in parameters if p.kind in by_position][:number]
+    rest = (p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL)
+    rest = next(rest, "args")
+    return [*names, *(f"{rest}[{i}]" for i in range(number - len(names)))]
 
 
 def is_literal(atom: Any) -> bool:

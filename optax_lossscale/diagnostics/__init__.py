@@ -14,9 +14,11 @@ from optax_lossscale.diagnostics.exponents import (
 )
 from optax_lossscale.diagnostics.first import FirstNonfinite, first_nonfinite
 from optax_lossscale.diagnostics.health import LossScaleStalledError, check_health
-from optax_lossscale.diagnostics.nonfinite import (
+from optax_lossscale.diagnostics.logs import (
     NonfiniteCounts,
     format_nonfinite_report,
+    is_stalled,
+    metrics,
     nonfinite_report,
 )
 from optax_lossscale.diagnostics.precision import (
@@ -24,7 +26,6 @@ from optax_lossscale.diagnostics.precision import (
     format_precision_report,
     precision_report,
 )
-from optax_lossscale.diagnostics.progress import is_stalled, metrics
 
 __all__ = [
     "FirstNonfinite",

@@ -56,7 +56,7 @@ def gradient_exponents(
       grads: True gradients, computed in float32: float16 has already lost what this counts.
         Leaves without floating-point or complex numbers are ignored. The real and the imaginary
         part of a complex number count separately.
-      dtype: The floating-point type to round to, of at most 32 bits.
+      dtype: The floating-point dtype to round to, of at most 32 bits.
       loss_scale: What to multiply by before rounding. `float32[]`. The histogram is that of
         the gradients themselves.
 
@@ -64,7 +64,7 @@ def gradient_exponents(
       The counts. Numbers of a float64 beyond float32's exponents count at the histogram's ends.
 
     Raises:
-      TypeError: If `dtype` is not a floating-point type of at most 32 bits.
+      TypeError: If `dtype` is not a floating-point dtype of at most 32 bits.
       ValueError: If there are more than 2**31 - 1 elements, which an int32 cannot count.
 
     Examples:
@@ -81,7 +81,7 @@ def gradient_exponents(
       Figure 3 of Micikevicius et al., `Mixed Precision Training
       <https://arxiv.org/abs/1710.03740>`_, 2018.
     """
-    dtype = checks.small_float(dtype)
+    dtype = checks.floating("dtype", dtype, most_bits=32)
     parts: list[jax.Array] = []
     for leaf in jax.tree.leaves(grads):
         if is_inexact(leaf):
@@ -183,7 +183,7 @@ def suggest_scale(
       2**24, which is the default, a `DynamicLossScale` needs a larger `max_scale`, too.
 
     Raises:
-      TypeError: If `exponents` is traced, `dtype` is not a floating-point type of at most 32 bits,
+      TypeError: If `exponents` is traced, `dtype` is not a floating-point dtype of at most 32 bits,
         or `headroom` is not an integer.
       ValueError: If `headroom` is negative, or the histogram is empty, stacked or wrapped around.
 
@@ -199,6 +199,7 @@ def suggest_scale(
       2097152.0
     """
     headroom = checks.count("headroom", headroom, least=0)
+    info = jnp.finfo(checks.floating("dtype", dtype, most_bits=32))
     histogram = histogram_of(exponents)
     if not histogram.any():
         raise ValueError(
@@ -206,7 +207,7 @@ def suggest_scale(
             "an empty histogram. Count float32 gradients, before they are rounded to float16."
         )
     largest = int(EXPONENTS[histogram > 0][-1])
-    power = int(jnp.finfo(checks.small_float(dtype)).maxexp) - 1 - largest - headroom
+    power = int(info.maxexp) - 1 - largest - headroom
     within = min(max(power, -126), 126)
     if power != within:
         warnings.warn(
@@ -254,11 +255,12 @@ def plot_gradient_exponents(
       The axes.
 
     Raises:
-      TypeError: If `exponents` is traced, or `dtype` is not a floating-point type of at most 32
+      TypeError: If `exponents` is traced, or `dtype` is not a floating-point dtype of at most 32
         bits.
       ValueError: If the histogram is stacked or wrapped around.
     """
-    info, name = jnp.finfo(checks.small_float(dtype)), jnp.dtype(dtype).name
+    dtype = checks.floating("dtype", dtype, most_bits=32)
+    info = jnp.finfo(dtype)
     histogram = histogram_of(exponents)
     if ax is None:
         from matplotlib.figure import Figure  # noqa: PLC0415 - matplotlib is an extra
@@ -272,7 +274,7 @@ def plot_gradient_exponents(
     # What is less than half of the smallest number is rounded to zero.
     flushed_below, normal_from = info.minexp - info.nmant - 1, info.minexp
     for low, high, color, what in (
-        (-150, flushed_below, "#d55e00", f"zero in {name}"),
+        (-150, flushed_below, "#d55e00", f"zero in {dtype.name}"),
         (flushed_below, normal_from, "#f0e442", "subnormal"),
         (normal_from, info.maxexp, "#009e73", "normal"),
         (info.maxexp, 129, "#555555", "infinite"),

@@ -1,7 +1,6 @@
 """Find the operation that makes the first NaN or infinity: run a jaxpr operation by operation."""
 
 import dataclasses
-import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from optax_lossscale._support.jaxprs import (
     ClosedJaxpr,
     Equation,
     Jaxpr,
+    argument_names,
     is_literal,
     source_of,
     trace,
@@ -34,8 +34,6 @@ from optax_lossscale.diagnostics.first_values import (
     sliced,
     time_of,
 )
-
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 # Operations that do nothing but run a function, which is followed instead.
 _CALLS = frozenset(
@@ -102,15 +100,9 @@ def _by_name(
     fun: Callable[..., PyTree], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[tuple[str, KeyPath]]:
     """Return the argument and the key path within it of each array, in the order of the tree."""
-    try:
-        parameters = inspect.signature(fun).parameters.values()
-    except (TypeError, ValueError):  # a built-in
-        parameters = ()
-    names = [p.name for p in parameters if p.kind in _POSITIONAL]
-    names += [f"args[{i}]" for i in range(len(names), len(args))]
-    roots = [*zip(names, args, strict=False), *kwargs.items()]
     # Keyword arguments are leaves in alphabetical order, as JAX flattens dicts.
-    roots[len(args) :] = sorted(roots[len(args) :])
+    names = [*argument_names(fun, len(args)), *sorted(kwargs)]
+    roots = zip(names, [*args, *(kwargs[name] for name in sorted(kwargs))], strict=True)
     return [
         (name, path)
         for name, tree in roots

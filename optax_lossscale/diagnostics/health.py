@@ -113,7 +113,7 @@ _OUTSIDE = (
 )
 _REPLICA = "Take one replica: `x[0]` of every leaf."
 
-
+# The causes of many skipped steps, and the remedy of each.
 _FORWARD = (
     "The forward pass overflows: the loss is NaN or infinite although the batch and the parameters "
     "are finite, and no loss scale can fix that. `first_nonfinite(loss_fn, params, batch)` names "
@@ -121,45 +121,31 @@ _FORWARD = (
     "under `jax.debug_infs(True)` and `jax.debug_nans(True)` stops there, too; the latter alone "
     "stops later."
 )
-
-
 _INPUT = (
     "The batch or the parameters hold NaN or infinity. `nonfinite_report` of both lists the "
     "arrays. Repair the data, or restore an earlier checkpoint."
 )
-
-
 _BACKWARD = (
     "The loss is finite, and one layer's derivative is not, at any loss scale: a division by zero, "
     "the root or logarithm of zero, a number above 65504 in float16. "
     "`first_nonfinite(jax.grad(loss_fn), params, batch)` names the layer. Compute it in float32."
 )
-
-
 _LARGE = (
     "The gradients are too large for float16 even at this loss scale. Average the loss instead of "
     "summing it, normalize the data, or lower `min_scale`, below 1 if need be."
 )
-
-
 _DESCENT = (
     "The loss scale started too large and is still on its way down. Start from `calibrate`, or "
     "with a smaller `initial_scale`, or allow for more with `max_consecutive_skipped`."
 )
-
-
 _FIXED = (
     "The loss scale is too large, and does not move. Take the one that `suggest_scale` returns, or "
     "a `DynamicLossScale`."
 )
-
-
 _UNKNOWN = (
     "The loss scale is too large: it is fixed, or still on its way down. Give `check_health` the "
     "policy as `loss_scale`, and it can tell."
 )
-
-
 _RULE = (
     "A rule (`skip_if`) rejects steps whose gradients and loss are finite, for example because the "
     "loss has reached a new level for good. Relax the rule. `Spike` learns a new level, after "
