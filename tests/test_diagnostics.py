@@ -18,7 +18,6 @@ import pytest
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from optimizers import OPTIMIZERS, tiers
 
 import optax_lossscale as ols
 from optax_lossscale.diagnostics import (
@@ -69,16 +68,10 @@ def test_metrics_are_those_of_the_contract():
         "total_skipped": ("int32", 7),
     }
     assert not metrics(state(consecutive=1))["applied"]
+    assert not metrics(state()._replace(loss_scale=8.0))["loss_scale"].weak_type
 
 
-def test_metrics_are_strongly_typed_whatever_was_set_in_the_optimizer():
-    opt_state = ols.with_loss_scaling(optax.chain(optax.clip(1.0))).init(jnp.ones(3))
-    found = metrics(optax.tree.set(opt_state, loss_scale=1024.0))
-    assert found["loss_scale"].item() == 1024
-    assert not any(value.weak_type for value in found.values())
-
-
-def test_a_step_with_all_diagnostics_neither_waits_nor_compiles_twice_and_may_donate_its_state():
+def test_a_step_with_all_diagnostics_neither_waits_nor_compiles_twice():
     tx = ols.with_loss_scaling(optax.sgd(1e-3))
     traces = []
 
@@ -86,19 +79,14 @@ def test_a_step_with_all_diagnostics_neither_waits_nor_compiles_twice_and_may_do
     def step(params, opt_state):
         traces.append(1)
         loss, grads = ols.value_and_grad(lambda w: jnp.sum(w**2))(opt_state, params)
-        true_grads, _ = ols.unscale_and_check(grads, opt_state)
         loss_scale = ols.loss_scale_state(opt_state).loss_scale
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)
-        reports = (
-            metrics(opt_state),
-            nonfinite_report(grads),
-            gradient_exponents(true_grads, loss_scale=loss_scale),
-        )
+        exponents = gradient_exponents(grads, loss_scale=loss_scale)
+        reports = metrics(opt_state), nonfinite_report(grads), exponents
         return optax.apply_updates(params, updates), opt_state, reports
 
-    params = jnp.ones(3)
+    params, seen = jnp.ones(3), []
     opt_state = tx.init(params)
-    seen = []
     with jax.transfer_guard("disallow"):
         for _ in range(3):
             params, opt_state, reports = step(params, opt_state)
@@ -107,10 +95,6 @@ def test_a_step_with_all_diagnostics_neither_waits_nor_compiles_twice_and_may_do
     assert [report[""].size.item() for _, report, _ in seen] == [3, 3, 3]
     assert [exponents.histogram.sum() for _, _, exponents in seen] == [3, 3, 3]
     assert len(traces) == 1
-    outside = metrics(opt_state)
-    step(params, opt_state)
-    with pytest.raises(RuntimeError, match="deleted"):
-        outside["growth_count"].item()
 
 
 # --- check_health: is training still alive, and if not, why?
@@ -133,6 +117,8 @@ def test_a_step_with_all_diagnostics_neither_waits_nor_compiles_twice_and_may_do
         (state(2.0**126, total=1), ols.DynamicLossScale(max_scale=2.0**126)),
         (state(2.0**-126), None),
         (state(2.0**126), None),
+        # A scalar may be infinite.
+        (ols.skip_if(optax.contrib.reduce_on_plateau()).init(jnp.ones(2)), None),
     ],
 )
 def test_healthy_training_raises_and_warns_of_nothing(healthy, policy):
@@ -142,15 +128,6 @@ def test_healthy_training_raises_and_warns_of_nothing(healthy, policy):
 def test_a_loss_scale_at_its_cap_that_never_overflowed_warns_that_it_may_not_be_needed():
     with pytest.warns(UserWarning, match=r"at its cap of 1.67772e\+07 and no step was ever skip"):
         check_health(state(2.0**24), loss_scale=DYNAMIC)
-
-
-@pytest.mark.parametrize("limit", [0, 7, np.int32(3), None])
-def test_one_more_skipped_step_than_allowed_raises(limit):
-    allowed = {} if limit is None else {"max_consecutive_skipped": limit}
-    limit = 50 if limit is None else int(limit)
-    check_health(state(consecutive=limit), **allowed)
-    with pytest.raises(LossScaleStalledError):
-        check_health(state(consecutive=limit + 1), **allowed)
 
 
 @pytest.mark.parametrize(
@@ -165,8 +142,10 @@ def test_one_more_skipped_step_than_allowed_raises(limit):
 )
 def test_the_error_says_where_the_loss_scale_stands(loss_scale, policy, message):
     match = r"The last 51 steps were skipped \(99 since the start\).*" + re.escape(message)
-    with pytest.raises(RuntimeError, match=match):
-        check_health(state(loss_scale, 0, 1, 51, 99), loss_scale=policy)
+    check_health(state(loss_scale, 0, 1, 50, 99), loss_scale=policy)
+    for given in ({}, {"max_consecutive_skipped": np.int32(50)}):
+        with pytest.raises(RuntimeError, match=match):
+            check_health(state(loss_scale, 0, 1, 51, 99), loss_scale=policy, **given)
 
 
 class Bounded(ols.FixedLossScale):
@@ -301,25 +280,6 @@ def test_a_rule_is_the_last_cause_where_the_last_step_was_not_finite(rule, polic
     assert causes[-1].startswith(RULE) == (says is not False)
 
 
-@pytest.mark.integration
-@pytest.mark.parametrize("name", tiers({"adamw", "contrib.reduce_on_plateau", "contrib.momo"}))
-def test_every_optimizer_is_healthy_from_its_start_and_not_with_nan(name):
-    optimizer = OPTIMIZERS[name]
-    tx, params = ols.with_loss_scaling(optimizer.make(), 8.0), optimizer.params()
-    opt_state = tx.init(params)
-    check_health(opt_state)
-    grads = optimizer.grads(params, 0)
-    extra_args = optimizer.extra_args(0, value=1.0, grad=grads)
-    _, opt_state = jax.jit(lambda: tx.update(grads, opt_state, params, **extra_args))()
-    check_health(opt_state)
-    leaves, treedef = jax.tree.flatten(opt_state)
-    for i, leaf in enumerate(leaves):
-        if leaf.ndim and leaf.size and jnp.issubdtype(leaf.dtype, jnp.inexact):
-            broken = [*leaves[:i], leaf.at[(0,) * leaf.ndim].set(NAN), *leaves[i + 1 :]]
-            with pytest.raises(ValueError, match="NaN or infinity at "):
-                check_health(treedef.unflatten(broken))
-
-
 def test_arrays_that_are_spread_over_devices_are_read_where_they_lie():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     spread = NamedSharding(mesh, P("data"))
@@ -337,6 +297,7 @@ def test_arrays_that_are_spread_over_devices_are_read_where_they_lie():
 # --- nonfinite_report: which layer overflowed?
 
 
+@pytest.mark.usefixtures("x64")
 def test_the_report_reads_every_kind_of_number_and_leaves_out_the_rest():
     leaves = {
         "kernel": (jnp.ones((2, 2)), (0, 0, 4)),
@@ -346,7 +307,7 @@ def test_the_report_reads_every_kind_of_number_and_leaves_out_the_rest():
         "e5m2": (jnp.array([INF, NAN, 1], jnp.float8_e5m2), (1, 1, 3)),
         "e4m3fn": (jnp.array([NAN, 1], jnp.float8_e4m3fn), (1, 0, 2)),
         "complex": (jnp.array([complex(0, INF), complex(NAN, INF), 1j]), (1, 1, 3)),
-        "numpy": (np.array([INF, NAN]), (1, 1, 2)),
+        "float64": (np.array([1e300, INF, NAN]), (1, 1, 3)),
         "scalar": (np.float32(INF), (0, 1, 1)),
         "python": (float("nan"), (1, 0, 1)),
         "empty": (jnp.zeros((0, 3)), (0, 0, 0)),
@@ -361,11 +322,6 @@ def test_the_report_reads_every_kind_of_number_and_leaves_out_the_rest():
     assert {type(counts) for counts in report.values()} == {NonfiniteCounts}
 
 
-@pytest.mark.usefixtures("x64")
-def test_the_report_reads_float64():
-    assert nonfinite_report([jnp.array([1e300, INF], jnp.float64)]) == {"[0]": (0, 1, 2)}
-
-
 def test_counts_of_arrays_too_large_for_int32_do_not_wrap_around():
     # Compiled but not run: the array would need 4 GB.
     large = jax.ShapeDtypeStruct((2**16, 2**15), jnp.float16)
@@ -374,6 +330,7 @@ def test_counts_of_arrays_too_large_for_int32_do_not_wrap_around():
     assert "stablehlo.minimum" in compiled
     largest = jax.ShapeDtypeStruct((2**31 - 1,), jnp.float16)
     assert "stablehlo.minimum" not in jax.jit(nonfinite_report).lower(largest).as_text()
+    jax.eval_shape(gradient_exponents, largest)
     found = jax.eval_shape(nonfinite_report, large)[""]
     assert {n.dtype.name for n in found} == {"int32"}
 
@@ -510,11 +467,6 @@ def test_the_loss_scale_may_be_any_real_number(loss_scale):
     assert int(counts_of(2.0**-27, 2.0**-30, loss_scale=loss_scale).flushed) == 1
 
 
-def test_the_loss_scale_is_that_of_one_replica():
-    with pytest.raises(ValueError, match=r"`loss_scale` must be a scalar, got shape \(2,\)"):
-        gradient_exponents(NUMBERS, loss_scale=jnp.ones(2))
-
-
 def test_both_parts_of_a_complex_gradient_count_and_what_is_no_number_does_not():
     parts = jnp.array([complex(2.0, 1e-9), complex(0.0, INF)])
     tree = OTHER_LEAVES | {"complex": parts, "empty": jnp.zeros((0, 3)), "number": 4.0}
@@ -543,27 +495,6 @@ def test_counts_of_an_array_on_eight_devices_are_those_of_the_whole(kind, spec):
         counts = jax.jit(gradient_exponents)({"w": sharded})
     assert_equal_counts(jax.device_get(counts), exponents_by_numpy(NUMBERS))
     assert counts.histogram.sharding.is_fully_replicated
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check_vma", [True, *alike(False)])
-def test_counts_of_shards_sum_to_those_of_the_whole(check_vma):
-    def summed(shard):
-        return jax.tree.map(lambda n: jax.lax.psum(n, "data"), gradient_exponents(shard))
-
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    settings = {"in_specs": P("data"), "out_specs": P(), "check_vma": check_vma}
-    counts = jax.jit(jax.shard_map(summed, mesh=mesh, **settings))(NUMBERS)
-    # The size is static in each shard, but it is summed over the shards too.
-    assert_equal_counts(counts, exponents_by_numpy(NUMBERS))
-
-
-def test_more_elements_than_an_int32_counts_are_refused():
-    half = jax.ShapeDtypeStruct((2**15, 2**15), jnp.float16)
-    less = jax.ShapeDtypeStruct((2**30 - 1,), jnp.float16)
-    jax.eval_shape(gradient_exponents, [half, less])
-    with pytest.raises(ValueError, match=r"at most 2\*\*31 - 1 elements, got 2147483648"):
-        jax.eval_shape(gradient_exponents, [half, half])
 
 
 def test_the_counting_of_an_array_is_dispatched_once():
@@ -607,12 +538,6 @@ def test_the_suggested_scale_is_one_that_a_policy_takes(value, settings, scale, 
         suggested = suggest_scale(counts_of(value, value / 1024), **settings)
     assert isinstance(suggested, float)
     assert suggested == ols.FixedLossScale(suggested).scale == scale
-
-
-@pytest.mark.parametrize("function", [suggest_scale, plot_gradient_exponents])
-def test_counts_that_wrapped_around_are_refused(function):
-    with pytest.raises(ValueError, match="an int32 has wrapped around"):
-        function(jax.tree.map(operator.neg, counts_of(1.0)))
 
 
 def test_counts_added_on_the_host_may_exceed_int32():
@@ -661,7 +586,7 @@ def test_the_plot_frames_what_the_dtype_holds_and_all_that_was_seen():
     assert flat.get_ylim() == (0, 1.3)
 
 
-def test_the_plot_is_drawn_where_it_is_told_to(tmp_path):
+def test_the_plot_is_drawn_where_it_is_told_to_and_may_be_empty(tmp_path):
     figure = matplotlib.figure.Figure()
     upper, lower = figure.subplots(2)
     counts = counts_of(2.0**-149, 3e38)
@@ -669,11 +594,8 @@ def test_the_plot_is_drawn_where_it_is_told_to(tmp_path):
     assert not upper.has_data()
     assert shares(lower)["zero in bfloat16"] == 50
     figure.savefig(tmp_path / "a.png", dpi=50)
-
-
-@pytest.mark.parametrize("values", [[], [0.0]])
-def test_a_plot_without_gradients_is_empty(values):
-    assert sum(shares(plot_gradient_exponents(counts_of(*values))).values()) == 0
+    for values in ([], [0.0]):
+        assert sum(shares(plot_gradient_exponents(counts_of(*values))).values()) == 0
 
 
 # --- calibrate: which loss scale should training start with?
@@ -707,19 +629,21 @@ def test_training_that_starts_calibrated_skips_no_step_and_cannot_start_higher()
     assert found.loss_scale != opt_state.loss_scale_state.loss_scale
 
 
-def test_calibration_is_one_loop_in_one_compilation():
-    traces = []
+def test_calibration_is_one_loop_of_few_evaluations_in_one_compilation():
+    calls = []
 
-    @jax.jit
-    def calibrated(*args):
-        traces.append(1)
-        return calibrate(grad_fn, *args)
+    def counted(state, w, x):
+        jax.debug.callback(lambda: calls.append(1))
+        return grad_fn(state, w, x)
 
+    calibrated = jax.jit(lambda *args: calibrate(counted, *args))
     start, w = ols.init(), jnp.eye(4)
     with jax.transfer_guard("disallow"):
         first = calibrated(start, w, w)
         assert calibrated(first, w, w).loss_scale == first.loss_scale
-    assert len(traces) == 1
+    jax.effects_barrier()
+    assert calibrated._cache_size() == 1  # noqa: SLF001, the only way to ask
+    assert len(calls) <= 2 * 5
     jaxpr = jax.make_jaxpr(lambda *args: calibrate(grad_fn, *args))(start, w, w)
     primitives = [eqn.primitive.name for eqn in jaxpr.eqns]
     assert primitives.count("while") == 1
@@ -770,18 +694,6 @@ def test_calibration_warns_of_a_cap_that_stopped_it(settings, limit, cap):
     message = f"finite even at {cap}, the cap of DynamicLossScale.*, raise its `max_scale`"
     with pytest.warns(UserWarning, match=message) if cap else contextlib.nullcontext():
         calibrate(up_to(limit), ols.init(), **settings)
-
-
-def test_calibration_takes_few_evaluations():
-    calls = []
-
-    def counted(state):
-        jax.debug.callback(lambda: calls.append(1))
-        return state.loss_scale.astype(jnp.float16)
-
-    calibrate(counted, ols.init())
-    jax.effects_barrier()
-    assert len(calls) <= 5
 
 
 def test_calibration_hands_on_the_optimizer_state_and_changes_the_loss_scale_alone():
