@@ -18,6 +18,7 @@ import pytest
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from leaves import NOT_NUMBERS
 
 import optax_lossscale as ols
 from optax_lossscale.diagnostics import (
@@ -36,17 +37,6 @@ from optax_lossscale.diagnostics import (
 
 INF, NAN = np.inf, np.nan
 DYNAMIC = ols.DynamicLossScale()
-
-# Leaves of a gradient tree that are not arrays of numbers, as in `test_tree.py`.
-OTHER_LEAVES = {
-    "none": None,
-    "float0": np.zeros(3, jax.dtypes.float0),
-    "integers": jnp.arange(3),
-    "booleans": jnp.array([True, False]),
-    "key": jax.random.key(0),
-    "name": "relu",
-    "function": jnp.sin,
-}
 
 
 def state(loss_scale=2.0**15, growth=0, overflows=0, consecutive=0, total=0):
@@ -313,7 +303,7 @@ def test_the_report_reads_every_kind_of_number_and_leaves_out_the_rest():
         "empty": (jnp.zeros((0, 3)), (0, 0, 0)),
     }
     tree = {name: leaf for name, (leaf, _) in leaves.items()}
-    report = jax.jit(lambda: nonfinite_report(OTHER_LEAVES | tree))()
+    report = jax.jit(lambda: nonfinite_report(NOT_NUMBERS | tree))()
     assert {name: tuple(map(int, counts)) for name, counts in report.items()} == {
         f"['{name}']" + ("[0]" if name == "bias" else ""): counts
         for name, (_, counts) in leaves.items()
@@ -469,7 +459,7 @@ def test_the_loss_scale_may_be_any_real_number(loss_scale):
 
 def test_both_parts_of_a_complex_gradient_count_and_what_is_no_number_does_not():
     parts = jnp.array([complex(2.0, 1e-9), complex(0.0, INF)])
-    tree = OTHER_LEAVES | {"complex": parts, "empty": jnp.zeros((0, 3)), "number": 4.0}
+    tree = NOT_NUMBERS | {"complex": parts, "empty": jnp.zeros((0, 3)), "number": 4.0}
     counts = jax.jit(lambda: gradient_exponents(tree))()
     assert [int(n) for n in counts[1:]] == [1, 1, 0, 1, 5]
     assert counts.histogram[149 + 1] == counts.histogram[149 + 2] == 1

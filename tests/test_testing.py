@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from leaves import NOT_NUMBERS
 
 import optax_lossscale as ols
 from optax_lossscale.flax import TrainState
@@ -179,20 +180,14 @@ def test_an_array_that_is_zero_or_infinite_at_some_loss_scales_is_judged_at_othe
     assert_scaled_once(lambda state: grads_at(state.loss_scale), ols.init())
 
 
-@pytest.mark.parametrize(
-    "beside",
-    [
-        None,
-        np.zeros(3, jax.dtypes.float0),
-        jnp.arange(3),
-        jax.random.key(0),
-        "relu",
-        jnp.zeros((0, 3)),
-        jnp.zeros(3),  # a zero gradient is not judged
-        {"_overwrite_with_gradient": {"scale": jnp.ones(3)}},  # metadata of Flax's fp8 layers
-    ],
-    ids=["None", "float0", "integers", "key", "name", "empty", "zeros", "fp8 metadata"],
-)
+BESIDE = NOT_NUMBERS | {
+    "empty": jnp.zeros((0, 3)),
+    "zeros": jnp.zeros(3),  # a zero gradient is not judged
+    "fp8 metadata": {"_overwrite_with_gradient": {"scale": jnp.ones(3)}},
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)
 def test_what_has_no_scaled_gradient_is_not_judged(beside):
     assert_scaled_once(lambda state: [state.loss_scale, beside], ols.init())
 

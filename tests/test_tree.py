@@ -11,19 +11,12 @@ import pytest
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from leaves import FP8, NOT_NUMBERS
 from plain_where import assert_same_bits
 
 import optax_lossscale as ols
-from optax_lossscale._step.finite import (
-    _finite,
-    _finite_on_cpu,
-    _finite_on_gpu,
-    _grouping,
-)
+from optax_lossscale._step.finite import _finite, _finite_on_cpu, _finite_on_gpu
 
-FP8 = sorted(
-    name for name in dir(jnp) if name.startswith("float8") and hasattr(getattr(jnp, name), "dtype")
-)
 FLOATS = ["float16", "bfloat16", "float32"]
 # Large shapes: with an axis that splits into groups first, last, in the middle, and not at all.
 LARGE = [
@@ -103,46 +96,14 @@ def test_one_bad_element_of_eight_bits_is_found():
     assert_found_anywhere(largest([(3,), (2**16,)], FP8), [0, 1, 2, -1, -2, -3])
 
 
-@pytest.mark.usefixtures("x64")
-def test_double_precision_is_judged_in_double_precision():
-    arrays = largest([(5000,), (2**16,)], ["float64"])
-    arrays |= {f"complex {name}": array + 0j for name, array in arrays.items()}
-    assert all(each_finite(arrays).values())
-    for array in arrays.values():
-        array[4999] = np.nan
-    assert not any(each_finite(arrays).values())
-
-
-@pytest.mark.parametrize("value", [1e-45, 2.0**-126, 0.0, -0.0, -np.finfo(np.float32).max])
-def test_extreme_values_are_finite(value):
-    shapes = [(), (1,), (4096,), (2**16,)]
-    assert all(each_finite([np.full(shape, value, np.float32) for shape in shapes]))
-
-
-NOT_NUMBERS = {
-    "None": None,
-    "float0": np.zeros(2, jax.dtypes.float0),
-    "integers": jnp.arange(3),
-    "4-bit integer": jnp.int4(3),
-    "bools": jnp.array([True, False]),
-    "PRNG key": jax.random.key(0),
-    "PRNG keys": jax.random.split(jax.random.key(0), 3),
-    "raw PRNG key": jax.random.PRNGKey(0),
-    "Python int": 10**400,
-    "string": "nan",
-    "function": jnp.exp,
-    "dtype": jnp.float32,
-    "strings": np.array(["nan"]),
-    "objects": np.array([np.nan, None], object),
-    "datetime": np.datetime64("NaT", "s"),
-    # Empty trees and arrays.
+EMPTY = {
     "containers": {"a": [], "b": ((), None)},
     "zero-size": jnp.zeros((0, 3)),
     "zero-size float16": np.zeros((3, 0), np.float16),
 }
 
 
-@pytest.mark.parametrize("leaf", NOT_NUMBERS.values(), ids=NOT_NUMBERS.keys())
+@pytest.mark.parametrize("leaf", (NOT_NUMBERS | EMPTY).values(), ids=NOT_NUMBERS | EMPTY)
 def test_a_leaf_without_floating_point_numbers_counts_as_finite(leaf):
     assert verdict(leaf)
     assert verdict({"a": leaf, "w": np.ones(2)})
@@ -154,47 +115,6 @@ def test_numbers_of_python_and_numpy_are_looked_at(bad):
     assert verdict([1.0, 1j, np.float16(1)])
     assert not verdict([1.0, bad])
     assert not verdict(flax.core.freeze({"params": {"scale": bad}, "w": np.ones(2)}))
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "view"),
-    [
-        ((256, 256), "float16", ["8x2x16x256"]),  # 2**16 elements
-        ((256, 256), "float32", ["8x2x16x256"]),
-        ((256, 255), "float32", []),
-        ((257, 257), "float32", []),  # no group size divides it
-        # If the last axis is split, XLA:CPU reads a transposed product against its memory order.
-        ((512, 8, 64), "bfloat16", ["16x2x16x8x64"]),
-    ],
-)
-def test_large_arrays_are_split_into_groups_before_their_last_axis(shape, dtype, view):
-    program = jax.jit(ols.all_finite).lower(jax.ShapeDtypeStruct(shape, dtype)).as_text()
-    reshaped = r"stablehlo.reshape %\w+ : \(tensor<[\dx]+xi\d+>\) -> tensor<([\dx]+)xi\d+>"
-    assert re.findall(reshaped, program)[:1] == view
-
-
-SPLIT = {
-    # The grouped shape for eight devices, and the axis of the groups.
-    (256, 3): (1, (-1, 2, 16, 3)),
-    (128, 3): (1, (-1, 1, 16, 3)),
-    (64, 3): (1, (-1, 1, 8, 3)),
-    (32, 3): None,
-    (256, 256, 3): (2, (256, -1, 2, 16, 3)),
-    (256, 128, 3): (1, (-1, 2, 16, 128, 3)),
-    (64, 2048): (1, (-1, 1, 8, 2048)),
-    (32, 2048): (2, (32, -1, 2, 16, 8)),
-    (32, 1024): (2, (32, -1, 1, 16, 8)),
-    (32, 512): (2, (32, -1, 1, 8, 8)),
-    (2, 3, 2048): (3, (2, 3, -1, 2, 16, 8)),
-    (2048,): (1, (-1, 2, 16, 8)),
-    (2049,): None,
-    (256,): None,
-}
-
-
-@pytest.mark.parametrize(("shape", "split"), SPLIT.items(), ids=str)
-def test_a_shape_is_split_where_it_splits_for_every_device(shape, split):
-    assert _grouping(shape, 8) == split
 
 
 MANY = [
@@ -218,10 +138,45 @@ def test_every_way_to_check_looks_at_every_element(way, devices):
             assert not check([*MANY[:i], spoilt, *MANY[i + 1 :]])
 
 
-def lowered(check, arrays, shardings):
-    """Return the program for as many devices as the shardings have, for a TPU."""
+def lowered(check, arrays, shardings, platform="tpu"):
+    """Return the program for as many devices as the shardings have."""
     step = jax.jit(check, in_shardings=(shardings,))
-    return step.trace(arrays).lower(lowering_platforms=("tpu",)).as_text()
+    return step.trace(arrays).lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("devices", "shape", "dtype", "groups"),
+    [
+        # The groups, of slices of elements, are axes of their own.
+        (1, (256, 256), "float16", ["8x2x16x256"]),  # 2**16 elements
+        (1, (256, 255), "float32", []),
+        (1, (257, 257), "float32", []),  # no group size divides it
+        # If the last axis is split, XLA:CPU reads a transposed product against its memory order.
+        (1, (512, 8, 64), "bfloat16", ["16x2x16x8x64"]),
+        # The number of groups can be divided among the devices.
+        (8, (256, 256), "float32", ["8x2x16x256"]),
+        (8, (128, 600), "float32", ["8x1x16x600"]),
+        (8, (64, 2052), "float32", ["8x1x8x2052"]),
+        (8, (32, 2052), "float32", []),
+        (8, (256, 256, 3), "float32", ["256x8x2x16x3"]),
+        (8, (256, 128, 3), "float32", ["8x2x16x128x3"]),
+        # Only where it must be the last axis, above rows of eight.
+        (8, (64, 2048), "float32", ["8x1x8x2048"]),
+        (8, (32, 2048), "float32", ["32x8x2x16x8"]),
+        (8, (96, 1024), "float32", ["96x8x1x16x8"]),
+        (8, (160, 512), "float32", ["160x8x1x8x8"]),
+        (8, (160, 576), "float32", []),
+        (8, (2, 16, 2048), "float32", ["2x16x8x2x16x8"]),
+        (8, (2**16,), "float32", ["256x2x16x8"]),
+        (8, (2**16 + 1,), "float32", []),
+    ],
+)
+def test_large_arrays_are_split_into_groups_for_every_device(devices, shape, dtype, groups):
+    mesh = jax.make_mesh((devices,), ("d",), (AxisType.Auto,), devices=jax.devices()[:devices])
+    sharding = NamedSharding(mesh, P())
+    text = lowered(ols.all_finite, jax.ShapeDtypeStruct(shape, dtype), sharding, "cpu")
+    reshaped = r"stablehlo.reshape %\w+ : \(tensor<[\dx]+xi\d+>\) -> tensor<([\dx]+)xi\d+>"
+    assert re.findall(reshaped, text)[:1] == groups
 
 
 @pytest.mark.parametrize("shape", [(4, 4), (16,)])
