@@ -270,15 +270,6 @@ def test_keras_decays_before_the_inner_optimizer_ours_after_it():
     np.testing.assert_allclose((theirs.params["p"], ours.params["p"]), (0.0, -0.05), rtol=1e-6)
 
 
-def test_keras_refuses_the_arguments_on_the_wrapper_ours_takes_them():
-    for arguments in (CLIPNORM, CLIPVALUE, GLOBAL, DECAY, EMA, TWO):
-        with pytest.raises(ValueError, match="does not support"):
-            keras.optimizers.LossScaleOptimizer(keras_sgd(), **arguments)
-    with pytest.raises(ValueError, match="no longer supports `dynamic=False`"):
-        keras.optimizers.LossScaleOptimizer(keras_sgd(), dynamic=False)
-    loss_scale_optimizer(sgd(), 2.0, dynamic=False, **EVERYTHING)
-
-
 # What the library adds to Keras.
 
 
@@ -289,22 +280,6 @@ def test_the_defaults_are_those_of_tf_keras():
     for expected in (2.0**15, 2.0**16):
         _, state = take(tx, jnp.zeros(()), state, 1.0)
         assert ols.loss_scale_state(state).loss_scale == expected
-
-
-@pytest.mark.slow
-def test_nan_on_one_replica_skips_the_step_on_all():
-    tx = loss_scale_optimizer(
-        optax.sgd(1.0, momentum=0.9), 2, 2, axis_name="replicas", **CLIPNORM, **OVERWRITTEN
-    )
-    params = jnp.array([1.0, 2.0])
-    state = tx.init(params)
-    step = jax.jit(jax.vmap(functools.partial(take, tx, params, state), axis_name="replicas"))
-    after = step(jnp.array([[1.0, 1.0], [1.0, jnp.nan]]))
-    for replica in range(2):
-        new_params, new_state = jax.tree.map(lambda x, i=replica: x[i], after)
-        assert ols.loss_scale_state(new_state).loss_scale == 1.0
-        assert_same_bits((new_params, new_state.inner_state), (params, state.inner_state))
-    assert (step(jnp.ones((2, 2)))[0][1] != params).all()
 
 
 def types(tree):

@@ -153,23 +153,6 @@ def one_way(x, w):
 one_way.defjvp(lambda primals, tangents: (one_way(*primals), tangents[0] @ primals[1]))
 
 
-def flash_attention(q, k, v):
-    """Attend to blocks of keys, as flash attention does."""
-
-    def block(carry, kv):
-        highest, total, mixed = carry
-        scores = (q @ kv[0].T).astype(F32)
-        new = jnp.maximum(highest, scores.max(-1))
-        weights, shrink = jnp.exp(scores - new[:, None]), jnp.exp(highest - new)
-        mixed = mixed * shrink[:, None] + weights.astype(F16) @ kv[1]
-        return (new, total * shrink + weights.sum(-1), mixed), None
-
-    n = len(q)
-    start = jnp.full(n, -jnp.inf), jnp.zeros(n), jnp.zeros(q.shape)
-    _, total, mixed = lax.scan(block, start, (k.reshape(4, -1, 8), v.reshape(4, -1, 8)))[0]
-    return mixed / total[:, None]
-
-
 def in_pallas(x, w):
     def kernel(x, w, out):
         out[...] = x[...] @ w[...]
@@ -234,15 +217,6 @@ def test_structures(fun, expected):
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (X, W))
     assert counts(fun, *shapes) == expected
     assert jax.jit(lambda: counts(fun, X, W) == expected)()  # the report may be made while tracing
-
-
-def test_flash_attention_forward_and_backward():
-    q, k, v = (jnp.ones((16, 8), F16) for _ in range(3))
-    report = precision_report(flash_attention, q, k, v)
-    assert report["float16"].count == 8
-    assert report["float16"].flops == 2 * (2 * 16 * 8 * 16)
-    backward = precision_report(jax.grad(lambda *a: flash_attention(*a).mean(), (0, 1, 2)), q, k, v)
-    assert sum(products.count for products in backward.values()) == 8 + 16
 
 
 def test_a_primitive_that_holds_functions_of_other_outputs():
