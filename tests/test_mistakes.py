@@ -9,26 +9,33 @@ import pytest
 import optax_lossscale as ols
 
 W = jnp.float32(1)
-INF, NAN = jnp.float32(jnp.inf), jnp.float32(jnp.nan)
+NAN = jnp.float32(jnp.nan)
 
 
 def updated(tx, *grads, **extra_args):
     """Return the updates of the steps, and the last state."""
-    opt_state, found = tx.init(W), []
+    opt_state, found, update = tx.init(W), [], jax.jit(tx.update)
     for g in grads:
-        updates, opt_state = tx.update(jnp.float32(g), opt_state, W, **extra_args)
+        updates, opt_state = update(jnp.float32(g), opt_state, W, **extra_args)
         found.append(float(updates))
     return found, opt_state
 
 
 def test_apply_if_finite_outside_hides_overflows_until_it_gives_up():
-    guarded = ols.with_loss_scaling(optax.sgd(1.0), ols.DynamicLossScale(1024.0))
-    for tx, loss_scale in (guarded, 512), (optax.apply_if_finite(guarded, 5), 1024):
-        _, opt_state = updated(tx, jnp.inf)
+    tx = optax.apply_if_finite(ols.with_loss_scaling(optax.sgd(1.0), ols.DynamicLossScale(1024)), 2)
+    for bad_steps, loss_scale in (1, 1024), (2, 1024), (3, 512):
+        _, opt_state = updated(tx, *[jnp.inf] * bad_steps)
         assert ols.loss_scale_state(opt_state).loss_scale == loss_scale
-    for bad_steps, loss_scale in (5, 1024), (6, 512):
-        _, opt_state = updated(optax.apply_if_finite(guarded, 5), *[jnp.inf] * bad_steps)
-        assert ols.loss_scale_state(opt_state).loss_scale == loss_scale
+
+
+@pytest.mark.integration
+def test_accumulation_outside_is_poisoned_by_one_overflow_that_inside_is_dropped_alone():
+    sgd = optax.sgd(1.0)
+    inside = ols.with_loss_scaling(optax.MultiSteps(sgd, 2), 1)
+    outside = optax.MultiSteps(ols.with_loss_scaling(sgd, 1), 2).gradient_transformation()
+    grads = 1, np.inf, 3, 5, 7
+    assert updated(inside, *grads)[0] == [0, 0, -2, 0, -6]
+    assert updated(outside, *grads, 1, 1)[0] == [0] * 7
 
 
 def test_masked_outside_leaves_other_gradients_scaled():

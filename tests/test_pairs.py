@@ -136,13 +136,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "compute_dtype with keep": {"compute_dtype": True},
     "axis_name": {"axis_name": True},
     "sharded parameters": {"sharded": True},
-    "Orbax": {"formats": ("Orbax",)},
-    "Flax checkpoint": {"formats": ("Flax",)},
-    "pickle": {"formats": ("pickle",)},
-    "metrics": {"read": ("metrics",)},
-    "check_health": {"read": ("check_health",)},
-    "is_stalled": {"read": ("is_stalled",)},
-    "applied": {"read": ("applied",)},
+    "checkpoints": {"formats": ("Orbax", "Flax", "pickle")},
+    "what reads the state": {"read": ("metrics", "check_health", "is_stalled", "applied")},
     "master_weights": {"read": ("master_weights",), "half": jnp.float16},
 }
 
@@ -472,19 +467,24 @@ def skipped(program):
 
 def oracle(program):
     """Return the float32 parameters after each step, by the bare optimizer."""
-    prefix = Plain(program, None).prefix
-    tx = optimizer(program, prefix, half=False)
-    if "decay" in program.wrap:
+    return trained(program.inner, "decay" in program.wrap, tuple(skipped(program)))
+
+
+@functools.cache
+def trained(inner, decays, skipped):
+    tx = optimizer(Program(inner=inner), Plain(None, None).prefix, half=False)
+    if decays:
         tx = loss_scale_optimizer(tx, initial_scale=1.0, dynamic=False, **DECAY)
     elif isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
     update = jax.jit(tx.update)
-    params, state = START, tx.init(START)
-    for (grads, _), skip in zip(BATCHES, skipped(program), strict=True):
+    params, state, history = START, tx.init(START), []
+    for (grads, _), skip in zip(BATCHES, skipped, strict=True):
         if not skip:
             updates, state = update(grads, state, params)
             params = optax.apply_updates(params, updates)
-        yield params
+        history.append(params)
+    return history
 
 
 def run(program, folder):
