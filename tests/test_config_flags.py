@@ -12,10 +12,6 @@ Explicit mesh axes are in `test_distributed.py`, keys of every kind in `test_tre
 """
 
 import gc
-import os
-import pickle
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -246,84 +242,3 @@ def test_no_array_lies_in_a_reference_cycle(capfd):
 
     assert not logged(train)
     assert logged(Cycle)
-
-
-# -- what must be set before JAX starts ---------------------------------------------------------
-
-SCRIPT = """
-import pickle
-import sys
-import jax, jax.numpy as jnp, numpy as np
-sys.path.insert(0, {here!r})
-import test_config_flags as here
-
-hits = []
-jax.monitoring.register_event_listener(lambda name, **_: hits.append(name.endswith("cache_hits")))
-history = here.run()
-if jax.config.jax_compilation_cache_dir:
-    jax.clear_caches()
-hits.clear()
-again = here.run()
-
-mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-lowered = jax.jit(lambda x: x * 2, in_shardings=spread).lower(jnp.ones(4))
-switched = dict(
-    x64=jnp.asarray(1.0).dtype == jnp.float64, shardy="sdy" in lowered.as_text(), cache=any(hits)
-)
-
-# A product in float16 that overflows, unless its precision is excessive. Whichever it is, a step is
-# skipped if and only if what it would apply is not finite.
-@jax.jit
-def step(x, four):
-    grads = (x.astype(jnp.float16) * four).astype(jnp.float32)
-    unscaled, finite = here.ols.unscale_and_check(grads, here.ols.init(8.0))
-    return jnp.isfinite(unscaled).all(), finite
-
-x = jnp.asarray(np.random.default_rng(0).uniform(1e4, 6e4, (400, 3)), jnp.float32)
-flags = np.array([step(row, jnp.float16(4)) for row in x])
-assert (flags[:, 0] == flags[:, 1]).all()
-with open({path!r}, "wb") as file:
-    pickle.dump((history, again, switched, (~flags[:, 1]).sum()), file)
-"""
-
-
-def in_a_fresh_process(folder, environment):
-    """Train in a new process, and return its results."""
-    path = folder / "found.pickle"
-    script = SCRIPT.format(here=os.path.dirname(__file__), path=str(path))  # noqa: PTH120
-    process = subprocess.run(  # noqa: S603 - the interpreter and our own code
-        [sys.executable, "-c", script],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr
-    return pickle.loads(path.read_bytes())  # noqa: S301 - written by this test
-
-
-@pytest.mark.slow
-def test_settings_of_a_process_that_change_no_bit(expected, tmp_path):
-    environment = {
-        "XLA_FLAGS": "--xla_allow_excess_precision=true",
-        "JAX_USE_SHARDY_PARTITIONER": "0",
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
-    history, again, switched, _ = in_a_fresh_process(tmp_path, environment)
-    assert switched == {"x64": False, "shardy": False, "cache": True}
-    assert_same_bits(history, expected)
-    assert_same_bits(again, expected)
-
-
-@pytest.mark.slow
-def test_settings_of_a_process_that_change_numbers_change_no_decision(expected, tmp_path):
-    environment = {"XLA_FLAGS": "--xla_allow_excess_precision=false", "JAX_ENABLE_X64": "1"}
-    history, _, switched, overflows = in_a_fresh_process(tmp_path, environment)
-    assert switched["x64"]
-    assert overflows == 400
-    assert history[-1][0]["b"].dtype == np.float64
-    assert_same_decisions(history, expected)

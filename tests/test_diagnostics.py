@@ -4,8 +4,6 @@
 """
 
 import contextlib
-import functools
-import operator
 import re
 
 import jax
@@ -59,32 +57,6 @@ def test_metrics_are_those_of_the_contract():
     }
     assert not metrics(state(consecutive=1))["applied"]
     assert not metrics(state()._replace(loss_scale=8.0))["loss_scale"].weak_type
-
-
-def test_a_step_with_all_diagnostics_neither_waits_nor_compiles_twice():
-    tx = ols.with_loss_scaling(optax.sgd(1e-3))
-    traces = []
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, opt_state):
-        traces.append(1)
-        loss, grads = ols.value_and_grad(lambda w: jnp.sum(w**2))(opt_state, params)
-        loss_scale = ols.loss_scale_state(opt_state).loss_scale
-        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
-        exponents = gradient_exponents(grads, loss_scale=loss_scale)
-        reports = metrics(opt_state), nonfinite_report(grads), exponents
-        return optax.apply_updates(params, updates), opt_state, reports
-
-    params, seen = jnp.ones(3), []
-    opt_state = tx.init(params)
-    with jax.transfer_guard("disallow"):
-        for _ in range(3):
-            params, opt_state, reports = step(params, opt_state)
-            seen.append(reports)
-    assert [measured["growth_count"].item() for measured, _, _ in seen] == [1, 2, 3]
-    assert [report[""].size.item() for _, report, _ in seen] == [3, 3, 3]
-    assert [exponents.histogram.sum() for _, _, exponents in seen] == [3, 3, 3]
-    assert len(traces) == 1
 
 
 # --- check_health: is training still alive, and if not, why?
@@ -466,14 +438,6 @@ def test_both_parts_of_a_complex_gradient_count_and_what_is_no_number_does_not()
     assert int(gradient_exponents({}).size) == 0
 
 
-def test_two_counts_add():
-    first, second = NUMBERS, -NUMBERS
-    both = gradient_exponents([first, second])
-    added = jax.tree.map(operator.add, gradient_exponents(first), gradient_exponents(second))
-    assert_equal_counts(both, added)
-    assert_equal_counts(both, exponents_by_numpy(np.concatenate([first, second])))
-
-
 @pytest.mark.parametrize("spec", [P("data", "model"), *alike(P(None, "model"), P())], ids=str)
 @pytest.mark.parametrize(
     "kind", [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit]
@@ -598,25 +562,6 @@ def loss_fn(w, x):
 
 def grad_fn(state, *args):
     return ols.value_and_grad(loss_fn)(state, *args)[1]
-
-
-@pytest.mark.slow
-def test_training_that_starts_calibrated_skips_no_step_and_cannot_start_higher():
-    policy = ols.DynamicLossScale(max_scale=2.0**60)
-    tx = ols.with_loss_scaling(optax.sgd(1e-3), policy)
-    w, x = (scale * jax.random.normal(jax.random.key(0), (4, 4)) for scale in (1.0, 10.0))
-    opt_state = tx.init(w)
-    found = calibrate(grad_fn, opt_state, w, x, loss_scale=policy)
-
-    @jax.jit
-    def skipped(loss_scale):
-        start = opt_state._replace(loss_scale_state=found._replace(loss_scale=loss_scale))
-        loss, grads = ols.value_and_grad(loss_fn)(start, w, x)
-        return metrics(tx.update(grads, start, w, value=loss)[1])["total_skipped"]
-
-    assert skipped(found.loss_scale) == 0
-    assert skipped(2 * found.loss_scale) == 1
-    assert found.loss_scale != opt_state.loss_scale_state.loss_scale
 
 
 def test_calibration_is_one_loop_of_few_evaluations_in_one_compilation():

@@ -126,30 +126,10 @@ def test_every_shape_of_an_update_is_selected(update):
     )
 
 
-@pytest.fixture(params=["jit", "vmap", "scan", "eager"])
-def transform(request):
-    """Ways to call `f(pred, state)`, each with the results of a plain call."""
-
-    def mapped(f):
-        def run(pred, state):
-            stacked = jax.tree.map(lambda x: jnp.stack([x, x]), (pred, state))
-            return jax.tree.map(lambda x: x[1], jax.jit(jax.vmap(f))(*stacked))
-
-        return run
-
-    def scanned(f):
-        def run(pred, state):
-            step = jax.jit(
-                lambda state, pred: jax.lax.scan(lambda s, p: f(p, s)[::-1], state, pred)
-            )
-            state, outs = step(state, pred[None])
-            return jax.tree.map(lambda x: x[0], outs), state
-
-        return run
-
-    return {"jit": jax.jit, "vmap": mapped, "scan": scanned, "eager": lambda f: f}[request.param]
+eager_and_jit = pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
 
 
+@eager_and_jit
 @pytest.mark.parametrize("pred", [True, False])
 def test_what_comes_after_a_choice_is_that_of_a_good_step_and_undefined_on_a_bad_one(
     transform, pred
@@ -167,6 +147,7 @@ def test_what_comes_after_a_choice_is_that_of_a_good_step_and_undefined_on_a_bad
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), out, expected)
 
 
+@eager_and_jit
 def test_the_gradients_of_a_bad_step_are_zeros_on_the_cpu(transform):
     def update(grads, state):
         norm = jnp.linalg.norm(grads)
@@ -368,7 +349,7 @@ def test_prng_keys_are_chosen():
     [lambda a, _: (X, a), lambda a, _: (X, a, "text"), lambda a, b: (X, a, b, X)],
     ids=["leaf lost", "array to text", "leaf more"],
 )
-@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@eager_and_jit
 def test_a_state_of_another_structure_is_refused(update, transform):
     with pytest.raises(ValueError, match=r"structure|must be an array in both"):
         transform(lambda pred, *state: where(pred, update, state))(jnp.asarray(True), *OLD)

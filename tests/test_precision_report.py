@@ -8,7 +8,6 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax import lax
@@ -293,23 +292,6 @@ def test_the_source_is_that_of_the_product_with_the_most_operations():
     wide = precision_report(fun, X.astype(F32), W.astype(F32))["float32"]
     assert wide.source == line_of("# twice as much")
     assert (wide.count, wide.flops) == (10, ONE // 4 + ONE + 2 * ONE)
-
-
-def test_a_training_step_with_everything():
-    tx = ols.with_loss_scaling(ols.with_master_weights(optax.adamw(1e-3)), skip_if=ols.Spike())
-    params = {"w": W, "head": jnp.ones((8, 1), F16)}
-    opt_state = tx.init(params)
-
-    @jax.jit
-    def step(params, opt_state, x):
-        def loss_fn(params, x):
-            return jnp.mean((jnp.tanh(x @ params["w"]) @ params["head"]).astype(F32) ** 2)
-
-        loss, grads = ols.value_and_grad(loss_fn)(opt_state, params, x)
-        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
-        return optax.apply_updates(params, updates), opt_state
-
-    assert counts(step, params, opt_state, x=X) == {"float16": 5}
 
 
 def test_the_dtype_with_the_most_operations_comes_first_and_is_written_first():

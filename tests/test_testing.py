@@ -2,7 +2,6 @@
 
 import contextlib
 
-import equinox as eqx
 import flax.linen as nn
 import flax.nnx
 import jax
@@ -60,27 +59,15 @@ def nnx(dtype):
     return lambda model: mean_square(model(X)), state, model, flax.nnx.value_and_grad
 
 
-def equinox(dtype):
-    model = eqx.nn.MLP(3, 1, 2, 1, key=jax.random.key(1))  # holds functions as well as arrays
-
-    def loss_fn(model):
-        model = jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, model)
-        return mean_square(jax.vmap(model)(X.astype(dtype)))
-
-    state = TX.init(eqx.filter(model, eqx.is_inexact_array))
-    return loss_fn, state, model, eqx.filter_value_and_grad
-
-
 @pytest.mark.parametrize(
     ("framework", "dtype"),
     [
         (pure, jnp.float16),
-        pytest.param(linen, jnp.float16, marks=pytest.mark.slow),
-        pytest.param(nnx, jnp.float16, marks=pytest.mark.slow),
-        pytest.param(equinox, jnp.float16, marks=pytest.mark.slow),
+        (linen, jnp.float16),
+        (nnx, jnp.float16),
         pytest.param(linen, jnp.bfloat16, marks=pytest.mark.exhaustive),
         pytest.param(nnx, jnp.bfloat16, marks=pytest.mark.exhaustive),
-        pytest.param(equinox, jnp.float32, marks=pytest.mark.exhaustive),
+        pytest.param(pure, jnp.float32, marks=pytest.mark.exhaustive),
     ],
 )
 @pytest.mark.slow

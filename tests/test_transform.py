@@ -308,27 +308,6 @@ def test_a_gradient_that_is_none_is_named(policy):
     assert updates["b"] is None
 
 
-@integration
-def test_a_fresh_state_and_params_are_donated_and_skipped_steps_work_in_place():
-    tx = ols.with_loss_scaling(optax.adamw(0.1), dynamic())
-
-    @functools.partial(jax.jit, donate_argnums=(1, 2))
-    def step(grads, state, params):
-        updates, state = tx.update(grads, state, params)
-        return state, optax.apply_updates(params, updates)
-
-    params = {"w": jnp.array([1.0, -0.0]), "b": jnp.asarray(-0.0, jnp.float32)}
-    state = tx.init(params)
-    for grad in (8.0, INF, NAN, 8.0):
-        grads = jax.tree.map(lambda p, grad=grad: np.full_like(p, grad), params)
-        before = jax.tree.map(np.array, (state.inner_state, params))
-        old, (state, params) = (state, params), step(grads, state, params)
-        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
-        if grad != 8:
-            assert_same_bits((state.inner_state, params), jax.tree.map(jnp.asarray, before))
-    assert state.loss_scale_state.total_skipped == 2
-
-
 @pytest.mark.slow
 @integration
 def test_a_step_exports_with_symbolic_dimensions_and_the_policy_is_dynamic_by_default():
