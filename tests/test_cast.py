@@ -181,7 +181,6 @@ X = jnp.linspace(-1, 1, 32).reshape(8, 4)
 
 
 def models():
-    """Yield the name, the `apply` and the parameters of a model in each framework."""
     haiku = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(1)(x)))  # noqa: PLW0108
     for name, model in (("linen", nn.Dense(1)), ("haiku", haiku)):
         yield name, model.apply, model.init(jax.random.key(0), X)

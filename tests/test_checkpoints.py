@@ -40,7 +40,6 @@ def make_trainer(policy):
         return make_step(tx)(params, opt_state, x, y)
 
     def train(state, first, last=STEPS):
-        """Return the state after these steps, and each loss scale."""
         scales = []
         for i in range(first, last):
             state = step(*state, *batch(i, BAD_ROW))

@@ -35,7 +35,6 @@ def initial():
 
 
 def batches():
-    """Return the inputs and the loss weight of each step."""
     x = np.random.default_rng(0).normal(size=(STEPS, 8, 4)).astype(np.float16)
     weight = np.ones(STEPS, np.float32)
     weight[list(OVERFLOWS)] = 1e6  # the gradient is infinite in float16, the loss is not

@@ -505,7 +505,6 @@ def test_counts_added_on_the_host_may_exceed_int32():
 
 
 def shares(ax):
-    """Return the percentages in the legend."""
     labels = [text.get_text() for text in ax.get_legend().get_texts()]
     return {
         name: float(share) for name, share in (re.findall(r"(.*): (.*) %", s)[0] for s in labels)

@@ -84,8 +84,6 @@ def arguments(steps=300):
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def run(fun, start, args, options=()):
-    """Return the results of all steps, stacked."""
-
     def step(ds, args):
         result = ds.value_and_grad(fun, **dict(options))(*args)
         return result.dynamic_scale, result

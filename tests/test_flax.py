@@ -130,7 +130,6 @@ def grads_of(state, value):
 
 
 def apply(state, *grads):
-    """Return the state after one step for each of these true gradients."""
     for g in grads:
         state = state.apply_gradients(grads=grads_of(state, g))
     return state
@@ -199,8 +198,6 @@ def test_where_nothing_is_skipped_everything_moves(loss_scale):
 
 @dataclasses.dataclass(frozen=True)
 class Uncounted:
-    """A policy that counts nothing."""
-
     skip_nonfinite = True
 
     def init(self):

@@ -108,7 +108,6 @@ def run_keras(inner, history, params=None, scale=SCALE):
 
 
 def take(tx, params, state, grads):
-    """Take a step with true gradients."""
     grads = jax.tree.map(jnp.float32, grads)
     updates, state = tx.update(ols.scale_loss(grads, state), state, params)
     return optax.apply_updates(params, updates), state
@@ -268,6 +267,13 @@ def test_keras_decays_before_the_inner_optimizer_ours_after_it():
     tx = loss_scale_optimizer(remove, **SCALE, weight_decay=0.5, learning_rate=0.1)
     (ours,) = run_ours(tx, history, params)
     np.testing.assert_allclose((theirs.params["p"], ours.params["p"]), (0.0, -0.05), rtol=1e-6)
+
+
+def test_keras_refuses_the_arguments_on_the_wrapper_ours_takes_them():
+    for arguments in (CLIPNORM, CLIPVALUE, GLOBAL, DECAY, EMA, TWO):
+        with pytest.raises(ValueError, match="does not support"):
+            keras.optimizers.LossScaleOptimizer(keras_sgd(), **arguments)
+    loss_scale_optimizer(sgd(), 2.0, dynamic=False, **EVERYTHING)
 
 
 # What the library adds to Keras.

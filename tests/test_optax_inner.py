@@ -117,7 +117,6 @@ def types(tree):
 
 
 def weak(tree):
-    """Return the positions of the weakly typed leaves."""
     return {i for i, leaf in enumerate(jax.tree.leaves(tree)) if jax.typeof(leaf).weak_type}
 
 

@@ -69,36 +69,21 @@ def loss_fn(params, x, loss):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What a training program uses.
+    """What a training program uses."""
 
-    Args:
-      holder: What holds parameters and the optimizer's state, and takes a step.
-      wrap: What wraps the optimizer: `with_loss_scaling` or Keras' optimizer.
-      rules: The rules.
-      half: The dtype of the parameters, whose masters are kept; of bfloat16, as remainders.
-      inner: Wrappers of Optax, from the inside.
-      compute_dtype: Whether the model computes in float16.
-      axis_name: Whether it runs in `shard_map`.
-      sharded: Whether parameters are sharded.
-      formats: The formats in which it is saved and restored, one after the other.
-      read: What reads the optimizer's state after each step.
-    """
-
-    holder: str = "plain"
-    wrap: str = "with_loss_scaling"
+    holder: str = "plain"  # what holds parameters and the optimizer's state, and takes a step
+    wrap: str = "with_loss_scaling"  # or Keras' optimizer
     rules: tuple[Any, ...] = ()
-    half: Any = None
-    inner: tuple[str, ...] = ()
-    compute_dtype: bool = False
-    axis_name: bool = False
-    sharded: bool = False
-    formats: tuple[str, ...] = ()
-    read: tuple[str, ...] = ()
+    half: Any = None  # the dtype of the parameters, whose masters are kept; bfloat16: as remainders
+    inner: tuple[str, ...] = ()  # wrappers of Optax, from the inside
+    compute_dtype: bool = False  # whether the model computes in float16
+    axis_name: bool = False  # whether it runs in `shard_map`
+    sharded: bool = False  # whether parameters are sharded
+    formats: tuple[str, ...] = ()  # in which it is saved and restored, one after the other
+    read: tuple[str, ...] = ()  # what reads the optimizer's state after each step
 
 
 class Twice:
-    """A rule with a state: skips each loss above 100, at most twice."""
-
     def init(self, params):
         del params
         return jnp.zeros((), jnp.int32)
@@ -234,16 +219,12 @@ class Linen(Plain):
 
 
 class Group(nnx.Module):
-    """Some parameters of an NNX model."""
-
     def __init__(self, arrays):
         for name, array in arrays.items():
             setattr(self, name, nnx.Param(array))
 
 
 class NnxModel(nnx.Module):
-    """The parameters as an NNX model."""
-
     def __init__(self, params):
         self.encoder, self.head = Group(params["encoder"]), Group(params["head"])
 
@@ -255,8 +236,6 @@ class NnxModel(nnx.Module):
 
 
 class Nnx(Plain):
-    """`nnx.Optimizer`."""
-
     def prefix(self, encoder, head):
         return nnx.State({"encoder": encoder, "head": head})
 
@@ -295,8 +274,6 @@ class Nnx(Plain):
 
 
 class EquinoxModel(eqx.Module):
-    """The parameters as an Equinox module, with what is no parameter."""
-
     encoder: Any
     head: Any
     activation: Callable[..., Any] = eqx.field(default=jax.nn.relu)
@@ -461,7 +438,6 @@ def save_and_restore(holder, carry, format_, folder):
 
 
 def skipped(program):
-    """Return whether each step is skipped."""
     return [kind == OVERFLOW or (kind == SPIKE and bool(program.rules)) for kind in KINDS]
 
 

@@ -273,7 +273,6 @@ def train_keras(hyper, steps):
 
 
 def powers(rng, low, high):
-    """Draw powers of two, both ends included."""
     return np.exp2(rng.integers(low, high + 1, CASES)).astype(np.float32)
 
 

@@ -86,8 +86,6 @@ RESTORED = [
 
 @functools.partial(jax.jit, static_argnums=0)
 def trajectories(policy, states, flags):
-    """Return the state after each step of every sequence: [sequences, steps] in each field."""
-
     def step(state, both):
         after = policy.update(state, both[0], loss_finite=both[1])
         return after, after
@@ -96,7 +94,6 @@ def trajectories(policy, states, flags):
 
 
 def states_of(references):
-    """Return the states of a list of references, stacked."""
     columns = zip(*references, strict=True)
     dtypes = ["f4", *["i4"] * 4]
     return ols.LossScaleState(*map(np.array, columns, dtypes))

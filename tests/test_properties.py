@@ -40,7 +40,6 @@ LARGE = [(2**16,), (2**16 + 1,), (256, 257), (257, 256), (3, 256, 128)]
 
 
 def part_dtype(dtype):
-    """Return the dtype of the real parts of an array of `dtype`."""
     return np.dtype(PARTS.get(str(dtype), dtype))
 
 
@@ -84,7 +83,6 @@ def widened(array):
 
 
 def is_finite(array):
-    """Return NumPy's answer."""
     return bool(np.isfinite(widened(np.asarray(array))).all())
 
 
@@ -128,8 +126,6 @@ OVERWRITE = "_overwrite_with_gradient"
 
 
 def trees(leaf, *, max_leaves=4):
-    """Draw nested containers of `leaf`."""
-
     def containers(children):
         return st.one_of(
             st.lists(children, max_size=3),

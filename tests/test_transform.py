@@ -51,7 +51,6 @@ def recording(seen):
 
 
 def changing(before, after):
-    """Return an optimizer whose state changes from `before` to `after`."""
     return optax.GradientTransformation(lambda _: before, lambda g, *_: (g, after))
 
 

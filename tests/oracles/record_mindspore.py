@@ -68,7 +68,6 @@ def record_scaler(policy, steps):
 
 
 def main():
-    """Record everything."""
     ms.set_device("CPU")
     ms.runtime.launch_blocking()
     draw, fixed = recording.draw_runs, recording.fixed

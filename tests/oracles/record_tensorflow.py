@@ -82,7 +82,6 @@ def record_optimizer(policy, steps, inner):
 
 
 def main():
-    """Record everything."""
     modules = [keras.optimizers]
     if hasattr(keras.optimizers, "legacy"):
         modules.append(keras.optimizers.legacy)
