@@ -422,11 +422,9 @@ TABLE = {
     ],
     "TypeError: `loss` must be floating-point, got {name} at {got}. Cast it with `astype(...": [
         (lambda: ols.scale_loss("x", STATE), "str", "the root of the tree"),
-        (lambda: ols.scale_loss(True, STATE), "bool", "the root of the tree"),
         (lambda: ols.scale_loss(1j, STATE), "complex", "the root of the tree"),
         (lambda: ols.scale_loss(KEY, STATE), "key<fry>", "the root of the tree"),
         (lambda: ols.scale_loss(jnp.int32(1), STATE), "int32", "the root of the tree"),
-        (lambda: ols.scale_loss(np.array("x"), STATE), "<U1", "the root of the tree"),
         (lambda: ols.scale_loss({"a": [1.0, 1]}, STATE), "int", "`['a'][1]`"),
         (lambda: train_state(tx=SGD).scale_loss("x"), "str", "the root of the tree"),
         (lambda: differentiate(returning([1.0, "x"])), "str", "`[1]`"),
@@ -446,11 +444,8 @@ TABLE = {
     "ValueError: `{name}` must keep its structure, got another at {got}. ...": [
         (lambda: choose({"a": None}, {"a": 1}), "on_true", "`['a']`"),
         (lambda: choose({"a": [1]}, {"a": (1,)}), "on_true", "`['a']`"),
-        (lambda: choose({"a": []}, {"a": ()}), "on_true", "`['a']`"),
         (lambda: choose({"a": 1, "b": 1}, {"a": 1}), "on_true", "`['b']`"),
-        (lambda: choose({"a": 1}, {"a": 1, "c": 1}), "on_true", "`['c']`"),
         (lambda: choose({"a": [1, 1]}, {"a": [1]}), "on_true", "`['a'][1]`"),
-        (lambda: choose({"a": [1], "b": [1]}, {"a": [1], "b": []}), "on_true", "`['b'][0]`"),
         (lambda: choose({"a": 1}, {"a": {"b": 1}}), "on_true", "`['a']['b']`"),
         (lambda: choose(STATE, tuple(STATE)), "on_true", "`.loss_scale`"),
         (lambda: choose(None, 1), "on_true", "the root of the tree"),
@@ -462,7 +457,6 @@ TABLE = {
     ],
     "ValueError: `{name}` must keep its shapes, got {got}. ...": [
         (lambda: choose([ONE], [TWO]), "on_true", "(1,) for (2,) at `[0]`"),
-        (lambda: choose(ONE, ONE[None]), "on_true", "(1,) for (1, 1) at the root of the tree"),
         (lambda: choose(ONE, jnp.float32(1)), "on_true", "(1,) for () at the root of the tree"),
         (lambda: keep(ONE, TWO), "inner", "(2,) for (1,) at the root of the tree"),
         (lambda: apply({"w": "x"}), "grads", "() for (1,) at `['w']`"),
@@ -472,13 +466,11 @@ TABLE = {
     "ValueError: the leaf at {name} must be an array in both ..., got {got}. Make it ...": [
         (lambda: choose({"a": "x"}, {"a": "y"}), "`['a']`", "'x' and 'y'"),
         (lambda: choose(1, 2), "the root of the tree", "1 and 2"),
-        (lambda: choose(1, True), "the root of the tree", "1 and True"),
         (lambda: choose(1.0, jnp.float32(1)), "the root of the tree", "1.0 and Array(1., ...)"),
         (lambda: choose(jnp.float32(1), 1.0), "the root of the tree", "Array(1., ...) and 1.0"),
     ],
     "TypeError: the leaf at {name} must have one dtype in both trees, got {got}. Cast one ...": [
         (lambda: choose({"a": ONE}, {"a": HALF}), "`['a']`", "float32 and float16"),
-        (lambda: choose(TRUE, jnp.int32(1)), "the root of the tree", "bool and int32"),
         (lambda: choose(FLOAT0, ONE), "the root of the tree", "...float0... and float32"),
         (lambda: choose(KEY, jax.random.PRNGKey(0)), "the root of the tree", "key<fry> and uint32"),
     ],
@@ -565,7 +557,6 @@ TABLE = {
         (lambda: from_torch(TORCH | {"scale": "x"}), "d", "scale='x'"),
         (lambda: to_torch(having(growth_count="x")), "state", "growth_count='x'"),
         (traced(lambda x: from_flax(scale=x)), "ds", "scale=...Trace..."),
-        (traced(lambda x: from_jmp(loss_scale=x)), "ls", "loss_scale=...Trace..."),
         (traced(lambda x: to_torch(having(loss_scale=x))), "state", "loss_scale=...Trace..."),
     ],
     "ValueError: `{name}` must count whole steps, got {got}. Use `int`.": [

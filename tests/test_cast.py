@@ -167,16 +167,6 @@ def test_the_state_of_loss_scaling_and_fp8_metadata_are_never_cast(scale):
     assert cast(ols.init(1), jnp.ones(2), state, metadata)[0] == 2 * scale
 
 
-def test_argnums_and_aux_pass_through():
-    def fun(x, y):
-        return jnp.sum((x * y).astype(jnp.float32)), (x.dtype, y.dtype)
-
-    cast = ols.value_and_grad(fun, argnums=(0, 1), has_aux=True, compute_dtype=jnp.bfloat16)
-    (_, dtypes), grads = cast(ols.init(2), jnp.float32(3), jnp.float16(5))
-    assert dtypes == (jnp.bfloat16, jnp.bfloat16)
-    assert [(g.dtype, float(g)) for g in grads] == [(jnp.float32, 10), (jnp.float16, 6)]
-
-
 X = jnp.linspace(-1, 1, 32).reshape(8, 4)
 
 

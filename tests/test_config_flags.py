@@ -4,11 +4,8 @@
 whose loss is NaN. With each setting, the results must be bitwise the same as without it.
 
 Under jax_debug_nans, a compiled function raises an error if it returns NaN, and the library does
-not hide that. XLA may compute float16 with excess precision. This decides which numbers overflow,
-but an overflow is always skipped.
-
-Explicit mesh axes are in `test_distributed.py`, keys of every kind in `test_tree.py`, and
---xla_cpu_enable_fast_math in `test_fast_math.py`.
+not hide that. Explicit mesh axes are in `test_distributed.py`, and XLA's own settings in
+`test_fast_math.py`.
 """
 
 import gc
@@ -94,9 +91,6 @@ def test_the_run_skips_what_is_bad_and_moves_both_ways(expected):
     assert min(moves) < 0 < max(moves)
 
 
-# -- promotion ------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_promotion_and_what_the_package_does_not_read_change_no_bit(expected):
     with (
@@ -107,9 +101,6 @@ def test_promotion_and_what_the_package_does_not_read_change_no_bit(expected):
         jax.default_prng_impl("rbg"),
     ):
         assert_same_bits(run(), expected)
-
-
-# -- NaN and infinity as errors -----------------------------------------------------------------
 
 
 @pytest.fixture(params=["nans", "infs"])
@@ -172,9 +163,6 @@ def test_what_only_looks_raises_nothing(debugger):
     assert not jax.jit(ols.all_finite)(BAD_GRADS)
     assert int(ols.diagnostics.nonfinite_report(BAD_GRADS)["['w']"].nan) == 16
     assert int(ols.diagnostics.gradient_exponents(BAD_GRADS["b"]).overflow) == 4
-
-
-# -- leaks, transfers, compilation --------------------------------------------------------------
 
 
 @pytest.mark.slow

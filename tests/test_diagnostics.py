@@ -501,9 +501,6 @@ def test_counts_added_on_the_host_may_exceed_int32():
     assert title == "50.0 % of the entries are exactly zero"
 
 
-# --- plot_gradient_exponents
-
-
 def shares(ax):
     labels = [text.get_text() for text in ax.get_legend().get_texts()]
     return {

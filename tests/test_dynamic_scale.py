@@ -239,9 +239,6 @@ def test_fp8_metadata_are_not_divided_and_in_flax_are():
     assert theirs == {"params": 6, "_overwrite_with_gradient": 3 / 8}
 
 
-# A pytree like any other.
-
-
 def test_it_can_be_a_tree_of_axes_or_of_nothing():
     stacked = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), Ours(scale=8.0))
     axes = jax.tree.map(lambda _: 0, stacked)

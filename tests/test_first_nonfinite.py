@@ -152,9 +152,6 @@ def test_the_step_of_a_scan_over_layers_is_named():
     assert re.fullmatch(r"Deep/step [0-4]/ScanBlock_0", found.scope)
 
 
-# --- Operations.
-
-
 def scanned(p, x, *, reverse=False):
     def step(carry, row):
         return carry, p["w"] * row * row * 1e30 + carry

@@ -251,14 +251,6 @@ def test_the_value_is_handed_to_the_optimizer_and_decides_whether_to_skip():
         assert float(after.loss_scale) == float(state.loss_scale)
 
 
-def test_the_state_goes_where_an_optimizer_state_goes():
-    state = scalar_state(loss_scale=8)
-    assert_same_bits(ols.loss_scale_state(state), ols.init(8))
-    value, grads = ols.value_and_grad(lambda p: p["w"] ** 2)(state, state.params)
-    assert (float(value), float(grads["w"])) == (1, 16)
-    assert float(state.scale_loss(jnp.float32(3))) == 24
-
-
 def test_parameters_may_be_a_bare_array_and_gradients_python_numbers():
     def after(params, grads):
         state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0), loss_scale=8)
@@ -287,9 +279,6 @@ def test_a_field_stays_frozen_or_not_whatever_it_is_given(container):
         assert_same_bits(after.seen, container(new))
 
 
-# Mistakes.
-
-
 @pytest.mark.parametrize(
     "name", ["batch_stat", "loss_scale", "step", "params", "opt_state", "applied"]
 )
@@ -298,22 +287,6 @@ def test_a_field_that_it_does_not_take_is_refused(name):
     given = {name: getattr(state, name, jnp.float32(1))}
     with pytest.raises((AttributeError, TypeError), match=f"'{name}'"):
         state.apply_gradients(grads=grads_of(state, 1), **given)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "error"),
-    [
-        (jnp.float32(1), jnp.float16(1), TypeError),
-        (jnp.ones(2), jnp.ones(3), ValueError),
-        ({"a": 1.0}, {"b": jnp.float32(1)}, ValueError),
-        (None, jnp.float32(1), ValueError),
-    ],
-    ids=["dtype", "shape", "structure", "from nothing"],
-)
-def test_a_field_that_changes_its_type_is_refused_by_name(old, new, error):
-    state = scalar_state(seen=old)
-    with pytest.raises(error, match="seen"):
-        state.apply_gradients(grads=grads_of(state, 1), seen=new)
 
 
 # The metadata of Flax's fp8 layers.

@@ -367,9 +367,6 @@ def test_the_context_and_the_name_of_an_equation_are_kept():
     assert "HIGHEST" in text
 
 
-# With types that record over which devices a value varies.
-
-
 @pytest.mark.skipif(not hasattr(jax, "reshard"), reason="jax.reshard is newer than this JAX")
 def test_shard_map_inside_of_the_update_is_replayed():
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])

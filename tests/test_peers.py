@@ -71,9 +71,6 @@ def as_arrays(runs):
     }
 
 
-# Published and recorded runs
-
-
 def test_what_differs_from_a_published_sequence_has_a_reason():
     for row in PUBLISHED:
         assert ("theirs" in row) == ("why" in row), row["what"]
@@ -358,9 +355,6 @@ def test_random_runs_follow_the_rule_in_plain_python():
     for bound in ("min_scale", "max_scale"):
         assert (ours["loss_scale"] == hyper[bound][:, None]).any(axis=1).sum() > CASES / 20
     assert (ours["overflow_count"].max(axis=1) > 1).sum() > CASES / 10
-
-
-# The skip alone, compared with Optax's own
 
 
 @pytest.mark.slow

@@ -157,8 +157,6 @@ def test_a_policy_is_frozen_hashable_and_equal_to_another_with_its_hyper_paramet
         dataclasses.replace(policy, **{name: 0})
 
 
-# Policies as plain data
-
 CONFIGURED = [
     ols.DynamicLossScale(),
     ols.DynamicLossScale(10.5, 3, 1.5, 0.25, 0.125, 99.5, 4, True, 5),
@@ -175,9 +173,6 @@ def test_a_config_survives_json(policy):
     assert json.loads(json.dumps(policy.get_config())) == config  # from_config took nothing away
     del config["class_name"]
     assert type(policy).from_config(config) == policy
-
-
-# Ways to specify a policy
 
 
 class Halving:
@@ -216,9 +211,6 @@ def test_as_loss_scale_returns_a_policy_as_it_is(policy):
     assert ols.as_loss_scale(policy) is policy
     assert isinstance(policy, ols.LossScale)
     assert policy.skip_nonfinite is (policy is not CONFIGURED[2])
-
-
-# update
 
 
 @pytest.mark.parametrize(

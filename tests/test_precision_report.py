@@ -40,9 +40,6 @@ def line_of(comment):
     return f"{__file__}:{number}: {line.strip()}"
 
 
-# --- Every framework.
-
-
 class LinenNet(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -107,9 +104,6 @@ def test_haiku_whose_own_cast_promotes_everything_is_shown_for_what_it_is():
     assert "float16" not in report
     assert report["float32"].count == 5
     assert report["float32"].source == line_of("# in float32, as all that follows")
-
-
-# --- Every structure of a program.
 
 
 def in_scan(x, w):
@@ -227,9 +221,6 @@ def test_dtypes_that_do_not_promote():
     forward, backward = jnp.float8_e4m3fn, jnp.float8_e5m2
     report = counts(lambda x, w: lax.dot(x.astype(backward), w.astype(forward)), X, W)
     assert report == {"float8_e4m3fn x float8_e5m2": 1}
-
-
-# --- Operations and lines.
 
 
 def convolution(lhs, kernel, **options):

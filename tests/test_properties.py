@@ -17,11 +17,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from leaves import NOT_NUMBERS
 from plain_where import bits
 
 import optax_lossscale as ols
-
-# -- numbers ------------------------------------------------------------------------------------
 
 # The smallest non-finite magnitude, as bits. NaN lies above it.
 NOT_FINITE = {
@@ -97,9 +96,6 @@ def test_the_drawn_numbers_are_what_they_are_meant_to_be():
             assert not is_finite(with_bad_number(array, where, kind, negative=True))
 
 
-# -- trees --------------------------------------------------------------------------------------
-
-
 class Pair(NamedTuple):
     first: Any
     second: Any
@@ -114,14 +110,6 @@ class Layer:
     activation: str = "tanh"
 
 
-NOT_NUMBERS = [
-    lambda: np.arange(3, dtype=np.int32),
-    lambda: np.array([True, False]),
-    lambda: np.zeros(2, jax.dtypes.float0),
-    lambda: jax.random.split(jax.random.key(1), 2),
-    lambda: 7,
-    lambda: "nan",
-]
 OVERWRITE = "_overwrite_with_gradient"
 
 
@@ -147,7 +135,7 @@ def arrays(dtypes, shapes):
 any_leaf = st.one_of(
     arrays(DTYPES, SHAPES),
     arrays(DTYPES, SHAPES).map(jnp.asarray),
-    st.sampled_from(NOT_NUMBERS).map(lambda make: make()),
+    st.sampled_from([*NOT_NUMBERS.values()]),
     st.just(1.5),
 )
 large_leaf = arrays([*NOT_FINITE], LARGE) | arrays([*PARTS], LARGE)
@@ -180,9 +168,6 @@ def split(tree):
         return treedef.unflatten([given.get(path, leaf) for path, leaf in leaves])
 
     return numbers, join
-
-
-# -- all_finite, scale_loss, unscale_and_check, nonfinite_report ----------------------------------
 
 
 def calm(tree):

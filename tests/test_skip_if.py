@@ -285,11 +285,6 @@ def test_around_a_skip_multi_steps_accumulates_what_is_skipped():
     assert state.inner_opt_state.total_skipped == 0
 
 
-def four_devices():
-    auto = jax.sharding.AxisType.Auto
-    return jax.make_mesh((4,), ("i",), axis_types=(auto,), devices=jax.devices()[:4])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("runner", ["vmap", "shard_map", "check_vma"])
 @pytest.mark.parametrize(
@@ -305,7 +300,9 @@ def test_all_members_of_an_axis_skip_together_after_one_collective(rule, skipped
     def shard(grads, loss):
         return jax.tree.map(lambda x: x[None], step(grads[0], loss[0]))
 
-    specs = {"mesh": four_devices(), "in_specs": P("i"), "out_specs": P("i")}
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((4,), ("i",), axis_types=auto, devices=jax.devices()[:4])
+    specs = {"mesh": mesh, "in_specs": P("i"), "out_specs": P("i")}
     if runner == "vmap":
         run = jax.jit(jax.vmap(step, axis_name="i"))
     else:

@@ -48,9 +48,6 @@ def assert_intact(restored):
     assert [(str(field.dtype), field.shape) for field in restored] == [s[:2] for s in STRONG]
 
 
-# Types and buffers
-
-
 @every_policy
 @pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_the_type_of_the_state_is_a_fixed_point(policy, run):
@@ -87,9 +84,6 @@ def test_a_python_number_that_was_set_scales_in_float32():
     assert (float(scaled), scaled.dtype, scaled.weak_type) == (2**17, jnp.float32, False)
     grads, _ = ols.unscale_and_check(jnp.float16(2), state)
     assert (float(grads), grads.dtype, grads.weak_type) == (2**-15, jnp.float32, False)
-
-
-# Round trips
 
 
 def _stacked(state):
@@ -138,8 +132,6 @@ def test_a_state_of_numpy_arrays_works_as_restored(state):
     assert float(after.loss_scale) == 6.25
     assert float(ols.scale_loss(np.float32(2), restored)) == 25
 
-
-# Finding it
 
 TX = ols.with_loss_scaling(optax.sgd(0.1, momentum=0.9), ols.FixedLossScale(12.5))
 PARAMS = {"a": jnp.ones(3), "b": jnp.ones(2)}

@@ -107,9 +107,6 @@ def test_a_right_step_passes_and_each_mistake_is_named(framework, dtype):
     assert found.loss_scale == 2.0**24 or not ols.all_finite(right(twice, params))
 
 
-# --- The measurement.
-
-
 @pytest.mark.parametrize("loss_scale", [2.0**-100, 3000.7, 2.0**100])
 def test_the_loss_scale_in_the_state_does_not_matter(loss_scale):
     state = ols.init(loss_scale)

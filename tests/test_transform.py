@@ -58,9 +58,6 @@ def types(tree):
     return [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in jax.tree.leaves(tree)]
 
 
-# What the inner optimizer sees, and what a step returns.
-
-
 @pytest.fixture(scope="module", params=[lambda f: f, jax.jit], ids=["eager", "jit"])
 def recorded(request):
     """Return a step, and the list of what the inner optimizer sees."""
@@ -183,9 +180,6 @@ def test_a_policy_that_skips_nothing_checks_nothing(policy, before, after):
     assert not re.search("is_finite|select_n|pmin", program)
 
 
-# Leaves of every kind.
-
-
 def test_skipped_updates_add_nothing_in_any_dtype_and_may_be_weakly_typed():
     dtypes = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int32", "uint8"]
     zeros = {dtype: jnp.full((1, 2), -0.0).astype(dtype) for dtype in dtypes}
@@ -275,9 +269,6 @@ def test_numbers_of_python_and_numpy_in_the_inner_state_become_arrays(policy, tr
         assert_same_bits(transform(step)(grads), arrays)
 
 
-# The life of a state.
-
-
 @integration
 def test_hyperparameters_and_fields_are_read_and_set_through_the_wrapper():
     inner = optax.inject_hyperparams(optax.adam)(learning_rate=0.5)
@@ -318,9 +309,6 @@ def test_a_step_exports_with_symbolic_dimensions_and_the_policy_is_dynamic_by_de
     updates, state = jax.jit(exported.call)(params.at[1, 0].set(INF), tx.init(params), params)
     assert_same_bits(state.loss_scale_state, ols.update(ols.init(), False, "dynamic"))
     assert_same_bits(updates, -0.0 * params)
-
-
-# Errors.
 
 
 GUARDS = {

@@ -75,9 +75,6 @@ def verdict(tree):
     return bool(finite)
 
 
-# all_finite
-
-
 @pytest.mark.slow
 def test_one_bad_element_of_a_large_array_is_found_wherever_it_stands():
     arrays = largest(LARGE, ["float32"]) | largest([(512, 200)], ["float16", "bfloat16"])
@@ -267,8 +264,6 @@ def test_arrays_spread_over_devices_are_judged_as_a_whole_and_where_they_are(axi
             for array in tree:
                 array.fill(1)
 
-
-# tree_where
 
 KEYS = jax.random.split(jax.random.key(0))
 RBG_KEYS = jax.random.split(jax.random.key(1, impl="rbg"))
