@@ -136,6 +136,7 @@ def test_an_update_with_bad_gradients_skips_and_raises_nothing(debugger, transfo
     assert all((np.signbit(u) & (u == 0)).all() for u in map(np.asarray, jax.tree.leaves(updates)))
 
 
+@pytest.mark.slow
 def test_a_rule_that_measures_bad_gradients_skips_and_raises_nothing(debugger):
     del debugger
     tx = ols.skip_if(optax.sgd(1.0), ols.Spike("grad_norm"))

@@ -86,6 +86,7 @@ def test_a_target_beyond_float16_is_infinite_unless_it_is_kept():
         assert jnp.isfinite(loss_and_grads(ols.init(1.0), W, batch)[0]) == finite
 
 
+@pytest.mark.slow
 def test_devices_along_an_axis_without_a_name_decide_alone():
     def skips(x, axis_name):
         tx = ols.with_loss_scaling(optax.sgd(1.0), 1, axis_name=axis_name)
@@ -104,6 +105,7 @@ def test_parameters_are_not_checked():
     assert not ols.all_finite(NAN)
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_a_huge_gradient_makes_adams_second_moment_infinite_unless_it_is_clipped():
     adam = optax.adam(1e-1)

@@ -48,6 +48,7 @@ class LinenNet(nn.Module):
         return nn.Dense(3, dtype=F32)(x)  # the head
 
 
+@pytest.mark.slow
 def test_linen_with_remat_and_a_head_in_float32():
     model = LinenNet()
     x = jnp.ones((4, 8))
@@ -79,6 +80,7 @@ def test_nnx_with_the_module_as_an_argument():
     assert counts(nnx.jit(nnx.value_and_grad(loss_fn)), *args) == {"bfloat16": 2, "float32": 3}
 
 
+@pytest.mark.slow
 def test_equinox_before_and_after_a_cast():
     model = eqx.nn.MLP(8, 1, 8, 2, key=jax.random.key(0))
 
