@@ -158,15 +158,6 @@ def test_a_function_that_returns_the_bad_numbers_raises_if_compiled(debugger):
 
 
 @pytest.mark.slow
-def test_what_only_looks_raises_nothing(debugger):
-    del debugger
-    assert not ols.all_finite(BAD_GRADS)
-    assert not jax.jit(ols.all_finite)(BAD_GRADS)
-    assert int(ols.diagnostics.nonfinite_report(BAD_GRADS)["['w']"].nan) == 16
-    assert int(ols.diagnostics.gradient_exponents(BAD_GRADS["b"]).overflow) == 4
-
-
-@pytest.mark.slow
 def test_no_tracer_is_kept():
     kept = []
     start = initial()

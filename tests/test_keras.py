@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from plain_where import assert_same_bits
+from plain_where import assert_same_bits, types
 
 import optax_lossscale as ols
 from optax_lossscale.keras import ema_params, loss_scale_optimizer
@@ -286,10 +286,6 @@ def test_the_defaults_are_those_of_tf_keras():
     for expected in (2.0**15, 2.0**16):
         _, state = take(tx, jnp.zeros(()), state, 1.0)
         assert ols.loss_scale_state(state).loss_scale == expected
-
-
-def types(tree):
-    return jax.tree.map(lambda x: jax.typeof(x).str_short(), tree)
 
 
 def test_a_skipped_step_changes_nothing_and_the_state_keeps_its_type():

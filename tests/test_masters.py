@@ -1,6 +1,5 @@
 """Float32 masters: after every step the parameters are those of the float32 run, rounded."""
 
-import functools
 import warnings
 
 import jax
@@ -12,7 +11,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from optimizers import OPTIMIZERS, tiers
-from plain_where import assert_same_bits
+from plain_where import assert_same_bits, types
 
 import optax_lossscale as ols
 
@@ -271,7 +270,6 @@ def test_init_takes_shapes(remainders):
     params = {"w": jnp.ones(3, jnp.float16), "v": jnp.ones(3, jnp.bfloat16), "n": jnp.ones(2)}
     tx = ols.with_master_weights(optax.adam(0.1), remainders=remainders)
     shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
-    types = functools.partial(jax.tree.map, lambda x: (x.shape, x.dtype))
     assert (
         types(tx.init(shapes)) == types(jax.eval_shape(tx.init, params)) == types(tx.init(params))
     )

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 from optimizers import NOT_TO_BE_SKIPPED, OPTIMIZERS, factories, loss, spoil, tiers
-from plain_where import assert_same_bits
+from plain_where import assert_same_bits, types
 
 import optax_lossscale as ols
 
@@ -110,10 +110,6 @@ def value_and_gradients(grads, params, step):
 @pytest.fixture(scope="module", params=NAMES)
 def training(request):
     return Training(request.param)
-
-
-def types(tree):
-    return jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree)
 
 
 def weak(tree):

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -19,11 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
-from flax import nnx, serialization
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from test_checkpoints import FORMATS
 
 import optax_lossscale as ols
 from optax_lossscale import diagnostics
@@ -121,7 +120,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "compute_dtype with keep": {"compute_dtype": True},
     "axis_name": {"axis_name": True},
     "sharded parameters": {"sharded": True},
-    "checkpoints": {"formats": ("Orbax", "Flax", "pickle")},
+    "checkpoints": {"formats": ("orbax", "flax", "pickle")},
     "what reads the state": {"read": ("metrics", "check_health", "is_stalled", "applied")},
     "master_weights": {"read": ("master_weights",), "half": jnp.float16},
 }
@@ -421,19 +420,6 @@ def reads(name, opt_state, parameters, expected):
             np.testing.assert_allclose(np.float32(a), b, rtol=1e-2 if a.dtype != b.dtype else 1e-5)
 
 
-def save_and_restore(holder, carry, format_, folder):
-    tree = holder.saved(carry)
-    if format_ == "pickle":
-        return holder.restored(carry, pickle.loads(pickle.dumps(tree)))  # noqa: S301
-    if format_ == "Flax":
-        return holder.restored(carry, serialization.from_bytes(tree, serialization.to_bytes(tree)))
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "carry", tree)
-    with ocp.StandardCheckpointer() as checkpointer:
-        like = jax.tree.map(ocp.utils.to_shape_dtype_struct, tree)
-        return holder.restored(carry, checkpointer.restore(folder / "carry", like))
-
-
 # The oracle, and a run.
 
 
@@ -478,8 +464,10 @@ def run(program, folder):
         carry = step(carry, *BATCHES[i])
         consecutive, total = (consecutive + 1, total + 1) if skip else (0, total)
         if i + 1 == SAVED_AFTER:
-            for number, format_ in enumerate(program.formats):
-                carry = save_and_restore(holder, carry, format_, folder / str(number))
+            for format_ in program.formats:
+                save, restore = FORMATS[format_]
+                save(folder / format_, tree := holder.saved(carry))
+                carry = holder.restored(carry, restore(folder / format_, tree))
         for found, expected in zip(
             jax.tree.leaves(holder.params(carry)), jax.tree.leaves(weights), strict=True
         ):

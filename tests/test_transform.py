@@ -10,7 +10,7 @@ import optax
 import optax.contrib
 import pytest
 from jax import export
-from plain_where import assert_same_bits
+from plain_where import assert_same_bits, types
 
 import optax_lossscale as ols
 
@@ -52,10 +52,6 @@ def recording(seen):
 
 def changing(before, after):
     return optax.GradientTransformation(lambda _: before, lambda g, *_: (g, after))
-
-
-def types(tree):
-    return [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in jax.tree.leaves(tree)]
 
 
 @pytest.fixture(scope="module", params=[lambda f: f, jax.jit], ids=["eager", "jit"])
