@@ -1,6 +1,5 @@
 """Pytrees: the check for finite numbers, and the choice between two trees."""
 
-import functools
 import re
 
 import flax.core
@@ -15,7 +14,7 @@ from leaves import FP8, NOT_NUMBERS
 from plain_where import assert_same_bits
 
 import optax_lossscale as ols
-from optax_lossscale._step.finite import _finite, _finite_on_cpu, _finite_on_gpu
+from optax_lossscale._step.finite import _finite, _finite_on_cpu, _finite_on_gpu, _operation
 
 FLOATS = ["float16", "bfloat16", "float32"]
 # Large shapes: with an axis that splits into groups first, last, in the middle, and not at all.
@@ -137,6 +136,7 @@ def test_every_way_to_check_looks_at_every_element(way, devices):
 
 def lowered(check, arrays, shardings, platform="tpu"):
     """Return the program for as many devices as the shardings have."""
+    _operation.cache_clear()  # so that a mutation tester sees what is registered for a platform
     step = jax.jit(check, in_shardings=(shardings,))
     return step.trace(arrays).lower(lowering_platforms=(platform,)).as_text()
 
@@ -209,29 +209,34 @@ def test_arrays_of_one_shape_are_checked_together_where_their_types_shard_them_a
 
 
 @pytest.mark.parametrize(
-    ("number", "size", "reductions", "first"),
+    ("platform", "number", "shape", "reduced"),
     [
-        (16, 2**13 - 1, 1, "bool[]"),
-        (17, 2**13 - 1, 2, "bool[]"),
-        (7, 2**13, 2, "bool[64]"),  # of all arrays together, and of what is left
-        (8, 2**13, 3, "bool[64]"),
-        (8, 2**16, 3, "bool[256]"),
-        (7, 2**13 + 1, 1, "bool[]"),  # it cannot be split into 64 equal parts
+        # A GPU reduces arrays of one size together, the large ones first to one row.
+        ("cuda", 16, (2**13 - 1,), ["i1"]),
+        ("cuda", 17, (2**13 - 1,), ["i1", "i1"]),
+        ("rocm", 7, (2**13,), ["64xi1", "i1"]),
+        ("cuda", 8, (2**13,), ["64xi1", "64xi1", "i1"]),
+        ("rocm", 8, (2**16,), ["256xi1", "256xi1", "i1"]),
+        ("cuda", 7, (2**13 + 1,), ["i1"]),  # it cannot be split into 64 equal parts
+        # A TPU checks together what its fast memory holds.
+        ("tpu", 12, (8, 8), ["i1"]),
+        ("tpu", 12, (2048, 2048), ["i1"] * 3),
+        ("tpu", 12, (8192, 4096), ["i1"] * 12),
     ],
 )
-def test_a_gpu_reduces_arrays_of_one_size_together(number, size, reductions, first):
-    check = functools.partial(_finite_on_gpu, devices=1)
-    jaxpr = jax.make_jaxpr(check)(*(jnp.ones(size) for _ in range(number)))
-    found = [line for line in str(jaxpr).splitlines() if "= reduce_and[" in line]
-    assert len(found) == reductions
-    assert f":{first} = " in found[0]
+def test_arrays_are_checked_together_as_suits_the_platform(platform, number, shape, reduced):
+    text = lowered(
+        ols.all_finite, [jax.ShapeDtypeStruct(shape, jnp.float32)] * number, None, platform
+    )
+    assert re.findall(r"stablehlo.reduce\(.*-> tensor<(.*)>", text) == reduced
 
 
-@pytest.mark.parametrize("check", [_finite, _finite_on_cpu, _finite_on_gpu])
-def test_every_way_to_check_takes_arrays_of_symbolic_size(check):
+def test_arrays_of_symbolic_size_are_checked_on_every_platform():
     (rows,) = export.symbolic_shape("rows")
     arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows, 3), (4,))]
-    assert jax.eval_shape(functools.partial(check, devices=1), *arrays).shape == ()
+    check = export.export(jax.jit(ols.all_finite), platforms=["cpu", "cuda", "tpu"])(arrays)
+    assert check.call([jnp.ones((5, 3)), jnp.ones(4)])
+    assert not check.call([jnp.full((5, 3), jnp.inf), jnp.ones(4)])
 
 
 def test_a_check_is_dispatched_once_in_eager_execution():
