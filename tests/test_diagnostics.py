@@ -402,10 +402,7 @@ def test_exponents_and_roundings_are_those_of_numpy(dtype):
         assert_equal_counts(counts, exponents_by_numpy(NUMBERS, dtype, loss_scale))
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [np.float16, ml_dtypes.bfloat16, *alike(ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)],
-)
+@pytest.mark.parametrize("dtype", SMALL_DTYPES)
 def test_small_gradients_are_read_exactly(dtype):
     bits = 8 * np.dtype(dtype).itemsize
     x = np.arange(2**bits, dtype=f"uint{bits}").view(dtype)

@@ -9,6 +9,7 @@ import pytest
 import optax_lossscale as ols
 
 W = jnp.float32(1)
+SGD = optax.sgd(1.0)
 NAN = jnp.float32(jnp.nan)
 
 
@@ -22,17 +23,24 @@ def updated(tx, *grads, **extra_args):
 
 
 def test_apply_if_finite_outside_hides_overflows_until_it_gives_up():
-    tx = optax.apply_if_finite(ols.with_loss_scaling(optax.sgd(1.0), ols.DynamicLossScale(1024)), 2)
+    tx = optax.apply_if_finite(ols.with_loss_scaling(SGD, ols.DynamicLossScale(1024)), 2)
     for bad_steps, loss_scale in (1, 1024), (2, 1024), (3, 512):
         _, opt_state = updated(tx, *[jnp.inf] * bad_steps)
         assert ols.loss_scale_state(opt_state).loss_scale == loss_scale
 
 
+def test_apply_if_finite_alone_applies_nan_where_a_guard_skips():
+    steps = 1, np.nan, np.nan, np.nan
+    np.testing.assert_array_equal(
+        updated(optax.apply_if_finite(SGD, 2), *steps)[0], [-1, 0, 0, np.nan]
+    )
+    assert updated(ols.skip_if(SGD), *steps)[0] == [-1, 0, 0, 0]
+
+
 @pytest.mark.integration
 def test_accumulation_outside_is_poisoned_by_one_overflow_that_inside_is_dropped_alone():
-    sgd = optax.sgd(1.0)
-    inside = ols.with_loss_scaling(optax.MultiSteps(sgd, 2), 1)
-    outside = optax.MultiSteps(ols.with_loss_scaling(sgd, 1), 2).gradient_transformation()
+    inside = ols.with_loss_scaling(optax.MultiSteps(SGD, 2), 1)
+    outside = optax.MultiSteps(ols.with_loss_scaling(SGD, 1), 2).gradient_transformation()
     grads = 1, np.inf, 3, 5, 7
     assert updated(inside, *grads)[0] == [0, 0, -2, 0, -6]
     assert updated(outside, *grads, 1, 1)[0] == [0] * 7
@@ -40,8 +48,8 @@ def test_accumulation_outside_is_poisoned_by_one_overflow_that_inside_is_dropped
 
 def test_masked_outside_leaves_other_gradients_scaled():
     params, mask = {"a": W, "b": W}, {"a": True, "b": False}
-    right = ols.with_loss_scaling(optax.masked(optax.sgd(1.0), mask), 1024)
-    wrong = optax.masked(ols.with_loss_scaling(optax.sgd(1.0), 1024), mask)
+    right = ols.with_loss_scaling(optax.masked(SGD, mask), 1024)
+    wrong = optax.masked(ols.with_loss_scaling(SGD, 1024), mask)
     for tx, other in (right, 1.0), (wrong, 1024.0):
         opt_state = tx.init(params)
         _, grads = ols.value_and_grad(lambda p: p["a"] + p["b"])(opt_state, params)
@@ -51,9 +59,7 @@ def test_masked_outside_leaves_other_gradients_scaled():
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_spike_takes_a_doubled_loss_scale_for_a_spike_of_a_scaled_loss(scaled):
-    tx = ols.with_loss_scaling(
-        optax.sgd(1.0), ols.DynamicLossScale(growth_interval=300), skip_if=ols.Spike()
-    )
+    tx = ols.with_loss_scaling(SGD, ols.DynamicLossScale(growth_interval=300), skip_if=ols.Spike())
 
     def step(opt_state, loss):
         loss_scale = ols.loss_scale_state(opt_state).loss_scale
@@ -66,7 +72,7 @@ def test_spike_takes_a_doubled_loss_scale_for_a_spike_of_a_scaled_loss(scaled):
 
 
 def test_every_number_in_value_is_checked_and_other_names_are_not():
-    tx = ols.with_loss_scaling(optax.sgd(1.0), 1024)
+    tx = ols.with_loss_scaling(SGD, 1024)
     for extra_args, update in (
         ({"value": (W, {"accuracy": NAN})}, 0.0),
         ({"value": W}, -1.0),
@@ -89,7 +95,7 @@ def test_a_target_beyond_float16_is_infinite_unless_it_is_kept():
 @pytest.mark.slow
 def test_devices_along_an_axis_without_a_name_decide_alone():
     def skips(x, axis_name):
-        tx = ols.with_loss_scaling(optax.sgd(1.0), 1, axis_name=axis_name)
+        tx = ols.with_loss_scaling(SGD, 1, axis_name=axis_name)
         return ~ols.applied(tx.update(x, tx.init(W), W)[1])
 
     x = jnp.array([[1, jnp.inf], [1, 1]])
@@ -99,7 +105,7 @@ def test_devices_along_an_axis_without_a_name_decide_alone():
 
 
 def test_parameters_are_not_checked():
-    tx = ols.with_loss_scaling(optax.sgd(1.0), 1)
+    tx = ols.with_loss_scaling(SGD, 1)
     _, opt_state = tx.update(W, tx.init(NAN), NAN, value=W)
     assert ols.applied(opt_state)
     assert not ols.all_finite(NAN)

@@ -86,9 +86,6 @@ def test_one_bad_element_of_a_small_array_is_found():
     # XLA:CPU's `max` drops NaN in arrays of 4096 elements and more.
     arrays = largest([(1,), (2,), (4095,), (4096,)], [*FLOATS, "complex64"])
     assert_found_anywhere(arrays, [0, 0, 0, -1, -1, -1, 2048, 2049])
-
-
-def test_one_bad_element_of_eight_bits_is_found():
     assert_found_anywhere(largest([(3,), (2**16,)], FP8), [0, 1, 2, -1, -2, -3])
 
 
