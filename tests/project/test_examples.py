@@ -75,23 +75,13 @@ def test_both_ways_to_accumulate_learn():
     assert min(accuracy) > 0.8
 
 
-@pytest.fixture
-def train_transformer(tmp_path, capsys):
-    """Return a function that trains the sharded transformer up to a given step, at a small size."""
+def test_the_sharded_transformer_runs_on_all_devices_and_skips_steps(tmp_path, capsys):
     main = tiny_example(batch=16, length=32, width=64)
-
-    def run(steps):
-        main([f"--steps={steps}", f"--checkpoints={tmp_path / 'saved'}"])
-        heading, columns, *rows = capsys.readouterr().out.splitlines()
-        assert columns == "  step  loss on unseen text    loss scale  skipped"
-        return heading, [[float(x.replace(",", "")) for x in row.split()] for row in rows]
-
-    return run
-
-
-def test_the_sharded_transformer_runs_on_all_devices_and_skips_steps(train_transformer):
-    heading, rows = train_transformer(5)
+    main(["--steps=5", f"--checkpoints={tmp_path / 'saved'}"])
+    heading, columns, *lines = capsys.readouterr().out.splitlines()
+    assert columns == "  step  loss on unseen text    loss scale  skipped"
     assert heading == f"{jax.device_count()} devices of 1 processes, from step 0"
+    rows = [[float(x.replace(",", "")) for x in line.split()] for line in lines]
     steps, losses, scales, skipped = zip(*rows, strict=True)
     assert steps == skipped == tuple(range(6))  # every step is skipped at first
     assert len(set(losses)) == 1
