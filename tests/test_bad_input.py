@@ -698,4 +698,5 @@ def test_numbers_of_numpy_become_numbers_of_python():
     assert kept == (8, 7, 4, 0.25, 0.5, 9, 1, False, 2)
     assert list(map(type, kept)) == [float, int, float, float, float, float, int, bool, int]
     assert type(DynamicLossScale(consecutive_hysteresis=np.True_).consecutive_hysteresis) is bool
-    assert type(FixedLossScale(8, np.False_).skip_nonfinite) is bool
+    kept = dataclasses.astuple(FixedLossScale(np.int32(8), np.False_))
+    assert list(map(type, kept)) == [float, bool]

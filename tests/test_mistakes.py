@@ -7,6 +7,8 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from optax_lossscale.flax import TrainState
+from optax_lossscale.keras import loss_scale_optimizer
 
 W = jnp.float32(1)
 SGD = optax.sgd(1.0)
@@ -96,12 +98,19 @@ def test_a_target_beyond_float16_is_infinite_unless_it_is_kept():
 def test_devices_along_an_axis_without_a_name_decide_alone():
     def skips(x, axis_name):
         tx = ols.with_loss_scaling(SGD, 1, axis_name=axis_name)
-        return ~ols.applied(tx.update(x, tx.init(W), W)[1])
+        keras = loss_scale_optimizer(SGD, 1, axis_name=axis_name)
+        flax = TrainState.create(apply_fn=None, params=W, tx=SGD, axis_name=axis_name)
+        states = (
+            *(each.update(x, each.init(W), W)[1] for each in (tx, keras)),
+            flax.apply_gradients(grads=x),
+        )
+        return jnp.stack([~ols.applied(state) for state in states])
 
     x = jnp.array([[1, jnp.inf], [1, 1]])
     for axis_name, expected in (("data", "model"), [[1, 1], [1, 1]]), ("data", [[0, 1], [0, 1]]):
         run = jax.vmap(lambda x, a=axis_name: skips(x, a), axis_name="model")
-        assert (jax.vmap(run, axis_name="data")(x) == jnp.array(expected, bool)).all()
+        found = jax.vmap(run, axis_name="data")(x)
+        assert (found == jnp.array(expected, bool)[..., None]).all()
 
 
 def test_parameters_are_not_checked():

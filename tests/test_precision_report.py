@@ -221,7 +221,7 @@ def test_a_primitive_that_holds_functions_of_other_outputs():
 
 def test_dtypes_that_do_not_promote():
     forward, backward = jnp.float8_e4m3fn, jnp.float8_e5m2
-    report = counts(lambda x, w: lax.dot(x.astype(backward), w.astype(forward)), X, W)
+    report = counts(lambda x, w: lax.dot(x.astype(backward), w.astype(forward)), X, w=W)
     assert report == {"float8_e4m3fn x float8_e5m2": 1}
 
 
