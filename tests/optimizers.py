@@ -30,7 +30,6 @@ def real_params():
 
 
 def only(*names):
-    """Return only the params with these names."""
     return {name: real_params()[name] for name in names}
 
 
@@ -54,19 +53,12 @@ def gradients_per_example(params, step):
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """An inner optimizer.
+    """An inner optimizer."""
 
-    Args:
-      build: Builds the optimizer, and may warn that it is deprecated.
-      params: Builds the params.
-      grads: The gradients at `(params, step)`.
-      extra: Names of the extra arguments that its `update` requires.
-    """
-
-    build: Callable
+    build: Callable  # builds it, and may warn that it is deprecated
     params: Callable = real_params
-    grads: Callable = mean_gradients
-    extra: tuple[str, ...] = ()
+    grads: Callable = mean_gradients  # at `(params, step)`
+    extra: tuple[str, ...] = ()  # the extra arguments that its `update` requires
 
     def make(self):
         """Return the argument of `with_loss_scaling`."""
@@ -195,7 +187,6 @@ NOT_TO_BE_SKIPPED = {"monitor", "measure_with_ema"}
 
 
 def factories():
-    """Return the public factories of Optax by name."""
     return {
         prefix + name: member
         for prefix, module in (("", optax), ("contrib.", optax.contrib))

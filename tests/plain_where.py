@@ -72,3 +72,8 @@ def assert_same_bits(actual, expected):
         name = jax.tree_util.keystr(path)
         assert (jnp.shape(a), jnp.result_type(a)) == (jnp.shape(b), jnp.result_type(b)), name
         assert np.array_equal(bits(a), bits(b)), f"{name}: {a} is not {b}"
+
+
+def types(tree):
+    """Return the shape and the dtype of each leaf."""
+    return jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree)

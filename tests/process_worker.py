@@ -65,7 +65,6 @@ def batch(step, row=None):
 
 
 def counts(state):
-    """Return the five fields of the loss scale state."""
     return [float(leaf) for leaf in ols.loss_scale_state(state)]
 
 

@@ -4,18 +4,11 @@
 whose loss is NaN. With each setting, the results must be bitwise the same as without it.
 
 Under jax_debug_nans, a compiled function raises an error if it returns NaN, and the library does
-not hide that. XLA may compute float16 with excess precision. This decides which numbers overflow,
-but an overflow is always skipped.
-
-Explicit mesh axes are in `test_distributed.py`, keys of every kind in `test_tree.py`, and
---xla_cpu_enable_fast_math in `test_fast_math.py`.
+not hide that. Explicit mesh axes are in `test_distributed.py`, and XLA's own settings in
+`test_fast_math.py`.
 """
 
 import gc
-import os
-import pickle
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +32,6 @@ def initial():
 
 
 def batches():
-    """Return the inputs and the loss weight of each step."""
     x = np.random.default_rng(0).normal(size=(STEPS, 8, 4)).astype(np.float16)
     weight = np.ones(STEPS, np.float32)
     weight[list(OVERFLOWS)] = 1e6  # the gradient is infinite in float16, the loss is not
@@ -99,9 +91,6 @@ def test_the_run_skips_what_is_bad_and_moves_both_ways(expected):
     assert min(moves) < 0 < max(moves)
 
 
-# -- promotion ------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_promotion_and_what_the_package_does_not_read_change_no_bit(expected):
     with (
@@ -112,9 +101,6 @@ def test_promotion_and_what_the_package_does_not_read_change_no_bit(expected):
         jax.default_prng_impl("rbg"),
     ):
         assert_same_bits(run(), expected)
-
-
-# -- NaN and infinity as errors -----------------------------------------------------------------
 
 
 @pytest.fixture(params=["nans", "infs"])
@@ -135,7 +121,7 @@ def test_a_compiled_step_skips_and_raises_nothing(expected, debugger):
     assert_same_bits(run(), expected)
 
 
-LOSSES = {"none": {}, "nan": {"value": jnp.float32(np.nan)}, "inf": {"value": jnp.float32(np.inf)}}
+LOSSES = {"no loss": {}, "bad loss": {"value": jnp.float32([np.nan, np.inf])}}
 
 
 @pytest.mark.slow
@@ -150,6 +136,7 @@ def test_an_update_with_bad_gradients_skips_and_raises_nothing(debugger, transfo
     assert all((np.signbit(u) & (u == 0)).all() for u in map(np.asarray, jax.tree.leaves(updates)))
 
 
+@pytest.mark.slow
 def test_a_rule_that_measures_bad_gradients_skips_and_raises_nothing(debugger):
     del debugger
     tx = ols.skip_if(optax.sgd(1.0), ols.Spike("grad_norm"))
@@ -168,18 +155,6 @@ def test_a_function_that_returns_the_bad_numbers_raises_if_compiled(debugger):
     assert not finite
     with pytest.raises(FloatingPointError):
         jax.jit(ols.unscale_and_check)(BAD_GRADS, opt_state)
-
-
-@pytest.mark.slow
-def test_what_only_looks_raises_nothing(debugger):
-    del debugger
-    assert not ols.all_finite(BAD_GRADS)
-    assert not jax.jit(ols.all_finite)(BAD_GRADS)
-    assert int(ols.diagnostics.nonfinite_report(BAD_GRADS)["['w']"].nan) == 16
-    assert int(ols.diagnostics.gradient_exponents(BAD_GRADS["b"]).overflow) == 4
-
-
-# -- leaks, transfers, compilation --------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -246,84 +221,3 @@ def test_no_array_lies_in_a_reference_cycle(capfd):
 
     assert not logged(train)
     assert logged(Cycle)
-
-
-# -- what must be set before JAX starts ---------------------------------------------------------
-
-SCRIPT = """
-import pickle
-import sys
-import jax, jax.numpy as jnp, numpy as np
-sys.path.insert(0, {here!r})
-import test_config_flags as here
-
-hits = []
-jax.monitoring.register_event_listener(lambda name, **_: hits.append(name.endswith("cache_hits")))
-history = here.run()
-if jax.config.jax_compilation_cache_dir:
-    jax.clear_caches()
-hits.clear()
-again = here.run()
-
-mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-lowered = jax.jit(lambda x: x * 2, in_shardings=spread).lower(jnp.ones(4))
-switched = dict(
-    x64=jnp.asarray(1.0).dtype == jnp.float64, shardy="sdy" in lowered.as_text(), cache=any(hits)
-)
-
-# A product in float16 that overflows, unless its precision is excessive. Whichever it is, a step is
-# skipped if and only if what it would apply is not finite.
-@jax.jit
-def step(x, four):
-    grads = (x.astype(jnp.float16) * four).astype(jnp.float32)
-    unscaled, finite = here.ols.unscale_and_check(grads, here.ols.init(8.0))
-    return jnp.isfinite(unscaled).all(), finite
-
-x = jnp.asarray(np.random.default_rng(0).uniform(1e4, 6e4, (400, 3)), jnp.float32)
-flags = np.array([step(row, jnp.float16(4)) for row in x])
-assert (flags[:, 0] == flags[:, 1]).all()
-with open({path!r}, "wb") as file:
-    pickle.dump((history, again, switched, (~flags[:, 1]).sum()), file)
-"""
-
-
-def in_a_fresh_process(folder, environment):
-    """Train in a new process, and return its results."""
-    path = folder / "found.pickle"
-    script = SCRIPT.format(here=os.path.dirname(__file__), path=str(path))  # noqa: PTH120
-    process = subprocess.run(  # noqa: S603 - the interpreter and our own code
-        [sys.executable, "-c", script],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr
-    return pickle.loads(path.read_bytes())  # noqa: S301 - written by this test
-
-
-@pytest.mark.slow
-def test_settings_of_a_process_that_change_no_bit(expected, tmp_path):
-    environment = {
-        "XLA_FLAGS": "--xla_allow_excess_precision=true",
-        "JAX_USE_SHARDY_PARTITIONER": "0",
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
-    history, again, switched, _ = in_a_fresh_process(tmp_path, environment)
-    assert switched == {"x64": False, "shardy": False, "cache": True}
-    assert_same_bits(history, expected)
-    assert_same_bits(again, expected)
-
-
-@pytest.mark.slow
-def test_settings_of_a_process_that_change_numbers_change_no_decision(expected, tmp_path):
-    environment = {"XLA_FLAGS": "--xla_allow_excess_precision=false", "JAX_ENABLE_X64": "1"}
-    history, _, switched, overflows = in_a_fresh_process(tmp_path, environment)
-    assert switched["x64"]
-    assert overflows == 400
-    assert history[-1][0]["b"].dtype == np.float64
-    assert_same_decisions(history, expected)

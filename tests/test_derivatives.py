@@ -123,6 +123,7 @@ def test_what_is_thrown_away_makes_no_nan_and_divides_by_no_zero(name, monkeypat
     assert name != "adam" or found is None
 
 
+@pytest.mark.slow
 def test_a_zero_in_its_place_would_be_divided_by(monkeypatch):
     # Proves that the test above can fail: Adam takes the root of its second moment.
     optimizer = OPTIMIZERS["adam"]
@@ -158,6 +159,7 @@ def test_a_learning_rate_that_is_differentiated_is_closed_over(derivative, platf
     assert np.isfinite(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [ols.Spike(window=4), ols.Spike("grad_norm", window=4)])
 def test_what_a_rule_remembers_has_no_derivative(rule):
     # The root of a deviation of zero has an infinite derivative, and 0 times infinity is NaN.

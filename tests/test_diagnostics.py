@@ -4,8 +4,6 @@
 """
 
 import contextlib
-import functools
-import operator
 import re
 
 import jax
@@ -18,7 +16,7 @@ import pytest
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from optimizers import OPTIMIZERS, tiers
+from leaves import NOT_NUMBERS
 
 import optax_lossscale as ols
 from optax_lossscale.diagnostics import (
@@ -37,17 +35,6 @@ from optax_lossscale.diagnostics import (
 
 INF, NAN = np.inf, np.nan
 DYNAMIC = ols.DynamicLossScale()
-
-# Leaves of a gradient tree that are not arrays of numbers, as in `test_tree.py`.
-OTHER_LEAVES = {
-    "none": None,
-    "float0": np.zeros(3, jax.dtypes.float0),
-    "integers": jnp.arange(3),
-    "booleans": jnp.array([True, False]),
-    "key": jax.random.key(0),
-    "name": "relu",
-    "function": jnp.sin,
-}
 
 
 def state(loss_scale=2.0**15, growth=0, overflows=0, consecutive=0, total=0):
@@ -69,48 +56,7 @@ def test_metrics_are_those_of_the_contract():
         "total_skipped": ("int32", 7),
     }
     assert not metrics(state(consecutive=1))["applied"]
-
-
-def test_metrics_are_strongly_typed_whatever_was_set_in_the_optimizer():
-    opt_state = ols.with_loss_scaling(optax.chain(optax.clip(1.0))).init(jnp.ones(3))
-    found = metrics(optax.tree.set(opt_state, loss_scale=1024.0))
-    assert found["loss_scale"].item() == 1024
-    assert not any(value.weak_type for value in found.values())
-
-
-def test_a_step_with_all_diagnostics_neither_waits_nor_compiles_twice_and_may_donate_its_state():
-    tx = ols.with_loss_scaling(optax.sgd(1e-3))
-    traces = []
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, opt_state):
-        traces.append(1)
-        loss, grads = ols.value_and_grad(lambda w: jnp.sum(w**2))(opt_state, params)
-        true_grads, _ = ols.unscale_and_check(grads, opt_state)
-        loss_scale = ols.loss_scale_state(opt_state).loss_scale
-        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
-        reports = (
-            metrics(opt_state),
-            nonfinite_report(grads),
-            gradient_exponents(true_grads, loss_scale=loss_scale),
-        )
-        return optax.apply_updates(params, updates), opt_state, reports
-
-    params = jnp.ones(3)
-    opt_state = tx.init(params)
-    seen = []
-    with jax.transfer_guard("disallow"):
-        for _ in range(3):
-            params, opt_state, reports = step(params, opt_state)
-            seen.append(reports)
-    assert [measured["growth_count"].item() for measured, _, _ in seen] == [1, 2, 3]
-    assert [report[""].size.item() for _, report, _ in seen] == [3, 3, 3]
-    assert [exponents.histogram.sum() for _, _, exponents in seen] == [3, 3, 3]
-    assert len(traces) == 1
-    outside = metrics(opt_state)
-    step(params, opt_state)
-    with pytest.raises(RuntimeError, match="deleted"):
-        outside["growth_count"].item()
+    assert not metrics(state()._replace(loss_scale=8.0))["loss_scale"].weak_type
 
 
 # --- check_health: is training still alive, and if not, why?
@@ -133,6 +79,8 @@ def test_a_step_with_all_diagnostics_neither_waits_nor_compiles_twice_and_may_do
         (state(2.0**126, total=1), ols.DynamicLossScale(max_scale=2.0**126)),
         (state(2.0**-126), None),
         (state(2.0**126), None),
+        # A scalar may be infinite.
+        (ols.skip_if(optax.contrib.reduce_on_plateau()).init(jnp.ones(2)), None),
     ],
 )
 def test_healthy_training_raises_and_warns_of_nothing(healthy, policy):
@@ -142,15 +90,6 @@ def test_healthy_training_raises_and_warns_of_nothing(healthy, policy):
 def test_a_loss_scale_at_its_cap_that_never_overflowed_warns_that_it_may_not_be_needed():
     with pytest.warns(UserWarning, match=r"at its cap of 1.67772e\+07 and no step was ever skip"):
         check_health(state(2.0**24), loss_scale=DYNAMIC)
-
-
-@pytest.mark.parametrize("limit", [0, 7, np.int32(3), None])
-def test_one_more_skipped_step_than_allowed_raises(limit):
-    allowed = {} if limit is None else {"max_consecutive_skipped": limit}
-    limit = 50 if limit is None else int(limit)
-    check_health(state(consecutive=limit), **allowed)
-    with pytest.raises(LossScaleStalledError):
-        check_health(state(consecutive=limit + 1), **allowed)
 
 
 @pytest.mark.parametrize(
@@ -165,8 +104,10 @@ def test_one_more_skipped_step_than_allowed_raises(limit):
 )
 def test_the_error_says_where_the_loss_scale_stands(loss_scale, policy, message):
     match = r"The last 51 steps were skipped \(99 since the start\).*" + re.escape(message)
-    with pytest.raises(RuntimeError, match=match):
-        check_health(state(loss_scale, 0, 1, 51, 99), loss_scale=policy)
+    check_health(state(loss_scale, 0, 1, 50, 99), loss_scale=policy)
+    for given in ({}, {"max_consecutive_skipped": np.int32(50)}):
+        with pytest.raises(RuntimeError, match=match):
+            check_health(state(loss_scale, 0, 1, 51, 99), loss_scale=policy, **given)
 
 
 class Bounded(ols.FixedLossScale):
@@ -301,25 +242,6 @@ def test_a_rule_is_the_last_cause_where_the_last_step_was_not_finite(rule, polic
     assert causes[-1].startswith(RULE) == (says is not False)
 
 
-@pytest.mark.integration
-@pytest.mark.parametrize("name", tiers({"adamw", "contrib.reduce_on_plateau", "contrib.momo"}))
-def test_every_optimizer_is_healthy_from_its_start_and_not_with_nan(name):
-    optimizer = OPTIMIZERS[name]
-    tx, params = ols.with_loss_scaling(optimizer.make(), 8.0), optimizer.params()
-    opt_state = tx.init(params)
-    check_health(opt_state)
-    grads = optimizer.grads(params, 0)
-    extra_args = optimizer.extra_args(0, value=1.0, grad=grads)
-    _, opt_state = jax.jit(lambda: tx.update(grads, opt_state, params, **extra_args))()
-    check_health(opt_state)
-    leaves, treedef = jax.tree.flatten(opt_state)
-    for i, leaf in enumerate(leaves):
-        if leaf.ndim and leaf.size and jnp.issubdtype(leaf.dtype, jnp.inexact):
-            broken = [*leaves[:i], leaf.at[(0,) * leaf.ndim].set(NAN), *leaves[i + 1 :]]
-            with pytest.raises(ValueError, match="NaN or infinity at "):
-                check_health(treedef.unflatten(broken))
-
-
 def test_arrays_that_are_spread_over_devices_are_read_where_they_lie():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     spread = NamedSharding(mesh, P("data"))
@@ -337,6 +259,7 @@ def test_arrays_that_are_spread_over_devices_are_read_where_they_lie():
 # --- nonfinite_report: which layer overflowed?
 
 
+@pytest.mark.usefixtures("x64")
 def test_the_report_reads_every_kind_of_number_and_leaves_out_the_rest():
     leaves = {
         "kernel": (jnp.ones((2, 2)), (0, 0, 4)),
@@ -346,24 +269,19 @@ def test_the_report_reads_every_kind_of_number_and_leaves_out_the_rest():
         "e5m2": (jnp.array([INF, NAN, 1], jnp.float8_e5m2), (1, 1, 3)),
         "e4m3fn": (jnp.array([NAN, 1], jnp.float8_e4m3fn), (1, 0, 2)),
         "complex": (jnp.array([complex(0, INF), complex(NAN, INF), 1j]), (1, 1, 3)),
-        "numpy": (np.array([INF, NAN]), (1, 1, 2)),
+        "float64": (np.array([1e300, INF, NAN]), (1, 1, 3)),
         "scalar": (np.float32(INF), (0, 1, 1)),
         "python": (float("nan"), (1, 0, 1)),
         "empty": (jnp.zeros((0, 3)), (0, 0, 0)),
     }
     tree = {name: leaf for name, (leaf, _) in leaves.items()}
-    report = jax.jit(lambda: nonfinite_report(OTHER_LEAVES | tree))()
+    report = jax.jit(lambda: nonfinite_report(NOT_NUMBERS | tree))()
     assert {name: tuple(map(int, counts)) for name, counts in report.items()} == {
         f"['{name}']" + ("[0]" if name == "bias" else ""): counts
         for name, (_, counts) in leaves.items()
     }
     assert {n.dtype.name for counts in report.values() for n in counts} == {"int32"}
     assert {type(counts) for counts in report.values()} == {NonfiniteCounts}
-
-
-@pytest.mark.usefixtures("x64")
-def test_the_report_reads_float64():
-    assert nonfinite_report([jnp.array([1e300, INF], jnp.float64)]) == {"[0]": (0, 1, 2)}
 
 
 def test_counts_of_arrays_too_large_for_int32_do_not_wrap_around():
@@ -374,6 +292,7 @@ def test_counts_of_arrays_too_large_for_int32_do_not_wrap_around():
     assert "stablehlo.minimum" in compiled
     largest = jax.ShapeDtypeStruct((2**31 - 1,), jnp.float16)
     assert "stablehlo.minimum" not in jax.jit(nonfinite_report).lower(largest).as_text()
+    jax.eval_shape(gradient_exponents, largest)
     found = jax.eval_shape(nonfinite_report, large)[""]
     assert {n.dtype.name for n in found} == {"int32"}
 
@@ -483,10 +402,7 @@ def test_exponents_and_roundings_are_those_of_numpy(dtype):
         assert_equal_counts(counts, exponents_by_numpy(NUMBERS, dtype, loss_scale))
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [np.float16, ml_dtypes.bfloat16, *alike(ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)],
-)
+@pytest.mark.parametrize("dtype", SMALL_DTYPES)
 def test_small_gradients_are_read_exactly(dtype):
     bits = 8 * np.dtype(dtype).itemsize
     x = np.arange(2**bits, dtype=f"uint{bits}").view(dtype)
@@ -510,26 +426,13 @@ def test_the_loss_scale_may_be_any_real_number(loss_scale):
     assert int(counts_of(2.0**-27, 2.0**-30, loss_scale=loss_scale).flushed) == 1
 
 
-def test_the_loss_scale_is_that_of_one_replica():
-    with pytest.raises(ValueError, match=r"`loss_scale` must be a scalar, got shape \(2,\)"):
-        gradient_exponents(NUMBERS, loss_scale=jnp.ones(2))
-
-
 def test_both_parts_of_a_complex_gradient_count_and_what_is_no_number_does_not():
     parts = jnp.array([complex(2.0, 1e-9), complex(0.0, INF)])
-    tree = OTHER_LEAVES | {"complex": parts, "empty": jnp.zeros((0, 3)), "number": 4.0}
+    tree = NOT_NUMBERS | {"complex": parts, "empty": jnp.zeros((0, 3)), "number": 4.0}
     counts = jax.jit(lambda: gradient_exponents(tree))()
     assert [int(n) for n in counts[1:]] == [1, 1, 0, 1, 5]
     assert counts.histogram[149 + 1] == counts.histogram[149 + 2] == 1
     assert int(gradient_exponents({}).size) == 0
-
-
-def test_two_counts_add():
-    first, second = NUMBERS, -NUMBERS
-    both = gradient_exponents([first, second])
-    added = jax.tree.map(operator.add, gradient_exponents(first), gradient_exponents(second))
-    assert_equal_counts(both, added)
-    assert_equal_counts(both, exponents_by_numpy(np.concatenate([first, second])))
 
 
 @pytest.mark.parametrize("spec", [P("data", "model"), *alike(P(None, "model"), P())], ids=str)
@@ -543,27 +446,6 @@ def test_counts_of_an_array_on_eight_devices_are_those_of_the_whole(kind, spec):
         counts = jax.jit(gradient_exponents)({"w": sharded})
     assert_equal_counts(jax.device_get(counts), exponents_by_numpy(NUMBERS))
     assert counts.histogram.sharding.is_fully_replicated
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check_vma", [True, *alike(False)])
-def test_counts_of_shards_sum_to_those_of_the_whole(check_vma):
-    def summed(shard):
-        return jax.tree.map(lambda n: jax.lax.psum(n, "data"), gradient_exponents(shard))
-
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    settings = {"in_specs": P("data"), "out_specs": P(), "check_vma": check_vma}
-    counts = jax.jit(jax.shard_map(summed, mesh=mesh, **settings))(NUMBERS)
-    # The size is static in each shard, but it is summed over the shards too.
-    assert_equal_counts(counts, exponents_by_numpy(NUMBERS))
-
-
-def test_more_elements_than_an_int32_counts_are_refused():
-    half = jax.ShapeDtypeStruct((2**15, 2**15), jnp.float16)
-    less = jax.ShapeDtypeStruct((2**30 - 1,), jnp.float16)
-    jax.eval_shape(gradient_exponents, [half, less])
-    with pytest.raises(ValueError, match=r"at most 2\*\*31 - 1 elements, got 2147483648"):
-        jax.eval_shape(gradient_exponents, [half, half])
 
 
 def test_the_counting_of_an_array_is_dispatched_once():
@@ -609,12 +491,6 @@ def test_the_suggested_scale_is_one_that_a_policy_takes(value, settings, scale, 
     assert suggested == ols.FixedLossScale(suggested).scale == scale
 
 
-@pytest.mark.parametrize("function", [suggest_scale, plot_gradient_exponents])
-def test_counts_that_wrapped_around_are_refused(function):
-    with pytest.raises(ValueError, match="an int32 has wrapped around"):
-        function(jax.tree.map(operator.neg, counts_of(1.0)))
-
-
 def test_counts_added_on_the_host_may_exceed_int32():
     counts = jax.tree.map(lambda n: np.int64(n) * 2**33, counts_of(2.0**-10, 0.0))
     assert suggest_scale(counts) == 2.0**21
@@ -622,11 +498,7 @@ def test_counts_added_on_the_host_may_exceed_int32():
     assert title == "50.0 % of the entries are exactly zero"
 
 
-# --- plot_gradient_exponents
-
-
 def shares(ax):
-    """Return the percentages in the legend."""
     labels = [text.get_text() for text in ax.get_legend().get_texts()]
     return {
         name: float(share) for name, share in (re.findall(r"(.*): (.*) %", s)[0] for s in labels)
@@ -661,7 +533,7 @@ def test_the_plot_frames_what_the_dtype_holds_and_all_that_was_seen():
     assert flat.get_ylim() == (0, 1.3)
 
 
-def test_the_plot_is_drawn_where_it_is_told_to(tmp_path):
+def test_the_plot_is_drawn_where_it_is_told_to_and_may_be_empty(tmp_path):
     figure = matplotlib.figure.Figure()
     upper, lower = figure.subplots(2)
     counts = counts_of(2.0**-149, 3e38)
@@ -669,11 +541,8 @@ def test_the_plot_is_drawn_where_it_is_told_to(tmp_path):
     assert not upper.has_data()
     assert shares(lower)["zero in bfloat16"] == 50
     figure.savefig(tmp_path / "a.png", dpi=50)
-
-
-@pytest.mark.parametrize("values", [[], [0.0]])
-def test_a_plot_without_gradients_is_empty(values):
-    assert sum(shares(plot_gradient_exponents(counts_of(*values))).values()) == 0
+    for values in ([], [0.0]):
+        assert sum(shares(plot_gradient_exponents(counts_of(*values))).values()) == 0
 
 
 # --- calibrate: which loss scale should training start with?
@@ -688,38 +557,21 @@ def grad_fn(state, *args):
     return ols.value_and_grad(loss_fn)(state, *args)[1]
 
 
-@pytest.mark.slow
-def test_training_that_starts_calibrated_skips_no_step_and_cannot_start_higher():
-    policy = ols.DynamicLossScale(max_scale=2.0**60)
-    tx = ols.with_loss_scaling(optax.sgd(1e-3), policy)
-    w, x = (scale * jax.random.normal(jax.random.key(0), (4, 4)) for scale in (1.0, 10.0))
-    opt_state = tx.init(w)
-    found = calibrate(grad_fn, opt_state, w, x, loss_scale=policy)
+def test_calibration_is_one_loop_of_few_evaluations_in_one_compilation():
+    calls = []
 
-    @jax.jit
-    def skipped(loss_scale):
-        start = opt_state._replace(loss_scale_state=found._replace(loss_scale=loss_scale))
-        loss, grads = ols.value_and_grad(loss_fn)(start, w, x)
-        return metrics(tx.update(grads, start, w, value=loss)[1])["total_skipped"]
+    def counted(state, w, x):
+        jax.debug.callback(lambda: calls.append(1))
+        return grad_fn(state, w, x)
 
-    assert skipped(found.loss_scale) == 0
-    assert skipped(2 * found.loss_scale) == 1
-    assert found.loss_scale != opt_state.loss_scale_state.loss_scale
-
-
-def test_calibration_is_one_loop_in_one_compilation():
-    traces = []
-
-    @jax.jit
-    def calibrated(*args):
-        traces.append(1)
-        return calibrate(grad_fn, *args)
-
+    calibrated = jax.jit(lambda *args: calibrate(counted, *args))
     start, w = ols.init(), jnp.eye(4)
     with jax.transfer_guard("disallow"):
         first = calibrated(start, w, w)
         assert calibrated(first, w, w).loss_scale == first.loss_scale
-    assert len(traces) == 1
+    jax.effects_barrier()
+    assert calibrated._cache_size() == 1  # noqa: SLF001, the only way to ask
+    assert len(calls) <= 2 * 5
     jaxpr = jax.make_jaxpr(lambda *args: calibrate(grad_fn, *args))(start, w, w)
     primitives = [eqn.primitive.name for eqn in jaxpr.eqns]
     assert primitives.count("while") == 1
@@ -770,18 +622,6 @@ def test_calibration_warns_of_a_cap_that_stopped_it(settings, limit, cap):
     message = f"finite even at {cap}, the cap of DynamicLossScale.*, raise its `max_scale`"
     with pytest.warns(UserWarning, match=message) if cap else contextlib.nullcontext():
         calibrate(up_to(limit), ols.init(), **settings)
-
-
-def test_calibration_takes_few_evaluations():
-    calls = []
-
-    def counted(state):
-        jax.debug.callback(lambda: calls.append(1))
-        return state.loss_scale.astype(jnp.float16)
-
-    calibrate(counted, ols.init())
-    jax.effects_barrier()
-    assert len(calls) <= 5
 
 
 def test_calibration_hands_on_the_optimizer_state_and_changes_the_loss_scale_alone():

@@ -58,9 +58,6 @@ class Way(NamedTuple):
     added: tuple[str, ...] = ()  # collectives that loss scaling adds
 
 
-# Ways to distribute a step.
-
-
 def shard_mapped(*, check_vma):
     def transform(step, mesh, specs):
         mapped = jax.shard_map(
@@ -74,9 +71,6 @@ def shard_mapped(*, check_vma):
 def jitted(step, mesh, specs):
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), (*specs[:2], P()))
     return jax.jit(step, donate_argnums=(0, 1), out_shardings=shardings)
-
-
-# Loss functions and reductions.
 
 
 def mean_over(axis_name):
@@ -302,8 +296,6 @@ def test_everything_stays_where_it_was_put(trainer):
     assert all(a.sharding.is_fully_replicated for a in after[1].loss_scale_state)
 
 
-# Communication between devices.
-
 _COLLECTIVE = re.compile(
     r"= (\(.*?\)|\S+) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-\w+)(?:-start)?\("
 )
@@ -459,9 +451,6 @@ def test_a_float16_mean_overflows_where_a_float32_mean_does_not():
     assert update(plain, lambda g: jax.lax.pmean(g, "data")) == [[0, 512]] * 2  # skipped
     assert update(plain, lambda g: jax.lax.pmean(g.astype(jnp.float32), "data")) == applied
     assert update(inside, lambda g: g) == applied
-
-
-# The axes over which devices agree.
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,12 @@ import functools
 import inspect
 import pickle
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import serialization
-from flax.training import dynamic_scale, train_state
+from flax.training import dynamic_scale
 from plain_where import assert_same_bits
 
 import optax_lossscale.flax as ols_flax
@@ -86,8 +84,6 @@ def arguments(steps=300):
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def run(fun, start, args, options=()):
-    """Return the results of all steps, stacked."""
-
     def step(ds, args):
         result = ds.value_and_grad(fun, **dict(options))(*args)
         return result.dynamic_scale, result
@@ -142,61 +138,6 @@ def test_constructor_fields_and_results_are_those_of_flax():
     assert (float(result.aux), float(result.grad)) == (6.0, 3.0)
     assert type(result) is dynamic_scale.DynamicScaleResult
     assert type(result.dynamic_scale) is Ours
-
-
-class FlaxState(train_state.TrainState):
-    dynamic_scale: dynamic_scale.DynamicScale
-
-
-def flax_train_step(state, x):
-    """Train one step, as Flax's examples do."""
-
-    def loss_fn(params):
-        out = state.apply_fn(params, x.astype(jnp.float16)).astype(jnp.float32)
-        return jnp.mean((out - 1) ** 2), out
-
-    grad_fn = state.dynamic_scale.value_and_grad(loss_fn, has_aux=True)
-    dynamic_scale, is_fin, (loss, _), grads = grad_fn(state.params)
-    new_state = state.apply_gradients(grads=grads)
-    select_fn = functools.partial(jnp.where, is_fin)
-    new_state = new_state.replace(
-        opt_state=jax.tree_util.tree_map(select_fn, new_state.opt_state, state.opt_state),
-        params=jax.tree_util.tree_map(select_fn, new_state.params, state.params),
-        dynamic_scale=dynamic_scale,
-    )
-    return new_state, loss
-
-
-@pytest.mark.slow
-def test_training_as_in_flaxs_examples_is_the_same_with_the_import_changed():
-    model = nn.Dense(3, dtype=jnp.float16)
-    params = jax.jit(model.init)(jax.random.key(0), jnp.ones((1, 4)))
-    finals, scales, traces = {}, {Ours: [], Theirs: []}, {Ours: 0, Theirs: 0}
-    for cls in (Ours, Theirs):
-        state = FlaxState.create(
-            apply_fn=model.apply,
-            params=params,
-            tx=optax.adamw(1e-2, b1=0.9, b2=0.98, eps=1e-9, weight_decay=0.1),
-            dynamic_scale=cls(growth_interval=3 + (cls is Ours), scale=2.0**20),
-        )
-
-        @jax.jit
-        def train_step(state, x, cls=cls):
-            traces[cls] += 1
-            return flax_train_step(state, x)
-
-        rng = np.random.default_rng(0)
-        for _ in range(15):
-            state, loss = train_step(state, rng.normal(size=(4, 4)))
-            scales[cls].append(float(state.dynamic_scale.scale))
-        finals[cls] = jax.device_get((state.params, state.opt_state, loss))
-    # XLA fuses the two in different ways.
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
-    jax.tree.map(close, finals[Ours], finals[Theirs])
-    assert scales[Ours] == scales[Theirs]
-    moves = np.diff(scales[Ours])
-    assert moves.min() < 0 < moves.max()
-    assert traces == {Ours: 1, Theirs: 2}
 
 
 # The deliberate differences.
@@ -265,11 +206,6 @@ def test_a_loss_scale_out_of_bounds_that_flax_saved_gives_true_gradients(saved, 
     assert (float(result.grad), float(result.dynamic_scale.scale)) == (2, bound)
 
 
-def test_an_interval_beyond_int32_never_comes():
-    ds = Ours(growth_interval=2**40, fin_steps=2**16)
-    assert int(step(ds, jnp.sum, jnp.ones(2)).dynamic_scale.fin_steps) == 2**16 + 1
-
-
 def test_a_loss_near_the_largest_number_is_returned_and_in_flax_overflows():
     ours, theirs = (step(ds, lambda w: w + 1e38, 1.0) for ds in pair())
     assert (float(ours.aux), float(theirs.aux)) == (np.float32(1e38), np.inf)
@@ -301,9 +237,6 @@ def test_fp8_metadata_are_not_divided_and_in_flax_are():
     ours, theirs = (step(ds, loss_fn, params).grad for ds in pair(scale=8.0))
     assert ours == {"params": 6, "_overwrite_with_gradient": 3}
     assert theirs == {"params": 6, "_overwrite_with_gradient": 3 / 8}
-
-
-# A pytree like any other.
 
 
 def test_it_can_be_a_tree_of_axes_or_of_nothing():

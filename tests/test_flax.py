@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import core, jax_utils, serialization
+from flax import core, serialization
 from flax.training import train_state
 from plain_where import assert_same_bits, bits
 
@@ -130,7 +130,6 @@ def grads_of(state, value):
 
 
 def apply(state, *grads):
-    """Return the state after one step for each of these true gradients."""
     for g in grads:
         state = state.apply_gradients(grads=grads_of(state, g))
     return state
@@ -183,20 +182,6 @@ def test_step_counts_skipped_steps_too_where_asked():
     assert [int(apply(state, *[1, np.inf, 1][:n]).step) for n in range(4)] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(("axis_name", "steps"), [("batch", [0, 0]), (None, [1, 0])])
-def test_one_bad_replica_skips_everywhere_if_the_axis_is_named(axis_name, steps):
-    def on_each(state, value):
-        # Gradients are not averaged, so that the good replica's stay finite.
-        return state.apply_gradients(grads=grads_of(state, value))
-
-    devices = jax.devices()[:2]
-    replicated = jax_utils.replicate(scalar_state(axis_name=axis_name), devices)
-    after = jax.pmap(on_each, "batch", devices=devices)(replicated, jnp.array([1, jnp.inf]))
-    assert after.step.tolist() == steps
-    assert after.applied.tolist() == [bool(n) for n in steps]
-    assert after.params["w"].tolist() == [1 - n for n in steps]
-
-
 @pytest.mark.parametrize(
     "loss_scale", [None, ols.FixedLossScale(8, skip_nonfinite=False)], ids=["None", "no skip"]
 )
@@ -213,8 +198,6 @@ def test_where_nothing_is_skipped_everything_moves(loss_scale):
 
 @dataclasses.dataclass(frozen=True)
 class Uncounted:
-    """A policy that counts nothing."""
-
     skip_nonfinite = True
 
     def init(self):
@@ -268,14 +251,6 @@ def test_the_value_is_handed_to_the_optimizer_and_decides_whether_to_skip():
         assert float(after.loss_scale) == float(state.loss_scale)
 
 
-def test_the_state_goes_where_an_optimizer_state_goes():
-    state = scalar_state(loss_scale=8)
-    assert_same_bits(ols.loss_scale_state(state), ols.init(8))
-    value, grads = ols.value_and_grad(lambda p: p["w"] ** 2)(state, state.params)
-    assert (float(value), float(grads["w"])) == (1, 16)
-    assert float(state.scale_loss(jnp.float32(3))) == 24
-
-
 def test_parameters_may_be_a_bare_array_and_gradients_python_numbers():
     def after(params, grads):
         state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0), loss_scale=8)
@@ -304,18 +279,6 @@ def test_a_field_stays_frozen_or_not_whatever_it_is_given(container):
         assert_same_bits(after.seen, container(new))
 
 
-# Mistakes.
-
-
-@pytest.mark.parametrize(
-    "tx", [optax.chain(ols.with_loss_scaling(optax.sgd(1.0))), optax.sgd(1.0)], ids=["in", "none"]
-)
-def test_an_optimizer_that_is_not_wrapped_as_a_whole_is_refused_by_a_step(tx):
-    state = scalar_state().replace(tx=tx)
-    with pytest.raises(TypeError, match=r"`tx` must be what `with_loss_scaling` returns, got .*\("):
-        apply(state, 1)
-
-
 @pytest.mark.parametrize(
     "name", ["batch_stat", "loss_scale", "step", "params", "opt_state", "applied"]
 )
@@ -324,22 +287,6 @@ def test_a_field_that_it_does_not_take_is_refused(name):
     given = {name: getattr(state, name, jnp.float32(1))}
     with pytest.raises((AttributeError, TypeError), match=f"'{name}'"):
         state.apply_gradients(grads=grads_of(state, 1), **given)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "error"),
-    [
-        (jnp.float32(1), jnp.float16(1), TypeError),
-        (jnp.ones(2), jnp.ones(3), ValueError),
-        ({"a": 1.0}, {"b": jnp.float32(1)}, ValueError),
-        (None, jnp.float32(1), ValueError),
-    ],
-    ids=["dtype", "shape", "structure", "from nothing"],
-)
-def test_a_field_that_changes_its_type_is_refused_by_name(old, new, error):
-    state = scalar_state(seen=old)
-    with pytest.raises(error, match="seen"):
-        state.apply_gradients(grads=grads_of(state, 1), seen=new)
 
 
 # The metadata of Flax's fp8 layers.
@@ -412,30 +359,3 @@ def test_an_fp8_layer_trains_and_an_overflow_that_it_clips_is_seen_in_its_metada
     assert not ols.all_finite(grads[OWG])
     assert_same_bits(after.params, state.params)
     assert float(after.loss_scale) == TOO_LARGE / 2
-
-
-@pytest.mark.slow
-def test_micro_batches_of_an_fp8_layer_keep_the_largest_amax():
-    # As in docs/accumulation.md: the mean of the metadata would not be that of the whole batch.
-    micro = pytest.importorskip("optax.microbatching")  # newer than Optax 0.2.6
-    mean = micro.AccumulationType.MEAN
-    largest = micro.Accumulator(
-        init=lambda tree: jax.tree.map(jnp.zeros_like, tree),
-        update=lambda carry, tree, _: jax.tree.map(jnp.maximum, carry, tree),
-        finalize=lambda tree: tree,
-        aggregate=lambda tree: tree,
-    )
-    x = jax.random.normal(jax.random.key(1), (32, 16))
-    state = fp8_state(x)
-    whole = ols.value_and_grad(lambda params, x: jnp.mean(state.apply_fn(params, x) ** 2))
-    accumulator = mean, {"params": mean, OWG: largest}
-    split = micro.microbatch(whole, argnums=2, microbatch_size=8, accumulator=accumulator)
-    loss, expected = jax.jit(whole)(state, state.params, x)
-    found_loss, found = jax.jit(split)(state, state.params, x)
-    np.testing.assert_allclose(found_loss, loss, rtol=1e-2)
-    (found_owg,), (expected_owg,) = (list(g[OWG]["Dense_0"].values()) for g in (found, expected))
-    for name in ("input_amax_history", "kernel_amax_history", "input_scale", "kernel_scale"):
-        np.testing.assert_array_equal(found_owg[name], expected_owg[name])
-    after = state.apply_gradients(grads=found, value=found_loss)
-    assert after.applied
-    assert_same_bits(after.params[OWG], found[OWG])

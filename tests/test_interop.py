@@ -131,19 +131,6 @@ def test_torch_moves_as_its_documentation_says_and_may_sink_below_one():
     np.testing.assert_array_equal(counts, [0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 0, 0])
 
 
-def test_concrete_numbers_are_converted_under_jit_too():
-    intervals = []
-
-    @jax.jit
-    def convert(x):
-        policy, state = interop.from_flax_dynamic_scale(DynamicScale(growth_interval=4))
-        intervals.append(policy.growth_interval)
-        return x * state.loss_scale
-
-    assert float(convert(1.0)) == 65536
-    assert intervals == [5]
-
-
 @pytest.mark.parametrize("floor", [None, 0.0, float(jnp.finfo(jnp.float32).tiny)])
 def test_flax_without_a_floor_gets_the_lowest_there_is(floor):
     policy, _ = interop.from_flax_dynamic_scale(DynamicScale(minimum_scale=floor))

@@ -7,34 +7,51 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from optax_lossscale.flax import TrainState
+from optax_lossscale.keras import loss_scale_optimizer
 
 W = jnp.float32(1)
-INF, NAN = jnp.float32(jnp.inf), jnp.float32(jnp.nan)
+SGD = optax.sgd(1.0)
+NAN = jnp.float32(jnp.nan)
 
 
 def updated(tx, *grads, **extra_args):
     """Return the updates of the steps, and the last state."""
-    opt_state, found = tx.init(W), []
+    opt_state, found, update = tx.init(W), [], jax.jit(tx.update)
     for g in grads:
-        updates, opt_state = tx.update(jnp.float32(g), opt_state, W, **extra_args)
+        updates, opt_state = update(jnp.float32(g), opt_state, W, **extra_args)
         found.append(float(updates))
     return found, opt_state
 
 
 def test_apply_if_finite_outside_hides_overflows_until_it_gives_up():
-    guarded = ols.with_loss_scaling(optax.sgd(1.0), ols.DynamicLossScale(1024.0))
-    for tx, loss_scale in (guarded, 512), (optax.apply_if_finite(guarded, 5), 1024):
-        _, opt_state = updated(tx, jnp.inf)
+    tx = optax.apply_if_finite(ols.with_loss_scaling(SGD, ols.DynamicLossScale(1024)), 2)
+    for bad_steps, loss_scale in (1, 1024), (2, 1024), (3, 512):
+        _, opt_state = updated(tx, *[jnp.inf] * bad_steps)
         assert ols.loss_scale_state(opt_state).loss_scale == loss_scale
-    for bad_steps, loss_scale in (5, 1024), (6, 512):
-        _, opt_state = updated(optax.apply_if_finite(guarded, 5), *[jnp.inf] * bad_steps)
-        assert ols.loss_scale_state(opt_state).loss_scale == loss_scale
+
+
+def test_apply_if_finite_alone_applies_nan_where_a_guard_skips():
+    steps = 1, np.nan, np.nan, np.nan
+    np.testing.assert_array_equal(
+        updated(optax.apply_if_finite(SGD, 2), *steps)[0], [-1, 0, 0, np.nan]
+    )
+    assert updated(ols.skip_if(SGD), *steps)[0] == [-1, 0, 0, 0]
+
+
+@pytest.mark.integration
+def test_accumulation_outside_is_poisoned_by_one_overflow_that_inside_is_dropped_alone():
+    inside = ols.with_loss_scaling(optax.MultiSteps(SGD, 2), 1)
+    outside = optax.MultiSteps(ols.with_loss_scaling(SGD, 1), 2).gradient_transformation()
+    grads = 1, np.inf, 3, 5, 7
+    assert updated(inside, *grads)[0] == [0, 0, -2, 0, -6]
+    assert updated(outside, *grads, 1, 1)[0] == [0] * 7
 
 
 def test_masked_outside_leaves_other_gradients_scaled():
     params, mask = {"a": W, "b": W}, {"a": True, "b": False}
-    right = ols.with_loss_scaling(optax.masked(optax.sgd(1.0), mask), 1024)
-    wrong = optax.masked(ols.with_loss_scaling(optax.sgd(1.0), 1024), mask)
+    right = ols.with_loss_scaling(optax.masked(SGD, mask), 1024)
+    wrong = optax.masked(ols.with_loss_scaling(SGD, 1024), mask)
     for tx, other in (right, 1.0), (wrong, 1024.0):
         opt_state = tx.init(params)
         _, grads = ols.value_and_grad(lambda p: p["a"] + p["b"])(opt_state, params)
@@ -44,9 +61,7 @@ def test_masked_outside_leaves_other_gradients_scaled():
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_spike_takes_a_doubled_loss_scale_for_a_spike_of_a_scaled_loss(scaled):
-    tx = ols.with_loss_scaling(
-        optax.sgd(1.0), ols.DynamicLossScale(growth_interval=300), skip_if=ols.Spike()
-    )
+    tx = ols.with_loss_scaling(SGD, ols.DynamicLossScale(growth_interval=300), skip_if=ols.Spike())
 
     def step(opt_state, loss):
         loss_scale = ols.loss_scale_state(opt_state).loss_scale
@@ -59,7 +74,7 @@ def test_spike_takes_a_doubled_loss_scale_for_a_spike_of_a_scaled_loss(scaled):
 
 
 def test_every_number_in_value_is_checked_and_other_names_are_not():
-    tx = ols.with_loss_scaling(optax.sgd(1.0), 1024)
+    tx = ols.with_loss_scaling(SGD, 1024)
     for extra_args, update in (
         ({"value": (W, {"accuracy": NAN})}, 0.0),
         ({"value": W}, -1.0),
@@ -79,24 +94,33 @@ def test_a_target_beyond_float16_is_infinite_unless_it_is_kept():
         assert jnp.isfinite(loss_and_grads(ols.init(1.0), W, batch)[0]) == finite
 
 
+@pytest.mark.slow
 def test_devices_along_an_axis_without_a_name_decide_alone():
     def skips(x, axis_name):
-        tx = ols.with_loss_scaling(optax.sgd(1.0), 1, axis_name=axis_name)
-        return ~ols.applied(tx.update(x, tx.init(W), W)[1])
+        tx = ols.with_loss_scaling(SGD, 1, axis_name=axis_name)
+        keras = loss_scale_optimizer(SGD, 1, axis_name=axis_name)
+        flax = TrainState.create(apply_fn=None, params=W, tx=SGD, axis_name=axis_name)
+        states = (
+            *(each.update(x, each.init(W), W)[1] for each in (tx, keras)),
+            flax.apply_gradients(grads=x),
+        )
+        return jnp.stack([~ols.applied(state) for state in states])
 
     x = jnp.array([[1, jnp.inf], [1, 1]])
     for axis_name, expected in (("data", "model"), [[1, 1], [1, 1]]), ("data", [[0, 1], [0, 1]]):
         run = jax.vmap(lambda x, a=axis_name: skips(x, a), axis_name="model")
-        assert (jax.vmap(run, axis_name="data")(x) == jnp.array(expected, bool)).all()
+        found = jax.vmap(run, axis_name="data")(x)
+        assert (found == jnp.array(expected, bool)[..., None]).all()
 
 
 def test_parameters_are_not_checked():
-    tx = ols.with_loss_scaling(optax.sgd(1.0), 1)
+    tx = ols.with_loss_scaling(SGD, 1)
     _, opt_state = tx.update(W, tx.init(NAN), NAN, value=W)
     assert ols.applied(opt_state)
     assert not ols.all_finite(NAN)
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_a_huge_gradient_makes_adams_second_moment_infinite_unless_it_is_clipped():
     adam = optax.adam(1e-1)

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 from optimizers import NOT_TO_BE_SKIPPED, OPTIMIZERS, factories, loss, spoil, tiers
-from plain_where import assert_same_bits
+from plain_where import assert_same_bits, types
 
 import optax_lossscale as ols
 
@@ -112,12 +112,7 @@ def training(request):
     return Training(request.param)
 
 
-def types(tree):
-    return jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree)
-
-
 def weak(tree):
-    """Return the positions of the weakly typed leaves."""
     return {i for i, leaf in enumerate(jax.tree.leaves(tree)) if jax.typeof(leaf).weak_type}
 
 
@@ -155,32 +150,6 @@ def test_a_step_is_skipped_without_jit_too(training):
     step = next(step for step in training.history if not step.plain)
     out = training.update(training.tx, step.grads, step.before, step.params, **step.loss)
     assert_same_bits(out, (step.updates, step.after))
-
-
-@pytest.mark.exhaustive
-def test_a_step_is_skipped_inside_a_scan_too(training):
-    first, last = training.history[0], training.history[-1]
-    inputs = [(step.grads, step.loss) for step in training.history]
-
-    def body(carry, inputs):
-        params, state = carry
-        grads, loss = inputs
-        updates, state = training.update(training.tx, grads, state, params, **loss)
-        params = optax.apply_updates(params, updates)
-        return (params, state), (updates, params, state)
-
-    scan = jax.jit(functools.partial(jax.lax.scan, body), compiler_options=FAST)
-    carry, outputs = scan(
-        (first.params, first.before), jax.tree.map(lambda *leaves: np.stack(leaves), *inputs)
-    )
-    assert types(carry) == types((last.params, last.after))
-    assert_same_bits(carry[1].loss_scale_state, last.after.loss_scale_state)
-    for i, step in enumerate(training.history):
-        if not step.plain:
-            _, params_before, before = jax.tree.map(lambda leaf, i=i: leaf[i - 1], outputs)
-            updates, params, after = jax.tree.map(lambda leaf, i=i: leaf[i], outputs)
-            assert_same_bits((params, after.inner_state), (params_before, before.inner_state))
-            assert_same_bits(updates, negative_zeros(updates))
 
 
 def test_init_takes_shapes_in_place_of_arrays(training):

@@ -13,7 +13,6 @@ import unittest
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 import pytest
 
@@ -144,17 +143,6 @@ def test_what_optax_claims_of_an_optimizer_holds_with_loss_scaling(claim, case, 
     monkeypatch.setattr(jax.random, "randint", lambda *_: 0)
     with jax.numpy_rank_promotion("allow"), jax.disable_jit(claim.eager):
         case.debug()
-
-
-@pytest.mark.slow
-def test_the_runs_to_convergence_skip_steps():
-    params, _, loss = alias_test._setup_parabola(jnp.float32)  # noqa: SLF001
-    tx = with_loss_scaled_factories(optax, DYNAMIC).sgd(0.1)
-    update, state = jax.jit(tx.update), tx.init(params)
-    for _ in range(10):
-        updates, state = update(jax.grad(loss)(params), state, params)
-        params = optax.apply_updates(params, updates)
-    assert 0 < ols.loss_scale_state(state).total_skipped < 10
 
 
 def test_optax_still_makes_each_claim():

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -19,11 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
-from flax import nnx, serialization
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from test_checkpoints import FORMATS
 
 import optax_lossscale as ols
 from optax_lossscale import diagnostics
@@ -69,36 +68,21 @@ def loss_fn(params, x, loss):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What a training program uses.
+    """What a training program uses."""
 
-    Args:
-      holder: What holds parameters and the optimizer's state, and takes a step.
-      wrap: What wraps the optimizer: `with_loss_scaling` or Keras' optimizer.
-      rules: The rules.
-      half: The dtype of the parameters, whose masters are kept; of bfloat16, as remainders.
-      inner: Wrappers of Optax, from the inside.
-      compute_dtype: Whether the model computes in float16.
-      axis_name: Whether it runs in `shard_map`.
-      sharded: Whether parameters are sharded.
-      formats: The formats in which it is saved and restored, one after the other.
-      read: What reads the optimizer's state after each step.
-    """
-
-    holder: str = "plain"
-    wrap: str = "with_loss_scaling"
+    holder: str = "plain"  # what holds parameters and the optimizer's state, and takes a step
+    wrap: str = "with_loss_scaling"  # or Keras' optimizer
     rules: tuple[Any, ...] = ()
-    half: Any = None
-    inner: tuple[str, ...] = ()
-    compute_dtype: bool = False
-    axis_name: bool = False
-    sharded: bool = False
-    formats: tuple[str, ...] = ()
-    read: tuple[str, ...] = ()
+    half: Any = None  # the dtype of the parameters, whose masters are kept; bfloat16: as remainders
+    inner: tuple[str, ...] = ()  # wrappers of Optax, from the inside
+    compute_dtype: bool = False  # whether the model computes in float16
+    axis_name: bool = False  # whether it runs in `shard_map`
+    sharded: bool = False  # whether parameters are sharded
+    formats: tuple[str, ...] = ()  # in which it is saved and restored, one after the other
+    read: tuple[str, ...] = ()  # what reads the optimizer's state after each step
 
 
 class Twice:
-    """A rule with a state: skips each loss above 100, at most twice."""
-
     def init(self, params):
         del params
         return jnp.zeros((), jnp.int32)
@@ -136,13 +120,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "compute_dtype with keep": {"compute_dtype": True},
     "axis_name": {"axis_name": True},
     "sharded parameters": {"sharded": True},
-    "Orbax": {"formats": ("Orbax",)},
-    "Flax checkpoint": {"formats": ("Flax",)},
-    "pickle": {"formats": ("pickle",)},
-    "metrics": {"read": ("metrics",)},
-    "check_health": {"read": ("check_health",)},
-    "is_stalled": {"read": ("is_stalled",)},
-    "applied": {"read": ("applied",)},
+    "checkpoints": {"formats": ("orbax", "flax", "pickle")},
+    "what reads the state": {"read": ("metrics", "check_health", "is_stalled", "applied")},
     "master_weights": {"read": ("master_weights",), "half": jnp.float16},
 }
 
@@ -239,16 +218,12 @@ class Linen(Plain):
 
 
 class Group(nnx.Module):
-    """Some parameters of an NNX model."""
-
     def __init__(self, arrays):
         for name, array in arrays.items():
             setattr(self, name, nnx.Param(array))
 
 
 class NnxModel(nnx.Module):
-    """The parameters as an NNX model."""
-
     def __init__(self, params):
         self.encoder, self.head = Group(params["encoder"]), Group(params["head"])
 
@@ -260,8 +235,6 @@ class NnxModel(nnx.Module):
 
 
 class Nnx(Plain):
-    """`nnx.Optimizer`."""
-
     def prefix(self, encoder, head):
         return nnx.State({"encoder": encoder, "head": head})
 
@@ -300,8 +273,6 @@ class Nnx(Plain):
 
 
 class EquinoxModel(eqx.Module):
-    """The parameters as an Equinox module, with what is no parameter."""
-
     encoder: Any
     head: Any
     activation: Callable[..., Any] = eqx.field(default=jax.nn.relu)
@@ -449,42 +420,33 @@ def reads(name, opt_state, parameters, expected):
             np.testing.assert_allclose(np.float32(a), b, rtol=1e-2 if a.dtype != b.dtype else 1e-5)
 
 
-def save_and_restore(holder, carry, format_, folder):
-    tree = holder.saved(carry)
-    if format_ == "pickle":
-        return holder.restored(carry, pickle.loads(pickle.dumps(tree)))  # noqa: S301
-    if format_ == "Flax":
-        return holder.restored(carry, serialization.from_bytes(tree, serialization.to_bytes(tree)))
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "carry", tree)
-    with ocp.StandardCheckpointer() as checkpointer:
-        like = jax.tree.map(ocp.utils.to_shape_dtype_struct, tree)
-        return holder.restored(carry, checkpointer.restore(folder / "carry", like))
-
-
 # The oracle, and a run.
 
 
 def skipped(program):
-    """Return whether each step is skipped."""
     return [kind == OVERFLOW or (kind == SPIKE and bool(program.rules)) for kind in KINDS]
 
 
 def oracle(program):
     """Return the float32 parameters after each step, by the bare optimizer."""
-    prefix = Plain(program, None).prefix
-    tx = optimizer(program, prefix, half=False)
-    if "decay" in program.wrap:
+    return trained(program.inner, "decay" in program.wrap, tuple(skipped(program)))
+
+
+@functools.cache
+def trained(inner, decays, skipped):
+    tx = optimizer(Program(inner=inner), Plain(None, None).prefix, half=False)
+    if decays:
         tx = loss_scale_optimizer(tx, initial_scale=1.0, dynamic=False, **DECAY)
     elif isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
     update = jax.jit(tx.update)
-    params, state = START, tx.init(START)
-    for (grads, _), skip in zip(BATCHES, skipped(program), strict=True):
+    params, state, history = START, tx.init(START), []
+    for (grads, _), skip in zip(BATCHES, skipped, strict=True):
         if not skip:
             updates, state = update(grads, state, params)
             params = optax.apply_updates(params, updates)
-        yield params
+        history.append(params)
+    return history
 
 
 def run(program, folder):
@@ -502,8 +464,10 @@ def run(program, folder):
         carry = step(carry, *BATCHES[i])
         consecutive, total = (consecutive + 1, total + 1) if skip else (0, total)
         if i + 1 == SAVED_AFTER:
-            for number, format_ in enumerate(program.formats):
-                carry = save_and_restore(holder, carry, format_, folder / str(number))
+            for format_ in program.formats:
+                save, restore = FORMATS[format_]
+                save(folder / format_, tree := holder.saved(carry))
+                carry = holder.restored(carry, restore(folder / format_, tree))
         for found, expected in zip(
             jax.tree.leaves(holder.params(carry)), jax.tree.leaves(weights), strict=True
         ):

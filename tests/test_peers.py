@@ -40,7 +40,6 @@ RECORDED = [load(f"recorded/{n}") for n in ("tensorflow-2.4", "tensorflow-2.21",
 # A run of a policy and its results, in the format of the recordings.
 RUNS = [run for recording in RECORDED for run in recording["trajectories"]]
 RUNS += [{"kind": row["peer"], **row, "loss_scale": row["ours"]} for row in PUBLISHED]
-TRAININGS = [run for recording in RECORDED for run in recording["trainings"]]
 NOT_FINITE = {"F": np.nan, "n": np.nan, "+": np.inf, "-": -np.inf}
 LARGEST = 2.0**126
 
@@ -72,22 +71,10 @@ def as_arrays(runs):
     }
 
 
-# Published sequences
-
-
-@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row['peer']}: {row['what']}")
-def test_update_gives_the_published_scales_or_differs_by_design(row):
-    policy = ols.DynamicLossScale(**row["policy"])
-    state, scales = policy.init(), []
-    for step in row["steps"]:
-        state = policy.update(state, step == "T")
-        scales.append(float(state.loss_scale))
-    assert scales == row["ours"]
-    assert ("theirs" in row) == ("why" in row)
-    assert scales != row.get("theirs")
-
-
-# Recorded runs
+def test_what_differs_from_a_published_sequence_has_a_reason():
+    for row in PUBLISHED:
+        assert ("theirs" in row) == ("why" in row), row["what"]
+        assert row["ours"] != row.get("theirs"), row["what"]
 
 
 def train_one_parameter(policy, start, grads):
@@ -146,57 +133,6 @@ def test_a_step_leaves_a_fixed_loss_scale_and_skips_as_the_peers_do(skips):
         assert_as_recorded(run, {name: array[row] for name, array in ours.items()})
         skipped = sum(step != "T" for step in run["steps"]) if skips else 0
         assert ours["total_skipped"][row, -1] == skipped
-
-
-def train_linear(name, run):
-    """Train the recorded linear regression; return the weights and other results of each step."""
-    inner = {
-        "sgd": lambda: optax.sgd(0.05, momentum=run["momentum"]),
-        "adam": lambda: optax.adam(0.05, eps=1e-20),
-    }[name]()
-    tx = ols.with_loss_scaling(inner, Traced(**run["policy"]))
-
-    def loss_fn(params, multiplier):
-        w, b = params
-        return jnp.mean((run["x"] @ w + b[None] - run["y"]) ** 2) * multiplier
-
-    def step(carry, given):
-        params, state = carry
-        number, multiplier = given
-        if name == "adam":
-            # tf.keras counts skipped steps too, and Adam uses this count in its bias correction.
-            count = jnp.where(run["counts_all"], number, optax.tree.get(state, "count"))
-            state = optax.tree.set(state, count=count)
-        _, grads = ols.value_and_grad(loss_fn)(state, params, multiplier)
-        updates, state = tx.update(grads, state, params)  # the peers do not see the loss
-        params = optax.apply_updates(params, updates)
-        left = state.loss_scale_state._asdict()
-        return (params, state), left | {"weights": jnp.concatenate([params[0].ravel(), params[1]])}
-
-    params = run["w"], run["b"]
-    steps = jnp.arange(len(run["steps"])), run["steps"]
-    return jax.lax.scan(step, (params, tx.init(params)), steps)[1]
-
-
-# The tolerance of the weights, relative to the largest: a few float32 roundings (2**-24) in each of
-# 30 steps, and for Adam the error of 1 - 0.999**t in float32: 2**-24 / 0.001 in the first step.
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "tolerance"), [("sgd", 2**-24 * 30), ("adam", 1e-4)])
-def test_weights_are_those_of_recorded_trainings(name, tolerance):
-    runs = [run for run in TRAININGS if ("momentum" in run["inner"]) == (name == "sgd")]
-    arrays = {key: np.float32([run[key] for run in runs]) for key in "xywb"}
-    arrays["momentum"] = np.float32([run["inner"].get("momentum", 0) for run in runs])
-    arrays["counts_all"] = np.array([run["kind"].startswith("LossScaleOptimizer") for run in runs])
-    arrays |= {"policy": as_arrays(runs), "steps": multipliers(runs)}
-    ours = jax.device_get(jax.jit(jax.vmap(functools.partial(train_linear, name)))(arrays))
-    for row, run in enumerate(runs):
-        assert_as_recorded(run, {key: array[row] for key, array in ours.items()})
-        theirs = np.array(run["weights"], np.float32)
-        apart = np.abs(ours["weights"][row] - theirs).max() / np.abs(theirs).max()
-        assert apart < tolerance
-        skipped = np.array([step != "T" for step in run["steps"]])
-        for weights in (theirs, ours["weights"][row]):
-            np.testing.assert_array_equal((weights[1:] == weights[:-1]).all(axis=1), skipped[1:])
 
 
 # Live peers, each with its own scaling and its own check. Training is exact in float32, so the
@@ -334,7 +270,6 @@ def train_keras(hyper, steps):
 
 
 def powers(rng, low, high):
-    """Draw powers of two, both ends included."""
     return np.exp2(rng.integers(low, high + 1, CASES)).astype(np.float32)
 
 
@@ -420,68 +355,3 @@ def test_random_runs_follow_the_rule_in_plain_python():
     for bound in ("min_scale", "max_scale"):
         assert (ours["loss_scale"] == hyper[bound][:, None]).any(axis=1).sum() > CASES / 20
     assert (ours["overflow_count"].max(axis=1) > 1).sum() > CASES / 10
-
-
-LONG = {
-    # hyper-parameters, how often gradients overflow, how often the loss is not finite
-    "a usual run": ({"growth_interval": 200}, 1 / 2000, 1e-4),
-    "to the floor and the ceiling": (
-        {"growth_interval": 3, "min_scale": 2.0**-126, "max_scale": LARGEST, "loss_patience": 1},
-        0.2,
-        0.01,
-    ),
-    "hysteresis": ({"growth_interval": 20, "hysteresis": 3, "loss_patience": 3}, 0.05, 0.2),
-}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", LONG)
-def test_in_a_million_steps_none_is_miscounted_and_no_bound_is_crossed(name):
-    hyper, *frequencies = LONG[name]
-    policy, steps = ols.DynamicLossScale(**hyper), 1_000_000
-    flags = np.random.default_rng(len(name)).random((steps, 2)) >= frequencies
-    # A stretch where every step overflows and one where none does move it from bound to bound.
-    flags[100_000:101_000] = (False, True)
-    flags[200_000:260_000] = True
-
-    def step(state, both):
-        state = policy.update(state, both[0], loss_finite=both[1])
-        return state, state
-
-    states = jax.jit(lambda flags: jax.lax.scan(step, policy.init(), flags)[1])(flags)
-    ours = np.stack([np.asarray(field, np.float64) for field in states], axis=1)
-    start = Reference(policy.initial_scale)
-    np.testing.assert_array_equal(ours, trajectory(dynamic_step(**hyper), start, flags.tolist()))
-    bounds = np.float32(policy.min_scale), np.float32(policy.max_scale)
-    assert (ours[:, 0].min(), ours[:, 0].max()) == bounds
-
-
-# The skip alone, compared with Optax's own
-
-
-@pytest.mark.slow
-def test_apply_if_finite_gives_up_and_applies_nan_where_ours_skips():
-    history = []
-    for tx in (optax.apply_if_finite(optax.sgd(1.0), 2), ols.with_loss_scaling(optax.sgd(1.0), 1)):
-        params = jnp.float32(0)
-        state = tx.init(params)
-        for grad in (1.0, np.nan, np.nan, np.nan, 1.0):
-            updates, state = tx.update(jnp.float32(grad), state, params)
-            params = optax.apply_updates(params, updates)
-            history.append(float(params))
-    np.testing.assert_array_equal(history, [-1, -1, -1, np.nan, np.nan, -1, -1, -1, -1, -2])
-
-
-@pytest.mark.filterwarnings("ignore:`params` are b?float16")
-@pytest.mark.slow
-def test_apply_if_finite_refuses_half_precision_params_and_ours_takes_them():
-    # Adam's moments of such params become float32 when they meet float32 gradients, and the two
-    # branches of its `lax.cond` differ.
-    params, grads = jnp.ones(2, jnp.float16), jnp.ones(2, jnp.float32)
-    theirs = optax.apply_if_finite(optax.adam(0.1), 5)
-    with pytest.raises(TypeError, match="cond"):
-        theirs.update(grads, theirs.init(params), params)
-    ours = ols.with_loss_scaling(optax.adam(0.1), 1)
-    before = ours.init(params)
-    _, after = ours.update(grads, before, params)
-    assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, before)

@@ -1,10 +1,8 @@
-"""Properties of every pytree, policy and loss scale, tested on random ones.
+"""What holds for every number of any pytree at any loss scale, tested on random ones.
 
 Trees have any structure, with leaves of every kind and dtype. Their numbers are drawn as bits and
 include subnormal numbers, negative zeros, the largest finite numbers, and NaN with any payload.
-NumPy is the oracle. The draws are the same in every run.
-
-Each tree is compiled once and then filled with many numbers.
+NumPy is the oracle. Each tree is compiled once and then filled with many numbers.
 """
 
 import dataclasses
@@ -16,31 +14,13 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import optax
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from plain_where import assert_same_bits, bits
-from reference import INT32_MAX, Reference, dynamic_step, trajectory
+from leaves import NOT_NUMBERS
+from plain_where import bits
 
 import optax_lossscale as ols
-
-
-def examples(number):
-    """Try this many draws, the same in every run, without a time limit."""
-    return settings(
-        max_examples=number,
-        derandomize=True,
-        deadline=None,
-        database=None,
-        # Shrinking would take minutes, because every try compiles. Add `Phase.shrink` to find the
-        # smallest failing draw.
-        phases=[Phase.generate],
-        suppress_health_check=[HealthCheck.too_slow],
-    )
-
-
-# -- numbers ------------------------------------------------------------------------------------
 
 # The smallest non-finite magnitude, as bits. NaN lies above it.
 NOT_FINITE = {
@@ -59,7 +39,6 @@ LARGE = [(2**16,), (2**16 + 1,), (256, 257), (257, 256), (3, 256, 128)]
 
 
 def part_dtype(dtype):
-    """Return the dtype of the real parts of an array of `dtype`."""
     return np.dtype(PARTS.get(str(dtype), dtype))
 
 
@@ -103,7 +82,6 @@ def widened(array):
 
 
 def is_finite(array):
-    """Return NumPy's answer."""
     return bool(np.isfinite(widened(np.asarray(array))).all())
 
 
@@ -116,9 +94,6 @@ def test_the_drawn_numbers_are_what_they_are_meant_to_be():
         assert {0.0, *map(float, (info.smallest_subnormal, info.tiny, info.max))} <= {*magnitudes}
         for kind, where in itertools.product(["first", "second", "last"], [0.0, 0.5, 1.0]):
             assert not is_finite(with_bad_number(array, where, kind, negative=True))
-
-
-# -- trees --------------------------------------------------------------------------------------
 
 
 class Pair(NamedTuple):
@@ -135,20 +110,10 @@ class Layer:
     activation: str = "tanh"
 
 
-NOT_NUMBERS = [
-    lambda: np.arange(3, dtype=np.int32),
-    lambda: np.array([True, False]),
-    lambda: np.zeros(2, jax.dtypes.float0),
-    lambda: jax.random.split(jax.random.key(1), 2),
-    lambda: 7,
-    lambda: "nan",
-]
 OVERWRITE = "_overwrite_with_gradient"
 
 
 def trees(leaf, *, max_leaves=4):
-    """Draw nested containers of `leaf`."""
-
     def containers(children):
         return st.one_of(
             st.lists(children, max_size=3),
@@ -170,7 +135,7 @@ def arrays(dtypes, shapes):
 any_leaf = st.one_of(
     arrays(DTYPES, SHAPES),
     arrays(DTYPES, SHAPES).map(jnp.asarray),
-    st.sampled_from(NOT_NUMBERS).map(lambda make: make()),
+    st.sampled_from([*NOT_NUMBERS.values()]),
     st.just(1.5),
 )
 large_leaf = arrays([*NOT_FINITE], LARGE) | arrays([*PARTS], LARGE)
@@ -203,9 +168,6 @@ def split(tree):
         return treedef.unflatten([given.get(path, leaf) for path, leaf in leaves])
 
     return numbers, join
-
-
-# -- all_finite, scale_loss, unscale_and_check, nonfinite_report ----------------------------------
 
 
 def calm(tree):
@@ -294,7 +256,16 @@ def assert_counts(report, numbers):
     [pytest.param(12, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.exhaustive)],
 )
 def test_every_number_of_any_tree_is_treated_as_numpy_says(number):
-    @examples(number)
+    @settings(
+        max_examples=number,
+        derandomize=True,  # the same draws in every run
+        deadline=None,
+        database=None,
+        # Shrinking would take minutes, because every try compiles. Add `Phase.shrink` to find the
+        # smallest failing draw.
+        phases=[Phase.generate],
+        suppress_health_check=[HealthCheck.too_slow],
+    )
     @given(
         tree=any_tree,
         scales=st.lists(loss_scales, min_size=2, max_size=2),
@@ -349,99 +320,3 @@ def test_every_number_of_any_tree_is_treated_as_numpy_says(number):
             assert_counts(report, current)
 
     holds()
-
-
-# -- the rule, and the state ----------------------------------------------------------------------
-
-sizes = st.integers(1, 4)
-counts = st.integers(0, 5) | st.sampled_from([INT32_MAX - 1, INT32_MAX])
-mostly = st.sampled_from([True, True, True, False])
-
-
-@st.composite
-def dynamic_hyperparams(draw):
-    low, start, high = sorted(draw(st.lists(loss_scales, min_size=3, max_size=3)))
-    return {
-        "initial_scale": start,
-        "growth_interval": draw(sizes | st.just(INT32_MAX)),
-        "growth_factor": draw(st.just(2.0) | st.floats(1.001, 2.0**127)),
-        "backoff_factor": draw(st.just(0.5) | st.floats(2.0**-126, 0.999)),
-        "min_scale": low,
-        "max_scale": high,
-        "hysteresis": draw(sizes),
-        "consecutive_hysteresis": draw(st.booleans()),
-        "loss_patience": draw(sizes | st.just(INT32_MAX)),
-    }
-
-
-@examples(25)
-@given(
-    hyper=dynamic_hyperparams(),
-    # As restored from training under another policy.
-    restored=st.none() | st.builds(Reference, loss_scales, counts, counts, counts, counts),
-    flags=st.lists(st.tuples(mostly, mostly), min_size=4, max_size=12),
-)
-def test_any_dynamic_policy_follows_the_written_rule_from_any_state(hyper, restored, flags):
-    policy = ols.DynamicLossScale(**hyper)
-    before = Reference(float(policy.init().loss_scale)) if restored is None else restored
-    state = ols.LossScaleState(jnp.float32(before.loss_scale), *map(jnp.int32, before[1:]))
-    expected = trajectory(dynamic_step(**hyper), before, flags)
-    for (grads_finite, loss_finite), right in zip(flags, expected, strict=True):
-        state = ols.update(state, grads_finite, policy, loss_finite=loss_finite)
-        assert [float(field) for field in state] == right.tolist()
-
-
-@examples(60)
-@given(
-    tree=trees(st.integers(0, 5)), path=st.lists(st.integers(0, 3), max_size=4), n=st.integers(0, 2)
-)
-def test_the_state_is_found_at_any_depth_and_only_alone(tree, path, n):
-    nest = [
-        lambda x: [x, tree],
-        lambda x: {"inner": x, "other": tree},
-        lambda x: Pair(tree, x),
-        Layer,
-    ]
-    states = [ols.init(2.0**i) for i in range(n)]
-    opt_state = {"at": [functools.reduce(lambda x, i: nest[i](x), path, s) for s in states]}
-    if n == 1:
-        assert_same_bits(ols.loss_scale_state(opt_state), states[0])
-        return
-    with pytest.raises(ValueError, match=f"exactly one LossScaleState, got {n} ") as error:
-        ols.loss_scale_state(opt_state)
-    assert all(f"['at'][{i}]" in str(error.value) for i in range(n))
-
-
-# -- a skipped step -------------------------------------------------------------------------------
-
-
-def with_any_bits(state):
-    """Return an optimizer's state of extreme finite floats, the last one infinite."""
-
-    def replace(leaf):
-        if not has_numbers(leaf):
-            return leaf
-        return jnp.asarray(with_bad_number(finite_array(leaf.dtype, leaf.shape, 0), 1.0, "first"))
-
-    return jax.tree.map(replace, state)
-
-
-@pytest.mark.slow
-@pytest.mark.integration  # Optax promotes
-@pytest.mark.filterwarnings("ignore:`params` are b?float16")
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_a_skipped_step_changes_no_bit_of_any_state(dtype):
-    inner = optax.chain(optax.add_noise(0.1, 0.5, 3), optax.adamw(0.1))
-    tx = ols.with_loss_scaling(optax.MultiSteps(inner, 2))
-    params = {"w": jnp.asarray(finite_array(dtype, (2, 3), 0)), "none": None, "b": jnp.ones(9)}
-    opt_state = jax.jit(tx.init)(params)
-    opt_state = opt_state._replace(inner_state=with_any_bits(opt_state.inner_state))
-    update = jax.jit(tx.update)
-    good = calm(params)
-    for bad in (np.nan, np.inf, -np.inf):
-        for grads, loss in ((good | {"b": good["b"].at[8].set(bad)}, 1.0), (good, bad)):
-            updates, after = update(grads, opt_state, params, value=jnp.float32(loss))
-            assert_same_bits(after.inner_state, opt_state.inner_state)
-            zeros = jax.tree.map(lambda u: np.full(u.shape, -0.0, u.dtype), updates)
-            assert_same_bits(updates, zeros)
-            assert int(after.loss_scale_state.total_skipped) == 1

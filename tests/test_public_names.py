@@ -156,7 +156,6 @@ def syntax(path):
 
 
 def imports(package):
-    """Yield importer, module and name of each import, also of those inside functions."""
     for importer, path in modules(package).items():
         for node in ast.walk(syntax(path)):
             if isinstance(node, ast.Import):

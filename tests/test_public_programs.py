@@ -50,15 +50,6 @@ def as_static_argument(lib):
     return [static(jnp.float32(1), ds=lib.DynamicScale(scale=s)) for s in (8.0, 8.0, 2.0**20)]
 
 
-def in_scan(lib):
-    def body(ds, _):
-        return ds.value_and_grad(loss_fn)(jnp.ones(2)).dynamic_scale, None
-
-    # Flax's own class can be carried only if it starts with arrays.
-    start = lib.DynamicScale(fin_steps=jnp.int32(0), scale=jnp.float32(8))
-    return jax.tree.leaves(jax.lax.scan(body, start, length=3)[0])
-
-
 def with_nnx(lib):
     params = nnx.state(nnx.BatchNorm(2, rngs=nnx.Rngs(0)), nnx.Param)
     result = lib.DynamicScale(scale=8.0).value_and_grad(lambda p: loss_fn(p["scale"][...]))(params)
@@ -73,7 +64,6 @@ def traced_minimum(lib):
 USES = {
     "a field that is static": as_static_field,
     "a static argument": as_static_argument,
-    "the carry of a scan": in_scan,
     "nnx": with_nnx,
     "a traced minimum": traced_minimum,
     "as NumPy arrays": lambda lib: step(jax.tree.map(np.array, lib.DynamicScale())),
@@ -86,11 +76,6 @@ USES = {
     ),
     "aux and more": lambda lib: step(
         lib.DynamicScale(), fun=lambda w: (jnp.sum(w), 1, "more"), has_aux=True
-    ),
-    "two arguments": lambda lib: (
-        lib.DynamicScale()
-        .value_and_grad(lambda w, x: jnp.sum(w) * x, argnums=(0, 1))(jnp.ones(2), 2.0)
-        .grad
     ),
 }
 

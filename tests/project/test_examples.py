@@ -1,12 +1,10 @@
 """The examples run and learn, and the demonstration fails when it should."""
 
-import math
 import re
 import runpy
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 from process_worker import tiny_example
 
@@ -49,21 +47,6 @@ def test_word_model_prints_and_draws_and_fails_when_too_short(tmp_path, monkeypa
     assert is_picture(picture)
 
 
-@pytest.mark.parametrize(
-    ("losses", "message"),
-    [
-        ((5.6, 6.2, 5.6), "float32: 5.60, expected at most 5.5"),
-        ((5.0, 5.2, 5.0), "float16: 5.20, expected 5.30 or more"),
-        ((5.0, 5.5, 5.2), "with scaling: 5.20, expected 5.00 ± 0.1"),
-        ((5.0, 5.5, math.nan), "with scaling: nan, expected 5.00 ± 0.1"),
-    ],
-)
-def test_word_model_names_each_number_that_is_wrong(losses, message):
-    problems = load("word_model")["problems"]
-    assert problems(5.0, 5.5, 5.05) == []
-    assert problems(*losses) == [f"final test loss, {message}"]
-
-
 @pytest.mark.exhaustive
 def test_word_model_loses_most_of_a_gradient_in_float16_alone():
     example = load("word_model")
@@ -92,38 +75,17 @@ def test_both_ways_to_accumulate_learn():
     assert min(accuracy) > 0.8
 
 
-@pytest.fixture
-def train_transformer(tmp_path, capsys):
-    """Return a function that trains the sharded transformer up to a given step, at a small size."""
+def test_the_sharded_transformer_runs_on_all_devices_and_skips_steps(tmp_path, capsys):
     main = tiny_example(batch=16, length=32, width=64)
-
-    def run(steps):
-        main([f"--steps={steps}", f"--checkpoints={tmp_path / 'saved'}"])
-        heading, columns, *rows = capsys.readouterr().out.splitlines()
-        assert columns == "  step  loss on unseen text    loss scale  skipped"
-        return heading, [[float(x.replace(",", "")) for x in row.split()] for row in rows]
-
-    return run
-
-
-def test_the_sharded_transformer_runs_on_all_devices_and_skips_steps(train_transformer):
-    heading, rows = train_transformer(5)
+    main(["--steps=5", f"--checkpoints={tmp_path / 'saved'}"])
+    heading, columns, *lines = capsys.readouterr().out.splitlines()
+    assert columns == "  step  loss on unseen text    loss scale  skipped"
     assert heading == f"{jax.device_count()} devices of 1 processes, from step 0"
+    rows = [[float(x.replace(",", "")) for x in line.split()] for line in lines]
     steps, losses, scales, skipped = zip(*rows, strict=True)
     assert steps == skipped == tuple(range(6))  # every step is skipped at first
     assert len(set(losses)) == 1
     assert scales == tuple(2.0**n for n in range(24, 18, -1))
-
-
-@pytest.mark.exhaustive
-def test_the_sharded_transformer_resumes_and_learns_more_than_frequencies(train_transformer):
-    _, [*_, saved] = train_transformer(20)
-    heading, [resumed, *_, last] = train_transformer(100)
-    assert heading.endswith("from step 20")
-    assert resumed == saved
-    shares = np.bincount(load("sharded_transformer")["TEXT"])
-    shares = shares[shares > 0] / shares.sum()
-    assert last[1] < -(shares * np.log(shares)).sum() - 0.2
 
 
 @pytest.mark.exhaustive
@@ -161,20 +123,3 @@ def test_reinforce_learns_and_finer_formats_agree_better(tmp_path, capsys):
     assert re.findall(r"\d+", head) == ["10", "20", "30", "40"]
     assert len(rows) == 3
     assert is_picture(tmp_path / "a.png")
-
-
-def test_reinforce_decodes_with_the_cache_what_it_trains_on():
-    example = load("reinforce")
-    shapes = example["SHAPES"]
-    keys = jax.random.split(jax.random.key(0), len(shapes))
-    params = {
-        name: jax.random.normal(key, shape) / shape[0] ** 0.5
-        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
-    }
-    prompts = jax.random.randint(jax.random.key(1), (64, 6), 0, 10)
-    answers, sampled = jax.jit(example["sample"])(params, prompts, jax.random.key(2))
-    trained = jax.jit(example["trained"])
-    np.testing.assert_allclose(sampled, trained(params, prompts, answers), rtol=0, atol=1e-5)
-    assert np.ptp(sampled) > 1  # the tokens differ in probability
-    one, other = (trained(params, prompts, answers.at[:, 3].set(token)) for token in (1, 2))
-    np.testing.assert_array_equal(np.any(one != other, axis=0), np.arange(6) >= 3)
