@@ -2,15 +2,13 @@
 
 It measures what examples/reinforce.py shows, over several seeds and learning rates, with a larger
 transformer: a digit-sorting policy with two layers and two heads. After a short supervised warm
-start, an answer earns reward 1 if it is right. Writes the tables, the numbers and the picture of
-docs/reinforcement_learning.md.
+start, an answer earns reward 1 if it is right.
 """
 
 import functools
 import itertools
 import platform
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -21,9 +19,8 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import optax_lossscale as ols
-from benchmarks import command
-from benchmarks.fidelity.training import zero_share
-from benchmarks.page import Part, as_json, interval, table
+from benchmarks.fidelity.training import fit, zero_share
+from benchmarks.page import Report, draw_runs, interval, table
 
 DIGITS, START = 6, 10  # START is the token that begins the answer
 LENGTH = 2 * DIGITS  # the prompt, START, and all digits of the answer but the last
@@ -45,7 +42,6 @@ LABELS = {
     "reward": "share of right answers\n(mean, range over seeds)",
     "gap": "mean difference of the\ntwo log-probabilities",
 }
-PART = Part("reinforce")
 
 # By default XLA may keep a bfloat16 result in float32 where it fuses operations, so that the same
 # code rounds differently in two programs. Turned off, each operation rounds, as in float16.
@@ -168,17 +164,11 @@ def warm_start(key: jax.Array, steps: int) -> Params:
     """Return parameters trained on right answers in float32, so that some samples earn a reward."""
     params, tx = init_params(key), optax.adam(1e-3)
 
-    def loss_fn(params: Params, prompts: jax.Array) -> jax.Array:
+    def loss_fn(params: Params, key: jax.Array) -> jax.Array:
+        prompts = draw_prompts(key, 128)
         return -jnp.mean(trained_log_probs(params, prompts, jnp.sort(prompts, axis=1)))
 
-    def train_step(carry: tuple, key: jax.Array) -> tuple:
-        params, opt_state = carry
-        grads = jax.grad(loss_fn)(params, draw_prompts(key, 128))
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), None
-
-    keys = jax.random.split(jax.random.fold_in(key, 1), steps)
-    return jax.lax.scan(train_step, (params, tx.init(params)), keys)[0][0]
+    return fit(tx, loss_fn, params, jax.random.split(jax.random.fold_in(key, 1), steps))[0][0]
 
 
 def make_train_step(
@@ -281,7 +271,7 @@ def tables(results: Results) -> str:
     return "\n\n".join([table(head, body, texts=(1,)), programs, results["circumstances"]])
 
 
-def draw(results: Results, path: Path) -> None:
+def draw(results: Results) -> Figure:
     """Draw reward and gap against the step, one column for each learning rate."""
     columns = len(results["runs"])
     figure = Figure(figsize=(1 + 4 * columns, 6), layout="constrained")
@@ -291,66 +281,41 @@ def draw(results: Results, path: Path) -> None:
             ax, curves = axes[row, column], np.array([run[name] for run in runs])
             steps = POINT * np.arange(1, curves.shape[1] + 1)
             style = {"linewidth": 5 if way == FLOAT32 else 1.6, "linestyle": "-:"["+ imp" in way]}
-            ax.plot(steps, curves.mean(axis=0), color=COLOURS[way], label=way, **style)
-            band = curves.min(axis=0), curves.max(axis=0)
-            ax.fill_between(steps, *band, color=COLOURS[way], alpha=0.12, linewidth=0)
-            ax.grid(alpha=0.3)
+            draw_runs(ax, steps, curves, COLOURS[way], label=way, **style)
             axes[row, 0].set_ylabel(LABELS[name])
         axes[0, column].set_title(f"learning rate {rate}")
         axes[1, column].set(yscale="log", xlabel="step")
     handles = axes[0, 0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside upper center", ncols=1 + columns)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=90)
+    return figure
 
 
-def write(results: Results, page: Path) -> None:
-    """Replace the tables of a page, and the numbers and the picture beside it."""
-    page.write_text(PART.replaced(page.read_text(), tables(results)))
-    page.with_suffix(".json").write_text(as_json(results))
-    draw(results, page.parent / "images/reinforce.png")
+def measure(*, quick: bool) -> Report:
+    """Train in every format at two learning rates."""
+    return compare(2, 10, 20, (1e-3,)) if quick else compare(5, 200, 120, (1e-3, 3e-3))
 
 
-def main(argv: Sequence[str] | None = None) -> Results:
-    """Train in every format, print and draw the results, and return them."""
-    parser = command.parser("benchmarks.reinforcement", __doc__)
-    add = parser.add_argument
-    add("--seeds", type=int, default=2, help="number of seeds, at least 2")
-    add("--steps", type=int, default=100, help="training steps")
-    add("--warm", type=int, default=120, help="steps of the warm start")
-    add("--rates", type=float, nargs="+", default=[1e-3], help="learning rates")
-    add("--ways", nargs="+", default=[*WAYS], choices=WAYS, metavar="WAY", help="ways to train")
-    add("--output", type=Path, default=Path("output/reinforcement.png"), help="the picture")
-    add("--write", type=Path, help="page to update")
-    args = parser.parse_args(argv)
-    if args.seeds < 2 or args.steps < POINT or args.steps % POINT or args.ways[0] != FLOAT32:
-        parser.error(f"two seeds or more, a multiple of {POINT} steps, and float32 first in --ways")
-    starts = [warm_start(jax.random.key(seed), args.warm) for seed in range(args.seeds)]
-    runs: dict[str, dict[str, list]] = {f"{rate:g}": {} for rate in args.rates}
-    for rate, way in itertools.product(args.rates, args.ways):
+def compare(
+    seeds: int, steps: int, warm: int, rates: tuple[float, ...], names: Iterable[str] = tuple(WAYS)
+) -> Report:
+    """Train this many steps in each way, after so many of the warm start."""
+    starts = [warm_start(jax.random.key(seed), warm) for seed in range(seeds)]
+    runs: dict[str, dict[str, list]] = {f"{rate:g}": {} for rate in rates}
+    for rate, way in itertools.product(rates, names):
         dtype, loss_scale, corrected = WAYS[way]
         tx = ols.with_loss_scaling(optax.adam(rate), loss_scale)
         train_step = make_train_step(tx, dtype, corrected=corrected)
         runs[f"{rate:g}"][way] = []
         for seed, params in enumerate(starts):
             # disable=None shows the bar in a terminal only.
-            label = f"rate {rate:g}, {way}, seed {seed + 1} of {args.seeds}"
-            steps = tqdm(range(args.steps), label, unit="step", leave=False, disable=None)
-            run = train(seed, params, tx.init(params), train_step, steps)
+            label = f"rate {rate:g}, {way}, seed {seed + 1} of {seeds}"
+            bar = tqdm(range(steps), label, unit="step", leave=False, disable=None)
+            run = train(seed, params, tx.init(params), train_step, bar)
             runs[f"{rate:g}"][way].append(run)
     circumstances = (
-        f"{args.seeds} seeds and {args.steps} steps, after {args.warm} steps of the warm start. "
+        f"{seeds} seeds and {steps} steps, after {warm} steps of the warm start. "
         f"Means with 95 % confidence intervals, by Student's t. {jax.default_backend()}, "
         f"{platform.machine()}, jax {jax.__version__}, optax {optax.__version__}."
     )
     results = {"circumstances": circumstances, "sources": sources(starts[0]), "runs": runs}
-    print(tables(results))
-    draw(results, args.output)
-    print(f"\npicture: {args.output}")
-    if args.write:
-        write(results, args.write)
-    return results
-
-
-if __name__ == "__main__":
-    main()
+    return Report(tables(results), results, {"reinforce": draw(results)})

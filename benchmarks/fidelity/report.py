@@ -1,8 +1,6 @@
 """The results: the table of docs/training.md, and its pictures."""
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,10 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.fidelity.training import BFLOAT16, FLOAT16, FLOAT32, SCALED
-from benchmarks.page import Interval, Part, as_json, interval, table
+from benchmarks.page import Interval, circumstances, draw_runs, interval, shown, table
 
 Results = dict[str, Any]
-PART = Part("fidelity")
 
 # The colour-blind-safe palette of `make demo` (Okabe and Ito).
 STYLES = {
@@ -43,7 +40,7 @@ def block(results: Results) -> str:
     """Return the table and its notes, as Markdown."""
     head = ["task", *results["tasks"][0]["runs"], "skipped steps"]
     body = [row(task) for task in results["tasks"]]
-    return "\n\n".join([table(head, body), summary(results), circumstances(results)])
+    return "\n\n".join([table(head, body), summary(results), sizes(results)])
 
 
 def row(task: Results) -> list[str]:
@@ -56,11 +53,6 @@ def row(task: Results) -> list[str]:
         *(shown(difference(task, way), f"+{form}") for way in others),
         span([run["skipped"] for run in task["runs"][SCALED]]),
     ]
-
-
-def shown(values: Interval, form: str) -> str:
-    """Return a mean and its margin as text."""
-    return f"{values.mean:{form}} ± {values.margin:{form[-3:]}}" if values.finite else "NaN"
 
 
 def span(values: Sequence[float]) -> str:
@@ -83,38 +75,18 @@ def summary(results: Results) -> str:
     )
 
 
-def circumstances(results: Results) -> str:
+def sizes(results: Results) -> str:
     """Describe the machine, the versions and the sizes."""
-    environment = results["environment"]
-    versions = ", ".join(f"{name} {number}" for name, number in environment["versions"].items())
-    sizes = [
+    tasks = [
         f"{task['name']} {task['parameters']:,} parameters, {task['steps']} steps"
         for task in results["tasks"]
     ]
-    return (
-        f"{environment['date']}, {environment['device']}, {environment['cores']} cores, "
-        f"{versions}; the table took {results['processor_seconds'] / 60:.0f} minutes of CPU time. "
-        f"Sizes: {'; '.join(sizes)}."
-    )
+    minutes = f"the table took {results['processor_seconds'] / 60:.0f} minutes of CPU time"
+    about = circumstances(results["environment"])
+    return f"{about}; {minutes}. Sizes: {'; '.join(tasks)}."
 
 
-def write(results: Results, page: Path) -> None:
-    """Replace the table in a page, and the numbers and the picture beside it."""
-    page.write_text(PART.replaced(page.read_text(), block(results)))
-    page.with_suffix(".json").write_text(to_json(results))
-    pictures = page.parent / "images"
-    pictures.mkdir(exist_ok=True)
-    draw(results, pictures / f"{page.stem}.png")
-    draw_edge(results["edge"], pictures / f"{page.stem}_edge.png")
-
-
-def to_json(results: Results) -> str:
-    """Return the results as JSON, with six decimals."""
-    text = json.dumps(results)
-    return as_json(json.loads(text, parse_float=lambda number: round(float(number), 6)))
-
-
-def draw(results: Results, path: Path) -> None:
+def draw(results: Results) -> Figure:
     """Draw learning curves, and below them the zero entries of each layer's gradient."""
     tasks = results["tasks"]
     rows = -(-len(tasks) // 3)
@@ -128,22 +100,19 @@ def draw(results: Results, path: Path) -> None:
         axes[row, column].remove()
         axes[row + 1, column].remove()
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
-    figure.savefig(path, dpi=110)
+    return figure
 
 
 def _draw_curves(ax: Axes, task: Results) -> None:
     for way, runs in task["runs"].items():
         curves = np.array([run["curve"] for run in runs])
         steps = task["steps"] * np.arange(1, curves.shape[1] + 1) / curves.shape[1]
-        ax.plot(steps, curves.mean(axis=0), label=way, **STYLES[way])
-        band = curves.min(axis=0), curves.max(axis=0)
-        ax.fill_between(steps, *band, color=STYLES[way]["color"], alpha=0.2, linewidth=0)
+        draw_runs(ax, steps, curves, label=way, **STYLES[way])
         if np.isnan(curves).all():
             ax.text(0.5, 0.5, f"{way}: NaN", color=STYLES[way]["color"], transform=ax.transAxes)
     ax.set_title(task["name"])
     ax.set_ylabel(task["metric"])
     ax.set_xlabel("step")
-    ax.grid(alpha=0.3)
 
 
 def _draw_zeros(ax: Axes, task: Results) -> None:
@@ -166,7 +135,7 @@ def _draw_zeros(ax: Axes, task: Results) -> None:
     ax.grid(axis="x", alpha=0.3)
 
 
-def draw_edge(edge: Results, path: Path) -> None:
+def draw_edge(edge: Results) -> Figure:
     """Draw what float16 alone loses of the word model, by vocabulary, batch and optimizer."""
     figure = Figure(figsize=(8.6, 3.4), layout="constrained")
     shares, losses = figure.subplots(1, 2)
@@ -204,4 +173,4 @@ def draw_edge(edge: Results, path: Path) -> None:
     )
     losses.grid(alpha=0.3)
     losses.legend()
-    figure.savefig(path, dpi=90)
+    return figure
