@@ -30,14 +30,7 @@ def maxtext(inner: optax.GradientTransformation) -> optax.GradientTransformation
             "is_skipped": jnp.bool_(False),
         }
 
-    def update(
-        updates: optax.Updates,
-        state: dict[str, Any],
-        params: optax.Params | None = None,
-        *,
-        loss: jax.Array,
-        grad_norm: jax.Array | None = None,
-    ) -> tuple[optax.Updates, dict[str, Any]]:
+    def update(grads: Any, state: Any, params: Any, *, loss: Any, grad_norm: Any = None) -> Any:
         count = state["count"]
         new = {"losses": state["losses"].at[count % WINDOW].set(loss), "norms": state["norms"]}
         is_spike = is_above(state["losses"], count, loss)
@@ -46,8 +39,8 @@ def maxtext(inner: optax.GradientTransformation) -> optax.GradientTransformation
             is_spike |= is_above(state["norms"], count, grad_norm)
         updates, new["inner"] = jax.lax.cond(
             is_spike,
-            lambda: (jax.tree.map(jnp.zeros_like, updates), state["inner"]),
-            lambda: inner.update(updates, state["inner"], params),
+            lambda: (jax.tree.map(jnp.zeros_like, grads), state["inner"]),
+            lambda: inner.update(grads, state["inner"], params),
         )
         return updates, new | {"count": count + 1, "is_skipped": is_spike}
 
@@ -81,14 +74,8 @@ def levanter(inner: optax.GradientTransformation) -> optax.GradientTransformatio
             "count": jnp.int32(0),
         }
 
-    def update(
-        updates: optax.Updates,
-        state: dict[str, Any],
-        params: optax.Params | None = None,
-        *,
-        loss: jax.Array,
-    ) -> tuple[optax.Updates, dict[str, Any]]:
-        now = {"losses": loss, "norms": optax.tree.norm(updates)}
+    def update(grads: Any, state: Any, params: Any, *, loss: Any) -> Any:
+        now = {"losses": loss, "norms": optax.tree.norm(grads)}
         is_valid, place = state["is_valid"], state["place"]
 
         def is_usual(name: str) -> jax.Array:
@@ -97,7 +84,7 @@ def levanter(inner: optax.GradientTransformation) -> optax.GradientTransformatio
 
         is_spike = ~(is_usual("losses") & is_usual("norms")) & (state["count"] >= WINDOW // 2)
         factor = jnp.where(is_spike, 0.0, 1.0)
-        updates, moved = inner.update(updates, state["inner"], params)
+        updates, moved = inner.update(grads, state["inner"], params)
         kept = jax.tree.map(
             lambda old, new: jnp.where(factor == 0, old, new), state["inner"], moved
         )

@@ -7,7 +7,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,9 +123,20 @@ def as_json(results: dict[str, Any]) -> str:
     return re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), indented) + "\n"
 
 
-def shown(values: Interval, form: str) -> str:
-    """Return a mean and its margin as text."""
-    return f"{values.mean:{form}} ± {values.margin:{form[-3:]}}" if values.finite else "NaN"
+def compared(task: Mapping[str, Any], ends: Mapping[str, np.ndarray]) -> list[str]:
+    """Return a row of a table: a task, the first way's results, and the others' less the first's.
+
+    `ends` are the results by way, one for each seed.
+    """
+    form = f".{task['decimals']}f"
+
+    def shown(values: np.ndarray, sign: str = "+") -> str:
+        mean, margin = interval(values)
+        return f"{mean:{sign}{form}} ± {margin:{form}}" if math.isfinite(mean) else "NaN"
+
+    first, *others = ends.values()
+    title = f"**{task['name']}**: {task['metric']}"
+    return [title, shown(first, ""), *(shown(other - first) for other in others)]
 
 
 def draw_runs(ax: Axes, steps: Any, curves: np.ndarray, color: str, **style: Any) -> None:

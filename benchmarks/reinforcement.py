@@ -94,13 +94,17 @@ def norm(x: jax.Array) -> jax.Array:
 
 
 def forward(
-    params: Params, tokens: jax.Array, cache: jax.Array, start: Any, *, fused: bool
+    params: Params, tokens: jax.Array, start: Any = 0, cache: Any = None, *, fused: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Return float32 log-probabilities of each next digit, and the cache with these tokens' part.
 
-    Computes in the dtype of the parameters. `start` is the position of the first token.
+    Computes in the dtype of the parameters. `start` is the position of the first token. The cache
+    has the keys and values of the tokens before it.
     """
     batch, count = tokens.shape
+    if cache is None:
+        shape = LAYERS, batch, LENGTH, 2, HEADS, WIDTH // HEADS
+        cache = jnp.zeros(shape, params["head"].dtype)
     places = start + jnp.arange(count)
     mask = jnp.arange(LENGTH) <= places[:, None]
 
@@ -117,11 +121,6 @@ def forward(
     return jax.nn.log_softmax((norm(x) @ params["head"]).astype(jnp.float32)), cache
 
 
-def empty_cache(params: Params, batch: int) -> jax.Array:
-    """Return keys and values of no tokens, in the dtype of the parameters."""
-    return jnp.zeros((LAYERS, batch, LENGTH, 2, HEADS, WIDTH // HEADS), params["head"].dtype)
-
-
 def chosen(log_probs: jax.Array, tokens: jax.Array) -> jax.Array:
     """Return the log-probability of each token."""
     return jnp.take_along_axis(log_probs, tokens[..., None], axis=-1)[..., 0]
@@ -131,7 +130,7 @@ def trained_log_probs(params: Params, prompts: jax.Array, answers: jax.Array) ->
     """Return the log-probability of each token of the answers, from one pass over all tokens."""
     begin = jnp.full_like(answers[:, :1], START)
     tokens = jnp.concatenate([prompts, begin, answers[:, :-1]], axis=1)
-    log_probs, _ = forward(params, tokens, empty_cache(params, len(tokens)), 0, fused=False)
+    log_probs, _ = forward(params, tokens, fused=False)
     return chosen(log_probs[:, DIGITS:], answers)
 
 
@@ -139,19 +138,17 @@ def sample(
     params: Params, prompts: jax.Array, key: jax.Array, *, fused: bool = True
 ) -> tuple[jax.Array, jax.Array]:
     """Return answers, and the log-probability of each token as the sampling policy sees it."""
-    batch = len(prompts)
-    _, cache = forward(params, prompts, empty_cache(params, batch), 0, fused=fused)
+    _, cache = forward(params, prompts, fused=fused)
 
     def decode(carry: tuple, step: tuple) -> tuple:
-        token, cache = carry
-        place, key = step
-        log_probs, cache = forward(params, token[:, None], cache, place, fused=fused)
+        (token, cache), (place, key) = carry, step
+        log_probs, cache = forward(params, token[:, None], place, cache, fused=fused)
         token = jax.random.categorical(key, log_probs[:, 0])
         return (token, cache), (token, chosen(log_probs[:, 0], token))
 
     steps = DIGITS + jnp.arange(DIGITS), jax.random.split(key, DIGITS)
-    _, (answers, log_probs) = jax.lax.scan(decode, (jnp.full(batch, START), cache), steps)
-    return answers.T, log_probs.T
+    _, sampled = jax.lax.scan(decode, (jnp.full(len(prompts), START), cache), steps)
+    return jax.tree.map(jnp.transpose, sampled)
 
 
 def draw_prompts(key: jax.Array, count: int) -> jax.Array:
@@ -171,9 +168,7 @@ def warm_start(key: jax.Array, steps: int) -> Params:
     return fit(tx, loss_fn, params, jax.random.split(jax.random.fold_in(key, 1), steps))[0][0]
 
 
-def make_train_step(
-    tx: optax.GradientTransformationExtraArgs, dtype: Any, *, corrected: bool
-) -> Callable[..., tuple]:
+def make_train_step(tx: Any, dtype: Any, *, corrected: bool) -> Callable[..., tuple]:
     """Return a training step: sample answers, reward them, and update the parameters once."""
 
     def loss_fn(params: Params, prompts: Any, answers: Any, advantage: Any, sampled: Any) -> tuple:
@@ -189,13 +184,12 @@ def make_train_step(
         right = jnp.all(answers == jnp.sort(prompts, axis=1), axis=1)
         reward = right.astype(jnp.float32).reshape(PROMPTS, GROUP)
         advantage = (reward - reward.mean(axis=1, keepdims=True)).reshape(-1)
-        (loss, trained), grads = ols.value_and_grad(loss_fn, has_aux=True)(
-            opt_state, params, prompts, answers, advantage, sampled
-        )
+        loss_and_grads = ols.value_and_grad(loss_fn, has_aux=True)
+        arguments = params, prompts, answers, advantage, sampled
+        (loss, trained), grads = loss_and_grads(opt_state, *arguments)
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)
         log = {"reward": reward.mean(), "zero_share": zero_share(grads)}
-        log |= mismatch(sampled, trained)
-        return optax.apply_updates(params, updates), opt_state, log
+        return optax.apply_updates(params, updates), opt_state, log | mismatch(sampled, trained)
 
     return jax.jit(train_step, compiler_options=ROUND)
 
@@ -213,28 +207,27 @@ def mismatch(sampled: jax.Array, trained: jax.Array) -> dict[str, jax.Array]:
 
 def sources(params: Params) -> dict[str, dict[str, float]]:
     """Return the mean gap of one policy in each format, for programs that differ ever more."""
-    found: dict[str, dict[str, float]] = {}
-    for name, (fused, options) in PROGRAMS.items():
+    dtypes, keys = (jnp.float32, jnp.bfloat16, jnp.float16), jax.random.split(jax.random.key(0))
 
-        def gap(params: Params, key: jax.Array, fused: bool = fused) -> jax.Array:
-            prompts = draw_prompts(key, PROMPTS * GROUP)
-            answers, sampled = sample(params, prompts, key, fused=fused)
-            return mismatch(sampled, trained_log_probs(params, prompts, answers))["gap"]
+    def gap(fused: bool, params: Params, key: jax.Array) -> jax.Array:
+        prompts = draw_prompts(key, PROMPTS * GROUP)
+        answers, sampled = sample(params, prompts, key, fused=fused)
+        return mismatch(sampled, trained_log_probs(params, prompts, answers))["gap"]
 
-        measure, keys = jax.jit(gap, compiler_options=options), jax.random.split(jax.random.key(0))
-        found[name] = {
-            dtype.__name__: float(np.mean([measure(ols.cast(params, dtype), key) for key in keys]))
-            for dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
-        }
-    return found
+    def mean(run: Callable, dtype: Any) -> float:
+        return float(np.mean([run(ols.cast(params, dtype), key) for key in keys]))
+
+    runs = {
+        name: jax.jit(functools.partial(gap, fused), compiler_options=options)
+        for name, (fused, options) in PROGRAMS.items()
+    }
+    return {name: {d.__name__: mean(run, d) for d in dtypes} for name, run in runs.items()}
 
 
-def train(
-    seed: int, params: Params, opt_state: Any, train_step: Callable, steps: Iterable[int]
-) -> dict:
+def train(seed: int, params: Params, opt_state: Any, train_step: Callable, steps: int) -> dict:
     """Train from the given parameters, and return the curves and what the table shows."""
     key, history = jax.random.key(seed), []
-    for step in steps:
+    for step in tqdm(range(steps), leave=False, disable=None):  # None: in a terminal only
         params, opt_state, log = train_step(params, opt_state, jax.random.fold_in(key, step))
         history.append(log)
     history = jax.device_get(history)
@@ -305,13 +298,10 @@ def compare(
         dtype, loss_scale, corrected = WAYS[way]
         tx = ols.with_loss_scaling(optax.adam(rate), loss_scale)
         train_step = make_train_step(tx, dtype, corrected=corrected)
-        runs[f"{rate:g}"][way] = []
-        for seed, params in enumerate(starts):
-            # disable=None shows the bar in a terminal only.
-            label = f"rate {rate:g}, {way}, seed {seed + 1} of {seeds}"
-            bar = tqdm(range(steps), label, unit="step", leave=False, disable=None)
-            run = train(seed, params, tx.init(params), train_step, bar)
-            runs[f"{rate:g}"][way].append(run)
+        runs[f"{rate:g}"][way] = [
+            train(seed, params, tx.init(params), train_step, steps)
+            for seed, params in enumerate(starts)
+        ]
     circumstances = (
         f"{seeds} seeds and {steps} steps, after {warm} steps of the warm start. "
         f"Means with 95 % confidence intervals, by Student's t. {jax.default_backend()}, "

@@ -7,8 +7,8 @@ import optax
 
 import optax_lossscale as ols
 from benchmarks.fidelity.tasks import Task, all_tasks
-from benchmarks.fidelity.training import fit
-from benchmarks.page import Report, interval, shown, table
+from benchmarks.fidelity.training import facts, fit
+from benchmarks.page import Report, compared, table
 
 # The dtype of the parameters, and what keeps the rest of them.
 WAYS = {
@@ -43,8 +43,5 @@ def measure(*, quick: bool) -> Report:
     seeds, rows = range(2 if quick else 4), []
     for task in all_tasks(NAMES, quick=quick):
         ends = {way: np.array([train(task, way, seed) for seed in seeds]) for way in WAYS}
-        reference, *others = ends.values()
-        form = f".{task.decimals}f"
-        gaps = [shown(interval(end - reference), f"+{form}") for end in others]
-        rows.append([f"**{task.name}**: {task.metric}", shown(interval(reference), form), *gaps])
+        rows.append(compared(facts(task), ends))
     return Report(table(["task", *WAYS], rows))
