@@ -53,11 +53,7 @@ docs: $(VENV)/docs.installed
 # Trains in every format, with and without loss scaling, and updates docs/training.md,
 # docs/skipping.md and docs/reinforcement_learning.md.
 fidelity: $(VENV)/test.installed
-	$(RUN) -m benchmarks.fidelity --output output/fidelity --write docs/training.md $(FIDELITY)
-	$(RUN) -m benchmarks.fidelity.parameters --write docs/training.md
-	$(RUN) -m benchmarks.spikes --write docs/skipping.md
-	$(RUN) -m benchmarks.reinforcement --seeds 5 --steps 200 --rates 0.001 0.003 \
-	  --output output/fidelity/reinforcement.png --write docs/reinforcement_learning.md
+	$(RUN) -m benchmarks.fidelity --pages docs $(FIDELITY)
 
 # Tests the oldest and the newest supported versions, on every Python that it finds, including all
 # versions that pyenv has installed.

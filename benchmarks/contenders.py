@@ -1,25 +1,31 @@
 """One adapter for each library, written as the library's own documentation shows.
 
-An adapter is built from an optimizer and a tree of parameters. `optimizer_step` takes gradients of
-the scaled loss (or of the unscaled loss if `scales` is false), and `training_step` takes a batch.
-Both are pure, and callers donate the whole `State` to them.
+A contender makes its optimizer `tx` of an inner one. `optimizer_step` takes the gradients of the
+scaled loss (or of the unscaled loss if `scales` is false) and the loss, and `training_step` takes a
+batch. Both are pure, and callers donate the whole `State` to them.
 """
 
 # ruff: noqa: D102 - `Contender` documents the methods, and each class what is special.
 
+import dataclasses
 import functools
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import metadata
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 import optax_lossscale as ols
+from benchmarks import guards
 from benchmarks.workloads import ADAMW, LOSS_SCALE, OPTIMIZERS, LossFn, Tree
+
+POLICY = ols.DynamicLossScale(initial_scale=LOSS_SCALE)
+Optimizer = Any  # of Optax, or of Keras
 
 
 class State(NamedTuple):
@@ -27,437 +33,308 @@ class State(NamedTuple):
 
     params: Tree
     opt_state: Any
-    scaler: Any = ()
+    kept: Any = ()  # beside the optimizer: a loss scale, masters, past losses
 
 
+@dataclasses.dataclass(frozen=True)
 class Contender:
     """The interface of an adapter, implemented with Optax alone. Subclasses override parts of it.
 
     Attributes:
       name: The name in the tables.
-      package: The distribution that must be installed.
-      module: The module to import as `self.lib`.
-      baseline: The name of the contender that its ratios compare with.
+      wrap: Makes the optimizer of the inner one.
       scales: Whether it scales the loss.
       skips: Whether it skips a step whose gradients are not finite.
+      arguments: What `update` is given besides, made of the gradients and the loss.
+      package: The distribution that must be installed.
+      module: The module of it that is used as `self.lib`.
+      baseline: The name of the contender that its ratios compare with; by default the first one.
       optimizers: The inner optimizers that it supports.
-      axis_name: The axis of `shard_map` that it runs over.
     """
 
-    name: ClassVar[str]
-    package: ClassVar[str] = "optax"
-    module: ClassVar[str] = "optax"
-    baseline: ClassVar[str] = "Optax alone"
-    scales: ClassVar[bool] = False
-    skips: ClassVar[bool] = False
-    optimizers: ClassVar[tuple[str, ...]] = tuple(OPTIMIZERS)
-    axis_name: ClassVar[str | None] = None
+    name: str
+    wrap: Callable[..., Optimizer] = lambda tx: tx
+    _: dataclasses.KW_ONLY
+    scales: bool = False
+    skips: bool = False
+    arguments: Callable[[Tree, Any], Mapping[str, jax.Array]] = lambda _grads, _loss: {}
+    package: str = "optax"
+    module: str = "optax"
+    baseline: str = ""
+    optimizers: tuple[str, ...] = tuple(OPTIMIZERS)
 
-    def __init__(self, optimizer: str, params: Tree) -> None:
-        """Build the optimizer. Subclasses may read the shapes of `params`."""
-        del params
-        self.lib: Any = importlib.import_module(self.module)
-        self.tx = self.wrap(OPTIMIZERS[optimizer]())
+    @property
+    def lib(self) -> Any:
+        """The library."""
+        return importlib.import_module(self.module)
 
-    @classmethod
-    def version(cls) -> str | None:
+    def version(self) -> str | None:
         """Return the installed version, or None."""
         try:
-            return metadata.version(cls.package)
+            return metadata.version(self.package)
         except metadata.PackageNotFoundError:
             return None
 
-    def wrap(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-        """Return the optimizer, wrapped if this contender needs it."""
-        return tx
+    def make(self, optimizer: str, params: Tree) -> Optimizer:
+        """Return the optimizer for parameters of these shapes."""
+        del params
+        return self.wrap(OPTIMIZERS[optimizer]())
 
-    def init(self, params: Tree) -> State:
+    def init(self, tx: Optimizer, params: Tree) -> State:
         """Return the state before the first step, in new buffers."""
         params = jax.tree.map(jnp.copy, params)
-        return State(params, self.tx.init(params), self.init_scaler())
+        return State(params, tx.init(params), self.init_kept())
 
-    def init_scaler(self) -> Any:
+    def init_kept(self) -> Any:
         """Return any state other than the parameters and the optimizer state."""
         return ()
 
-    def optimizer_step(self, state: State, grads: Tree) -> State:
+    def optimizer_step(self, tx: Optimizer, state: State, grads: Tree, loss: Any) -> State:
         """Take one step with given gradients."""
         # Squares of float16 gradients underflow, so training without a scaler casts them too.
-        return self.apply(state, jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+        return self.apply(tx, state, optax.tree.cast(grads, jnp.float32), loss)
 
-    def training_step(self, loss_fn: LossFn, state: State, batch: jax.Array) -> State:
+    def training_step(self, loss_fn: LossFn, tx: Optimizer, state: State, batch: Any) -> State:
         """Compute the gradients of a batch and take one step."""
-        return self.optimizer_step(
-            state, jax.grad(self.scaled(loss_fn, state))(state.params, batch)
-        )
+        loss_and_grads = jax.value_and_grad(self.scaled(loss_fn, tx, state))
+        loss, grads = loss_and_grads(state.params, batch)
+        return self.optimizer_step(tx, state, grads, loss)
 
-    def scaled(self, loss_fn: LossFn, state: State) -> LossFn:
+    def scaled(self, loss_fn: LossFn, tx: Optimizer, state: State) -> LossFn:
         """Return `loss_fn` multiplied by the loss scale."""
-        del state
+        del tx, state
         return loss_fn
 
-    def apply(self, state: State, grads: Tree) -> State:
+    def apply(self, tx: Optimizer, state: State, grads: Tree, loss: Any) -> State:
         """Take one step of the optimizer, as in Optax's documentation."""
-        updates, opt_state = self.tx.update(grads, state.opt_state, state.params)
-        return State(optax.apply_updates(state.params, updates), opt_state, state.scaler)
+        extra = self.arguments(grads, loss)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params, **extra)
+        return State(optax.apply_updates(state.params, updates), opt_state, state.kept)
 
 
-class OptaxAlone(Contender):
-    """The baseline of the other contenders."""
+@dataclasses.dataclass(frozen=True)
+class ByHand(Contender):
+    """What users write around Optax: JMP's recipe, Apex' masters, and a rule against spikes.
 
-    name = "Optax alone"
+    Attributes:
+      masters: Whether float32 masters are stepped, of which the parameters are a copy.
+      spike: "loss" or "norm" if the step is also skipped where that is a spike.
+    """
 
+    package: str = "jmp"
+    module: str = "jmp"
+    masters: bool = False
+    spike: str = ""
 
-class Control(Contender):
-    """The baseline again: the distance of its ratio from 1.00 is the noise."""
+    def init(self, tx: Optimizer, params: Tree) -> State:
+        params = jax.tree.map(jnp.copy, params)
+        kept: dict[str, Any] = {}
+        if self.scales:
+            # Only the arrays: JMP's class rejects the placeholders that `jit(...).lower` passes.
+            kept["scaler"] = jnp.float32(LOSS_SCALE), jnp.int32(0)
+        if self.masters:
+            kept["masters"] = jax.tree.map(lambda p: jnp.array(p, jnp.float32), params)
+        if self.spike:
+            kept["past"] = jnp.zeros(guards.WINDOW), jnp.int32(0)
+        return State(params, tx.init(kept.get("masters", params)), kept)
 
-    name = "Optax alone, again (A/A)"
-
-
-class Ours(Contender):
-    """This library."""
-
-    name = "optax_lossscale"
-    package = "optax_lossscale"
-    module = "optax_lossscale"
-    scales = True
-    skips = True
-
-    @classmethod
-    def version(cls) -> str | None:
-        return ols.__version__  # available even if not installed
-
-    def wrap(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-        policy = ols.DynamicLossScale(initial_scale=LOSS_SCALE)
-        return ols.with_loss_scaling(tx, policy, axis_name=self.axis_name)
-
-    def optimizer_step(self, state: State, grads: Tree) -> State:
-        return self.apply(state, grads)
-
-    def training_step(self, loss_fn: LossFn, state: State, batch: jax.Array) -> State:
-        _, grads = ols.value_and_grad(loss_fn)(state.opt_state, state.params, batch)
-        return self.apply(state, grads)
-
-
-class OursUnchecked(Ours):
-    """This library with a fixed loss scale, without checks or skips."""
-
-    name = "optax_lossscale, unchecked"
-    skips = False
-
-    def wrap(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-        return ols.with_loss_scaling(tx, ols.FixedLossScale(LOSS_SCALE, skip_nonfinite=False))
-
-
-class SkipIf(Ours):
-    """This library's skip alone."""
-
-    name = "optax_lossscale, skip_if (no scaling)"
-    scales = False
-
-    def wrap(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-        return ols.skip_if(tx)
-
-    optimizer_step = Contender.optimizer_step
-    training_step = Contender.training_step
-
-
-class SkipSpikes(SkipIf):
-    """This library's skip, also of spikes in the norm of the gradients."""
-
-    name = "optax_lossscale, skip_if and Spike (no scaling)"
-
-    def wrap(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-        return ols.skip_if(tx, ols.Spike("grad_norm"))
-
-
-class Stack(Ours):
-    """What the README combines: loss scaling, a rule about the loss, and masters if needed."""
-
-    name = "optax_lossscale, with Spike and masters"
-
-    def wrap(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-        policy = ols.DynamicLossScale(initial_scale=LOSS_SCALE)
-        inner = ols.with_master_weights(tx)  # nothing for float32 parameters
-        return ols.with_loss_scaling(inner, policy, skip_if=ols.Spike(), axis_name=self.axis_name)
-
-    def apply(self, state: State, grads: Tree) -> State:
-        loss = ols.loss_scale_state(state.opt_state).loss_scale  # any number will do
-        updates, opt_state = self.tx.update(grads, state.opt_state, state.params, value=loss)
-        return State(optax.apply_updates(state.params, updates), opt_state, state.scaler)
-
-
-class HalfStack(Stack):
-    """The same against masters by hand."""
-
-    baseline = "Masters by hand"
-
-
-class Jmp(Contender):
-    """The recipe of JMP's README."""
-
-    name = "JMP"
-    package = "jmp"
-    module = "jmp"
-    scales = True
-    skips = True
-
-    def init_scaler(self) -> Any:
-        # Only the arrays: JMP's class rejects the placeholders that `jit(...).lower` passes.
-        return jnp.float32(LOSS_SCALE), jnp.int32(0)
-
-    def scaled(self, loss_fn: LossFn, state: State) -> LossFn:
-        scaler = self.lib.DynamicLossScale(*state.scaler)
+    def scaled(self, loss_fn: LossFn, tx: Optimizer, state: State) -> LossFn:
+        del tx
+        if not self.scales:
+            return loss_fn
+        scaler = self.lib.DynamicLossScale(*state.kept["scaler"])
         return lambda params, batch: scaler.scale(loss_fn(params, batch))
 
-    def optimizer_step(self, state: State, grads: Tree) -> State:
-        scaler = self.lib.DynamicLossScale(*state.scaler)
-        grads = scaler.unscale(grads)
-        finite = self.lib.all_finite(grads)
-        new = self.apply(state, grads)
-        scaler = scaler.adjust(finite)
-        return State(
-            self.lib.select_tree(finite, new.params, state.params),
-            self.lib.select_tree(finite, new.opt_state, state.opt_state),
-            (scaler.loss_scale, scaler.counter),
-        )
+    def optimizer_step(self, tx: Optimizer, state: State, grads: Tree, loss: Any) -> State:
+        kept = dict(state.kept)
+        scaler = self.lib.DynamicLossScale(*kept["scaler"]) if self.scales else None
+        grads = scaler.unscale(grads) if scaler else optax.tree.cast(grads, jnp.float32)
+        old = State(kept.get("masters", state.params), state.opt_state)
+        new = self.apply(tx, old, grads, loss)
+        if self.skips:
+            applied = finite = self.lib.all_finite(grads)
+            if scaler:
+                scaler = scaler.adjust(finite)
+                kept["scaler"] = scaler.loss_scale, scaler.counter
+            if self.spike:
+                past, count = kept["past"]
+                value = loss if self.spike == "loss" else optax.tree.norm(grads)
+                applied = finite & ~guards.is_above(past, count, value)
+                longer = past.at[count % guards.WINDOW].set(value), count + 1
+                kept["past"] = self.lib.select_tree(finite, longer, kept["past"])
+            new = self.lib.select_tree(applied, new, old)
+        if not self.masters:
+            return new._replace(kept=kept)
+        params = jax.tree.map(lambda p, m: m.astype(p.dtype), state.params, new.params)
+        return State(params, new.opt_state, {**kept, "masters": new.params})
 
 
-class Flax(Contender):
+@dataclasses.dataclass(frozen=True)
+class Ours(Contender):
+    """This library.
+
+    Attributes:
+      axis_name: The axis of `shard_map` that it runs over.
+    """
+
+    package: str = "optax_lossscale"
+    axis_name: str | None = None
+
+    def make(self, optimizer: str, params: Tree) -> Optimizer:
+        del params
+        axis = {"axis_name": self.axis_name} if self.axis_name else {}
+        return self.wrap(OPTIMIZERS[optimizer](), **axis)
+
+    def optimizer_step(self, tx: Optimizer, state: State, grads: Tree, loss: Any) -> State:
+        grads = grads if self.scales else optax.tree.cast(grads, jnp.float32)
+        return self.apply(tx, state, grads, loss)
+
+    def training_step(self, loss_fn: LossFn, tx: Optimizer, state: State, batch: Any) -> State:
+        if not self.scales:
+            return super().training_step(loss_fn, tx, state, batch)
+        loss, grads = ols.value_and_grad(loss_fn)(state, state.params, batch)
+        return self.optimizer_step(tx, state, grads, loss)
+
+
+@dataclasses.dataclass(frozen=True)
+class Functional(Ours):
+    """This library's pure functions, and `tree_where` unless a guard wraps the optimizer."""
+
+    selects: bool = True
+
+    def init_kept(self) -> Any:
+        return ols.init(POLICY)
+
+    def optimizer_step(self, tx: Optimizer, state: State, grads: Tree, loss: Any) -> State:
+        grads, finite = ols.unscale_and_check(grads, state.kept)
+        new = self.apply(tx, state, grads, loss)
+        if self.selects:
+            new = ols.tree_where(finite, new, state)
+        return new._replace(kept=ols.update(state.kept, finite, POLICY))
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaler(Contender):
+    """A library whose scaler differentiates a loss."""
+
+    def optimizer_step(self, tx: Optimizer, state: State, grads: Tree, loss: Any) -> State:
+        del loss
+        return self.step(_own_gradient, tx, state, grads)
+
+    def training_step(self, loss_fn: LossFn, tx: Optimizer, state: State, batch: Any) -> State:
+        return self.step(loss_fn, tx, state, state.params, batch)
+
+    def step(self, loss_fn: Callable, tx: Optimizer, state: State, *args: Any) -> State:
+        """Differentiate a loss by its first argument, and take one step."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Flax(Scaler):
     """`DynamicScale`, with the selection from Flax's ImageNet example."""
 
-    name = "Flax DynamicScale"
-    package = "flax"
-    module = "flax.training.dynamic_scale"
-    scales = True
-    skips = True
+    package: str = "flax"
+    module: str = "flax.training.dynamic_scale"
 
-    def init_scaler(self) -> Any:
+    def init_kept(self) -> Any:
         # Flax's own defaults are Python numbers, which would recompile the second step.
         return self.lib.DynamicScale(fin_steps=jnp.int32(0), scale=jnp.float32(LOSS_SCALE))
 
-    def optimizer_step(self, state: State, grads: Tree) -> State:
-        return self._select(state, state.scaler.value_and_grad(_own_gradient)(grads))
-
-    def training_step(self, loss_fn: LossFn, state: State, batch: jax.Array) -> State:
-        result = state.scaler.value_and_grad(lambda params: loss_fn(params, batch))(state.params)
-        return self._select(state, result)
-
-    def _select(self, state: State, result: Any) -> State:
-        scaler, finite, _, grads = result
-        new = self.apply(state, grads)
-        select = functools.partial(jax.tree.map, functools.partial(jnp.where, finite))
-        return State(
-            select(new.params, state.params), select(new.opt_state, state.opt_state), scaler
-        )
+    def step(self, loss_fn: Callable, tx: Optimizer, state: State, *args: Any) -> State:
+        scaler, finite, loss, grads = state.kept.value_and_grad(loss_fn)(*args)
+        new = self.apply(tx, state, grads, loss)
+        select = functools.partial(jnp.where, finite)
+        params = jax.tree.map(select, new.params, state.params)
+        return State(params, jax.tree.map(select, new.opt_state, state.opt_state), scaler)
 
 
-class Mpx(Contender):
-    """mpx: `filter_value_and_grad`, or its parts, and `optimizer_update`."""
-
-    name = "mpx"
-    package = "mixed-precision-for-jax"
-    module = "mpx"
-    scales = True
-    skips = True
-
-    def init_scaler(self) -> Any:
-        return jnp.float32(LOSS_SCALE), jnp.int32(0)
-
-    def optimizer_step(self, state: State, grads: Tree) -> State:
-        scaling = self._scaling(state)
-        finite = self.lib.all_finite(grads)
-        new_scaling = scaling.adjust(finite)
-        return self._update(state, new_scaling, finite, scaling.unscale(grads))
-
-    def training_step(self, loss_fn: LossFn, state: State, batch: jax.Array) -> State:
-        value_and_grad = self.lib.filter_value_and_grad(loss_fn, scaling=self._scaling(state))
-        _, scaling, finite, grads = value_and_grad(state.params, batch)
-        return self._update(state, scaling, finite, grads)
-
-    def _scaling(self, state: State) -> Any:
-        # Rebuilt at each step, so its `factor` and `period` stay static, as under `filter_jit`.
-        loss_scale, counter = state.scaler
-        return self.lib.DynamicLossScaling(loss_scale, jnp.float32(1), counter=counter)
-
-    def _update(self, state: State, scaling: Any, finite: jax.Array, grads: Tree) -> State:
-        params, opt_state = self.lib.optimizer_update(
-            state.params, self.tx, state.opt_state, grads, finite
-        )
-        return State(params, opt_state, (scaling.loss_scaling, scaling.counter))
-
-
-class Jaxamp(Contender):
+@dataclasses.dataclass(frozen=True)
+class Jaxamp(Scaler):
     """jaxamp's scaler, with `optax.apply_if_finite` to skip steps, as in its README."""
 
-    name = "jaxamp"
-    package = "jaxamp"
-    module = "jaxamp"
-    scales = True
-    skips = True
+    package: str = "jaxamp"
+    module: str = "jaxamp"
 
-    def wrap(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-        return optax.apply_if_finite(tx, max_consecutive_errors=100)
-
-    def init_scaler(self) -> Any:
+    def init_kept(self) -> Any:
         # Copies, because the defaults are module-level arrays and donation would delete them.
         defaults = self.lib.DynamicScalerState()
         return jax.tree.map(jnp.copy, defaults._replace(scaler=jnp.float32(LOSS_SCALE)))
 
-    def optimizer_step(self, state: State, grads: Tree) -> State:
-        return self._step(_own_gradient, state, grads)
-
-    def training_step(self, loss_fn: LossFn, state: State, batch: jax.Array) -> State:
-        return self._step(loss_fn, state, state.params, batch)
-
-    def _step(self, loss_fn: Callable[..., jax.Array], state: State, *args: Any) -> State:
+    def step(self, loss_fn: Callable, tx: Optimizer, state: State, *args: Any) -> State:
         grad_fn = self.lib.dynamic_scale_grad(loss_fn, filter=False)
-        scaler, grads = grad_fn(*args, dynamic_scaler_state=state.scaler)
-        return self.apply(state, grads)._replace(scaler=scaler)
+        scaler, grads = grad_fn(*args, dynamic_scaler_state=state.kept)
+        return self.apply(tx, state, grads, None)._replace(kept=scaler)
 
 
-class ApplyIfFinite(Contender):
-    """Optax's own way to skip steps, without loss scaling."""
+@dataclasses.dataclass(frozen=True)
+class Mpx(Contender):
+    """mpx: `filter_value_and_grad`, or its parts, and `optimizer_update`."""
 
-    name = "optax.apply_if_finite (no scaling)"
-    skips = True
+    package: str = "mixed-precision-for-jax"
+    module: str = "mpx"
 
-    def wrap(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-        return optax.apply_if_finite(tx, max_consecutive_errors=100)
+    def init_kept(self) -> Any:
+        return jnp.float32(LOSS_SCALE), jnp.int32(0)
+
+    def optimizer_step(self, tx: Optimizer, state: State, grads: Tree, loss: Any) -> State:
+        del loss
+        scaling, finite = self._scaling(state), self.lib.all_finite(grads)
+        return self._update(tx, state, scaling.adjust(finite), finite, scaling.unscale(grads))
+
+    def training_step(self, loss_fn: LossFn, tx: Optimizer, state: State, batch: Any) -> State:
+        loss_and_grads = self.lib.filter_value_and_grad(loss_fn, scaling=self._scaling(state))
+        _, *results = loss_and_grads(state.params, batch)
+        return self._update(tx, state, *results)
+
+    def _scaling(self, state: State) -> Any:
+        # Rebuilt at each step, so its `factor` and `period` stay static, as under `filter_jit`.
+        loss_scale, counter = state.kept
+        return self.lib.DynamicLossScaling(loss_scale, jnp.float32(1), counter=counter)
+
+    def _update(self, tx: Any, state: State, scaling: Any, finite: Any, grads: Tree) -> State:
+        update = self.lib.optimizer_update
+        params, opt_state = update(state.params, tx, state.opt_state, grads, finite)
+        return State(params, opt_state, (scaling.loss_scaling, scaling.counter))
 
 
-class KerasAlone(Contender):
-    """Keras' AdamW, the baseline of Keras' loss scaling."""
+@dataclasses.dataclass(frozen=True)
+class Keras(Contender):
+    """Keras' AdamW, with the hyper-parameters of `optax.adamw(1e-3)`."""
 
-    name = "Keras AdamW alone"
-    package = "keras"
-    module = "keras"
-    baseline = "Keras AdamW alone"
-    optimizers = (ADAMW,)
+    package: str = "keras"
+    module: str = "keras"
+    baseline: str = "Keras AdamW alone"
+    optimizers: tuple[str, ...] = (ADAMW,)
 
-    def __init__(self, optimizer: str, params: Tree) -> None:
-        """Build the optimizer for variables with the shapes of `params`."""
-        if optimizer != ADAMW:
-            raise ValueError(f"`optimizer` must be {ADAMW!r} for Keras, got {optimizer!r}.")
+    @property
+    def lib(self) -> Any:
         os.environ["KERAS_BACKEND"] = "jax"
-        self.lib = importlib.import_module(self.module)
-        self.optimizer = self.make()
-        self.optimizer.build([self.lib.Variable(p) for p in jax.tree.leaves(params)])
+        return super().lib
 
-    def make(self) -> Any:
-        """Return the optimizer, with the hyper-parameters of `optax.adamw(1e-3)`."""
-        return self.lib.optimizers.AdamW(1e-3, weight_decay=1e-4, epsilon=1e-8)
+    def make(self, optimizer: str, params: Tree) -> Optimizer:
+        del optimizer  # `optimizers` has only one
+        library = self.lib.optimizers
+        tx = library.AdamW(1e-3, weight_decay=1e-4, epsilon=1e-8)
+        tx = library.LossScaleOptimizer(tx, initial_scale=LOSS_SCALE) if self.scales else tx
+        tx.build([self.lib.Variable(p) for p in jax.tree.leaves(params)])
+        return tx
 
-    def init(self, params: Tree) -> State:
-        variables = [jnp.copy(v.value) for v in self.optimizer.variables]
-        return State(jax.tree.map(jnp.copy, params), variables)
+    def init(self, tx: Optimizer, params: Tree) -> State:
+        return State(jax.tree.map(jnp.copy, params), [jnp.copy(v.value) for v in tx.variables])
 
-    def optimizer_step(self, state: State, grads: Tree) -> State:
+    def optimizer_step(self, tx: Optimizer, state: State, grads: Tree, loss: Any) -> State:
+        del loss
         leaves, treedef = jax.tree.flatten(state.params)
-        leaves, variables = self.optimizer.stateless_apply(
-            state.opt_state, jax.tree.leaves(grads), leaves
-        )
+        leaves, variables = tx.stateless_apply(state.opt_state, jax.tree.leaves(grads), leaves)
         return State(jax.tree.unflatten(treedef, leaves), variables)
 
-    def scaled(self, loss_fn: LossFn, state: State) -> LossFn:
+    def scaled(self, loss_fn: LossFn, tx: Optimizer, state: State) -> LossFn:
         def scaled_loss(params: Tree, batch: jax.Array) -> jax.Array:
-            values = zip(self.optimizer.variables, state.opt_state, strict=True)
-            with self.lib.StatelessScope(state_mapping=list(values)):
-                return self.optimizer.scale_loss(loss_fn(params, batch))
+            values = list(zip(tx.variables, state.opt_state, strict=True))
+            with self.lib.StatelessScope(state_mapping=values):
+                return tx.scale_loss(loss_fn(params, batch))
 
         return scaled_loss
-
-
-class KerasScaled(KerasAlone):
-    """Keras' `LossScaleOptimizer` around Keras' AdamW."""
-
-    name = "Keras LossScaleOptimizer"
-    scales = True
-    skips = True
-
-    def make(self) -> Any:
-        return self.lib.optimizers.LossScaleOptimizer(super().make(), initial_scale=LOSS_SCALE)
-
-
-class MastersByHand(Contender):
-    """Float32 parameters, and a copy in half precision for the next forward pass."""
-
-    name = "Masters by hand"
-    baseline = "Masters by hand"
-
-    def init(self, params: Tree) -> State:
-        masters = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-        return State(jax.tree.map(jnp.copy, params), self.tx.init(masters), masters)
-
-    def apply(self, state: State, grads: Tree) -> State:
-        updates, opt_state = self.tx.update(grads, state.opt_state, state.scaler)
-        masters = optax.apply_updates(state.scaler, updates)
-        params = jax.tree.map(lambda p, m: m.astype(p.dtype), state.params, masters)
-        return State(params, opt_state, masters)
-
-
-class Masters(Ours):
-    """This library's master weights alone."""
-
-    name = "optax_lossscale, with_master_weights (no scaling)"
-    baseline = MastersByHand.name
-    scales = False
-    skips = False
-
-    def wrap(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-        return ols.with_master_weights(tx)
-
-    training_step = Contender.training_step
-
-
-class Remainders(Masters):
-    """This library's master weights in two bytes."""
-
-    name = "optax_lossscale, with_master_weights(remainders=True) (no scaling)"
-
-    def wrap(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-        return ols.with_master_weights(tx, remainders=True)
-
-
-class RemaindersSkipped(Remainders):
-    """The same in a guard."""
-
-    name = "optax_lossscale, skip_if and remainders (no scaling)"
-    skips = True
-
-    def wrap(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-        return ols.skip_if(super().wrap(tx))
-
-
-class MastersScaled(Ours):
-    """This library's loss scaling around its master weights."""
-
-    name = "optax_lossscale"
-    baseline = MastersByHand.name
-
-    def wrap(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-        return super().wrap(ols.with_master_weights(tx))
-
-
-CONTENDERS: tuple[type[Contender], ...] = (
-    OptaxAlone,
-    Control,
-    Ours,
-    OursUnchecked,
-    SkipIf,
-    SkipSpikes,
-    Jmp,
-    Flax,
-    Mpx,
-    Jaxamp,
-    ApplyIfFinite,
-    KerasAlone,
-    KerasScaled,
-)
-# For parameters in half precision.
-MASTERS: tuple[type[Contender], ...] = (MastersByHand, Masters, MastersScaled)
-REMAINDERS: tuple[type[Contender], ...] = (MastersByHand, Masters, Remainders, RemaindersSkipped)
-ALL_CONTENDERS = (*CONTENDERS, *MASTERS, Remainders, RemaindersSkipped, Stack, HalfStack)
 
 
 @jax.custom_vjp
@@ -476,3 +353,71 @@ _own_gradient.defvjp(
     lambda grads: (jnp.zeros(()), grads),
     lambda grads, loss_cotangent: (grads,),  # noqa: ARG005
 )
+
+
+def _row_major(tx: Optimizer) -> Optimizer:
+    """Return an optimizer on gradients in row-major order, as JAX stores arguments and results."""
+
+    def order(grad: jax.Array) -> jax.Array:
+        return with_layout_constraint(grad, Layout(major_to_minor=tuple(range(grad.ndim))))
+
+    return optax.chain(optax.stateless(lambda grads, _params: jax.tree.map(order, grads)), tx)
+
+
+def _stack(tx: Optimizer, **axis: str) -> Optimizer:
+    """Return what the README combines: loss scaling, a rule about the loss, and masters."""
+    inner = ols.with_master_weights(tx)  # changes nothing for float32 parameters
+    return ols.with_loss_scaling(inner, POLICY, skip_if=ols.Spike(), **axis)
+
+
+_SCALED = functools.partial(ols.with_loss_scaling, loss_scale=POLICY)
+_FIXED = ols.FixedLossScale(LOSS_SCALE, skip_nonfinite=False)
+_REMAINDERS = functools.partial(ols.with_master_weights, remainders=True)
+_IF_FINITE = functools.partial(optax.apply_if_finite, max_consecutive_errors=100)
+_LIBRARY = {"scales": True, "skips": True}
+_VALUE = {"arguments": lambda _grads, loss: {"value": loss}}
+_LOSS = {"arguments": lambda _grads, loss: {"loss": loss}}
+_LOSS_AND_NORM = {"arguments": lambda g, loss: {"loss": loss, "grad_norm": optax.tree.norm(g)}}
+
+CONTENDERS: dict[str, Contender] = {
+    "Optax": Contender("Optax alone"),
+    "Control": Contender("Optax alone, again (A/A)"),  # its distance from 1.00 is the noise
+    "Ours": Ours("optax_lossscale", _SCALED, **_LIBRARY),
+    "Unchecked": Ours("ours, unchecked", lambda tx: ols.with_loss_scaling(tx, _FIXED), scales=True),
+    "Jmp": ByHand("JMP", **_LIBRARY),
+    "Flax": Flax("Flax DynamicScale", **_LIBRARY),
+    "Mpx": Mpx("mpx", **_LIBRARY),
+    "Jaxamp": Jaxamp("jaxamp", _IF_FINITE, **_LIBRARY),
+    "IfFinite": Contender("optax.apply_if_finite (no scaling)", _IF_FINITE, skips=True),
+    "Keras": Keras("Keras AdamW alone"),
+    "KerasScaled": Keras("Keras LossScaleOptimizer", **_LIBRARY),
+    "OptaxRowMajor": Contender("Optax alone, row-major", _row_major),
+    "OursRowMajor": Ours("ours, row-major", lambda tx: _row_major(_SCALED(tx)), **_LIBRARY),
+    # Without the wrapper.
+    "Where": Functional("ours, pure functions and tree_where", **_LIBRARY),
+    "Functional": Functional("ours, pure functions", ols.skip_if, selects=False, **_LIBRARY),
+    # Without loss scaling.
+    "SkipIf": Ours("ours, skip_if", ols.skip_if, skips=True),
+    "Spike": Ours("ours, Spike()", lambda t: ols.skip_if(t, ols.Spike()), skips=True, **_VALUE),
+    "SpikeByHand": ByHand("by hand, spikes of the loss", skips=True, spike="loss"),
+    "SpikeNorm": Ours(
+        'ours, Spike("grad_norm")', lambda tx: ols.skip_if(tx, ols.Spike("grad_norm")), skips=True
+    ),
+    "SpikeNormByHand": ByHand("by hand, spikes of the norm", skips=True, spike="norm"),
+    "MaxText": Contender("MaxText, spikes of both", guards.maxtext, **_LOSS_AND_NORM),
+    "Levanter": Contender("Levanter, spikes of both", guards.levanter, **_LOSS),
+    # For parameters in half precision.
+    "MastersByHand": ByHand("masters by hand", masters=True),
+    "Masters": Ours("ours, masters", ols.with_master_weights),
+    "MastersScaled": Ours(
+        "optax_lossscale", lambda tx: _SCALED(ols.with_master_weights(tx)), **_LIBRARY
+    ),
+    "Apex": ByHand("masters by hand, scaled", masters=True, **_LIBRARY),
+    "Remainders": Ours("ours, remainders", _REMAINDERS),
+    "SkipIfRemainders": Ours(
+        "ours, skip_if and remainders", lambda tx: ols.skip_if(_REMAINDERS(tx)), skips=True
+    ),
+    "Stack": Ours("optax_lossscale", _stack, **_LIBRARY, **_VALUE),
+    "StackByHand": ByHand("by hand", spike="loss", **_LIBRARY),
+    "StackOfHalvesByHand": ByHand("by hand", masters=True, spike="loss", **_LIBRARY),
+}

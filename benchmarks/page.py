@@ -1,13 +1,55 @@
-"""Results on a page of the documentation: tables, intervals, and the part that a program writes."""
+"""Command lines, and results: tables, intervals, and the part of a page that a program writes."""
 
+import argparse
 import json
 import math
+import os
+import platform
 import re
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from scipy import stats
+
+
+def parser(module: str, doc: str) -> argparse.ArgumentParser:
+    """Return a parser for `python -m` this module, which its docstring describes."""
+    return argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description=doc.partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+
+
+def environment(*packages: str) -> dict[str, Any]:
+    """Return the date, the machine and the versions of installed packages."""
+    versions = {"CPython": platform.python_version()}
+    for name in packages:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "device": f"{jax.devices()[0].platform}, {platform.machine()}",
+        "cores": os.cpu_count(),
+        "versions": versions,
+    }
+
+
+def circumstances(environment: dict[str, Any]) -> str:
+    """Describe what `environment` returned."""
+    versions = ", ".join(f"{name} {number}" for name, number in environment["versions"].items())
+    return (
+        f"{environment['date']}, {environment['device']}, {environment['cores']} cores, {versions}"
+    )
 
 
 def table(head: Sequence[str], body: Sequence[Sequence[str]], texts: Collection[int] = (0,)) -> str:
@@ -39,31 +81,67 @@ def interval(values: Sequence[float] | np.ndarray, confidence: float = 0.95) -> 
     return Interval(float(np.mean(values)), float(quantile * np.std(values, ddof=1) / n**0.5))
 
 
-class Part(NamedTuple):
-    """The part of a page that `make fidelity` writes, between two comments."""
+class Report(NamedTuple):
+    """What a program writes to a page: its part, and numbers and pictures beside the page."""
 
-    name: str
+    text: str
+    numbers: dict[str, Any] | None = None
+    pictures: dict[str, Figure] = {}  # by name  # noqa: RUF012
 
-    @property
-    def begin(self) -> str:
-        """Return the comment before it."""
-        return f"<!-- {self.name}: `make fidelity` writes this part -->"
 
-    @property
-    def end(self) -> str:
-        """Return the comment after it."""
-        return f"<!-- {self.name}: end -->"
+def publish(report: Report, part: str, page: Path) -> None:
+    """Replace a part of a page, and the numbers and pictures beside it."""
+    page.write_text(replaced(page.read_text(), part, report.text))
+    if report.numbers:
+        page.with_suffix(".json").write_text(as_json(report.numbers))
+    for name, figure in report.pictures.items():
+        path = page.parent / f"images/{name}.png"
+        path.parent.mkdir(exist_ok=True)
+        figure.savefig(path, dpi=100)
 
-    def replaced(self, page: str, text: str) -> str:
-        """Return the page with another text in this part."""
-        begin, end = self.begin, self.end
-        if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
-            raise ValueError(f"the page must hold the lines {begin!r} and {end!r}, in this order")
-        before, _, rest = page.partition(begin)
-        return f"{before}{begin}\n\n{text}\n\n{end}{rest.partition(end)[2]}"
+
+def comments(part: str) -> tuple[str, str]:
+    """Return the lines before and after a part of a page."""
+    return f"<!-- {part}: `make fidelity` writes this part -->", f"<!-- {part}: end -->"
+
+
+def replaced(page: str, part: str, text: str) -> str:
+    """Return the page with another text in this part."""
+    begin, end = comments(part)
+    if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
+        raise ValueError(f"the page must hold the lines {begin!r} and {end!r}, in this order")
+    before, _, rest = page.partition(begin)
+    return f"{before}{begin}\n\n{text}\n\n{end}{rest.partition(end)[2]}"
 
 
 def as_json(results: dict[str, Any]) -> str:
-    """Return the results as JSON, with each list of numbers on one line."""
-    indented = json.dumps(results, indent=1)
+    """Return the results as JSON, with six digits and each list of numbers on one line."""
+    short = json.loads(
+        json.dumps(results), parse_float=lambda number: float(f"{float(number):.6g}")
+    )
+    indented = json.dumps(short, indent=1)
     return re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), indented) + "\n"
+
+
+def compared(task: Mapping[str, Any], ends: Mapping[str, np.ndarray]) -> list[str]:
+    """Return a row of a table: a task, the first way's results, and the others' less the first's.
+
+    `ends` are the results by way, one for each seed.
+    """
+    form = f".{task['decimals']}f"
+
+    def shown(values: np.ndarray, sign: str = "+") -> str:
+        mean, margin = interval(values)
+        return f"{mean:{sign}{form}} ± {margin:{form}}" if math.isfinite(mean) else "NaN"
+
+    first, *others = ends.values()
+    title = f"**{task['name']}**: {task['metric']}"
+    return [title, shown(first, ""), *(shown(other - first) for other in others)]
+
+
+def draw_runs(ax: Axes, steps: Any, curves: np.ndarray, color: str, **style: Any) -> None:
+    """Draw the mean of curves of several seeds against the step, and their range."""
+    ax.plot(steps, curves.mean(axis=0), color=color, **style)
+    band = curves.min(axis=0), curves.max(axis=0)
+    ax.fill_between(steps, *band, color=color, alpha=0.15, linewidth=0)
+    ax.grid(alpha=0.3)

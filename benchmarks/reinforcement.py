@@ -2,15 +2,13 @@
 
 It measures what examples/reinforce.py shows, over several seeds and learning rates, with a larger
 transformer: a digit-sorting policy with two layers and two heads. After a short supervised warm
-start, an answer earns reward 1 if it is right. Writes the tables, the numbers and the picture of
-docs/reinforcement_learning.md.
+start, an answer earns reward 1 if it is right.
 """
 
 import functools
 import itertools
 import platform
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -21,9 +19,8 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import optax_lossscale as ols
-from benchmarks import command
-from benchmarks.fidelity.training import zero_share
-from benchmarks.page import Part, as_json, interval, table
+from benchmarks.fidelity.training import fit, zero_share
+from benchmarks.page import Report, draw_runs, interval, table
 
 DIGITS, START = 6, 10  # START is the token that begins the answer
 LENGTH = 2 * DIGITS  # the prompt, START, and all digits of the answer but the last
@@ -45,7 +42,6 @@ LABELS = {
     "reward": "share of right answers\n(mean, range over seeds)",
     "gap": "mean difference of the\ntwo log-probabilities",
 }
-PART = Part("reinforce")
 
 # By default XLA may keep a bfloat16 result in float32 where it fuses operations, so that the same
 # code rounds differently in two programs. Turned off, each operation rounds, as in float16.
@@ -98,13 +94,17 @@ def norm(x: jax.Array) -> jax.Array:
 
 
 def forward(
-    params: Params, tokens: jax.Array, cache: jax.Array, start: Any, *, fused: bool
+    params: Params, tokens: jax.Array, start: Any = 0, cache: Any = None, *, fused: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Return float32 log-probabilities of each next digit, and the cache with these tokens' part.
 
-    Computes in the dtype of the parameters. `start` is the position of the first token.
+    Computes in the dtype of the parameters. `start` is the position of the first token. The cache
+    has the keys and values of the tokens before it.
     """
     batch, count = tokens.shape
+    if cache is None:
+        shape = LAYERS, batch, LENGTH, 2, HEADS, WIDTH // HEADS
+        cache = jnp.zeros(shape, params["head"].dtype)
     places = start + jnp.arange(count)
     mask = jnp.arange(LENGTH) <= places[:, None]
 
@@ -121,11 +121,6 @@ def forward(
     return jax.nn.log_softmax((norm(x) @ params["head"]).astype(jnp.float32)), cache
 
 
-def empty_cache(params: Params, batch: int) -> jax.Array:
-    """Return keys and values of no tokens, in the dtype of the parameters."""
-    return jnp.zeros((LAYERS, batch, LENGTH, 2, HEADS, WIDTH // HEADS), params["head"].dtype)
-
-
 def chosen(log_probs: jax.Array, tokens: jax.Array) -> jax.Array:
     """Return the log-probability of each token."""
     return jnp.take_along_axis(log_probs, tokens[..., None], axis=-1)[..., 0]
@@ -135,7 +130,7 @@ def trained_log_probs(params: Params, prompts: jax.Array, answers: jax.Array) ->
     """Return the log-probability of each token of the answers, from one pass over all tokens."""
     begin = jnp.full_like(answers[:, :1], START)
     tokens = jnp.concatenate([prompts, begin, answers[:, :-1]], axis=1)
-    log_probs, _ = forward(params, tokens, empty_cache(params, len(tokens)), 0, fused=False)
+    log_probs, _ = forward(params, tokens, fused=False)
     return chosen(log_probs[:, DIGITS:], answers)
 
 
@@ -143,19 +138,17 @@ def sample(
     params: Params, prompts: jax.Array, key: jax.Array, *, fused: bool = True
 ) -> tuple[jax.Array, jax.Array]:
     """Return answers, and the log-probability of each token as the sampling policy sees it."""
-    batch = len(prompts)
-    _, cache = forward(params, prompts, empty_cache(params, batch), 0, fused=fused)
+    _, cache = forward(params, prompts, fused=fused)
 
     def decode(carry: tuple, step: tuple) -> tuple:
-        token, cache = carry
-        place, key = step
-        log_probs, cache = forward(params, token[:, None], cache, place, fused=fused)
+        (token, cache), (place, key) = carry, step
+        log_probs, cache = forward(params, token[:, None], place, cache, fused=fused)
         token = jax.random.categorical(key, log_probs[:, 0])
         return (token, cache), (token, chosen(log_probs[:, 0], token))
 
     steps = DIGITS + jnp.arange(DIGITS), jax.random.split(key, DIGITS)
-    _, (answers, log_probs) = jax.lax.scan(decode, (jnp.full(batch, START), cache), steps)
-    return answers.T, log_probs.T
+    _, sampled = jax.lax.scan(decode, (jnp.full(len(prompts), START), cache), steps)
+    return jax.tree.map(jnp.transpose, sampled)
 
 
 def draw_prompts(key: jax.Array, count: int) -> jax.Array:
@@ -168,22 +161,14 @@ def warm_start(key: jax.Array, steps: int) -> Params:
     """Return parameters trained on right answers in float32, so that some samples earn a reward."""
     params, tx = init_params(key), optax.adam(1e-3)
 
-    def loss_fn(params: Params, prompts: jax.Array) -> jax.Array:
+    def loss_fn(params: Params, key: jax.Array) -> jax.Array:
+        prompts = draw_prompts(key, 128)
         return -jnp.mean(trained_log_probs(params, prompts, jnp.sort(prompts, axis=1)))
 
-    def train_step(carry: tuple, key: jax.Array) -> tuple:
-        params, opt_state = carry
-        grads = jax.grad(loss_fn)(params, draw_prompts(key, 128))
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), None
-
-    keys = jax.random.split(jax.random.fold_in(key, 1), steps)
-    return jax.lax.scan(train_step, (params, tx.init(params)), keys)[0][0]
+    return fit(tx, loss_fn, params, jax.random.split(jax.random.fold_in(key, 1), steps))[0][0]
 
 
-def make_train_step(
-    tx: optax.GradientTransformationExtraArgs, dtype: Any, *, corrected: bool
-) -> Callable[..., tuple]:
+def make_train_step(tx: Any, dtype: Any, *, corrected: bool) -> Callable[..., tuple]:
     """Return a training step: sample answers, reward them, and update the parameters once."""
 
     def loss_fn(params: Params, prompts: Any, answers: Any, advantage: Any, sampled: Any) -> tuple:
@@ -199,13 +184,12 @@ def make_train_step(
         right = jnp.all(answers == jnp.sort(prompts, axis=1), axis=1)
         reward = right.astype(jnp.float32).reshape(PROMPTS, GROUP)
         advantage = (reward - reward.mean(axis=1, keepdims=True)).reshape(-1)
-        (loss, trained), grads = ols.value_and_grad(loss_fn, has_aux=True)(
-            opt_state, params, prompts, answers, advantage, sampled
-        )
+        loss_and_grads = ols.value_and_grad(loss_fn, has_aux=True)
+        arguments = params, prompts, answers, advantage, sampled
+        (loss, trained), grads = loss_and_grads(opt_state, *arguments)
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)
         log = {"reward": reward.mean(), "zero_share": zero_share(grads)}
-        log |= mismatch(sampled, trained)
-        return optax.apply_updates(params, updates), opt_state, log
+        return optax.apply_updates(params, updates), opt_state, log | mismatch(sampled, trained)
 
     return jax.jit(train_step, compiler_options=ROUND)
 
@@ -223,28 +207,27 @@ def mismatch(sampled: jax.Array, trained: jax.Array) -> dict[str, jax.Array]:
 
 def sources(params: Params) -> dict[str, dict[str, float]]:
     """Return the mean gap of one policy in each format, for programs that differ ever more."""
-    found: dict[str, dict[str, float]] = {}
-    for name, (fused, options) in PROGRAMS.items():
+    dtypes, keys = (jnp.float32, jnp.bfloat16, jnp.float16), jax.random.split(jax.random.key(0))
 
-        def gap(params: Params, key: jax.Array, fused: bool = fused) -> jax.Array:
-            prompts = draw_prompts(key, PROMPTS * GROUP)
-            answers, sampled = sample(params, prompts, key, fused=fused)
-            return mismatch(sampled, trained_log_probs(params, prompts, answers))["gap"]
+    def gap(fused: bool, params: Params, key: jax.Array) -> jax.Array:
+        prompts = draw_prompts(key, PROMPTS * GROUP)
+        answers, sampled = sample(params, prompts, key, fused=fused)
+        return mismatch(sampled, trained_log_probs(params, prompts, answers))["gap"]
 
-        measure, keys = jax.jit(gap, compiler_options=options), jax.random.split(jax.random.key(0))
-        found[name] = {
-            dtype.__name__: float(np.mean([measure(ols.cast(params, dtype), key) for key in keys]))
-            for dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
-        }
-    return found
+    def mean(run: Callable, dtype: Any) -> float:
+        return float(np.mean([run(ols.cast(params, dtype), key) for key in keys]))
+
+    runs = {
+        name: jax.jit(functools.partial(gap, fused), compiler_options=options)
+        for name, (fused, options) in PROGRAMS.items()
+    }
+    return {name: {d.__name__: mean(run, d) for d in dtypes} for name, run in runs.items()}
 
 
-def train(
-    seed: int, params: Params, opt_state: Any, train_step: Callable, steps: Iterable[int]
-) -> dict:
+def train(seed: int, params: Params, opt_state: Any, train_step: Callable, steps: int) -> dict:
     """Train from the given parameters, and return the curves and what the table shows."""
     key, history = jax.random.key(seed), []
-    for step in steps:
+    for step in tqdm(range(steps), leave=False, disable=None):  # None: in a terminal only
         params, opt_state, log = train_step(params, opt_state, jax.random.fold_in(key, step))
         history.append(log)
     history = jax.device_get(history)
@@ -281,7 +264,7 @@ def tables(results: Results) -> str:
     return "\n\n".join([table(head, body, texts=(1,)), programs, results["circumstances"]])
 
 
-def draw(results: Results, path: Path) -> None:
+def draw(results: Results) -> Figure:
     """Draw reward and gap against the step, one column for each learning rate."""
     columns = len(results["runs"])
     figure = Figure(figsize=(1 + 4 * columns, 6), layout="constrained")
@@ -291,66 +274,38 @@ def draw(results: Results, path: Path) -> None:
             ax, curves = axes[row, column], np.array([run[name] for run in runs])
             steps = POINT * np.arange(1, curves.shape[1] + 1)
             style = {"linewidth": 5 if way == FLOAT32 else 1.6, "linestyle": "-:"["+ imp" in way]}
-            ax.plot(steps, curves.mean(axis=0), color=COLOURS[way], label=way, **style)
-            band = curves.min(axis=0), curves.max(axis=0)
-            ax.fill_between(steps, *band, color=COLOURS[way], alpha=0.12, linewidth=0)
-            ax.grid(alpha=0.3)
+            draw_runs(ax, steps, curves, COLOURS[way], label=way, **style)
             axes[row, 0].set_ylabel(LABELS[name])
         axes[0, column].set_title(f"learning rate {rate}")
         axes[1, column].set(yscale="log", xlabel="step")
     handles = axes[0, 0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside upper center", ncols=1 + columns)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=90)
+    return figure
 
 
-def write(results: Results, page: Path) -> None:
-    """Replace the tables of a page, and the numbers and the picture beside it."""
-    page.write_text(PART.replaced(page.read_text(), tables(results)))
-    page.with_suffix(".json").write_text(as_json(results))
-    draw(results, page.parent / "images/reinforce.png")
+def measure(*, quick: bool) -> Report:
+    """Train in every format at two learning rates."""
+    return compare(2, 10, 20, (1e-3,)) if quick else compare(5, 200, 120, (1e-3, 3e-3))
 
 
-def main(argv: Sequence[str] | None = None) -> Results:
-    """Train in every format, print and draw the results, and return them."""
-    parser = command.parser("benchmarks.reinforcement", __doc__)
-    add = parser.add_argument
-    add("--seeds", type=int, default=2, help="number of seeds, at least 2")
-    add("--steps", type=int, default=100, help="training steps")
-    add("--warm", type=int, default=120, help="steps of the warm start")
-    add("--rates", type=float, nargs="+", default=[1e-3], help="learning rates")
-    add("--ways", nargs="+", default=[*WAYS], choices=WAYS, metavar="WAY", help="ways to train")
-    add("--output", type=Path, default=Path("output/reinforcement.png"), help="the picture")
-    add("--write", type=Path, help="page to update")
-    args = parser.parse_args(argv)
-    if args.seeds < 2 or args.steps < POINT or args.steps % POINT or args.ways[0] != FLOAT32:
-        parser.error(f"two seeds or more, a multiple of {POINT} steps, and float32 first in --ways")
-    starts = [warm_start(jax.random.key(seed), args.warm) for seed in range(args.seeds)]
-    runs: dict[str, dict[str, list]] = {f"{rate:g}": {} for rate in args.rates}
-    for rate, way in itertools.product(args.rates, args.ways):
+def compare(
+    seeds: int, steps: int, warm: int, rates: tuple[float, ...], names: Iterable[str] = tuple(WAYS)
+) -> Report:
+    """Train this many steps in each way, after so many of the warm start."""
+    starts = [warm_start(jax.random.key(seed), warm) for seed in range(seeds)]
+    runs: dict[str, dict[str, list]] = {f"{rate:g}": {} for rate in rates}
+    for rate, way in itertools.product(rates, names):
         dtype, loss_scale, corrected = WAYS[way]
         tx = ols.with_loss_scaling(optax.adam(rate), loss_scale)
         train_step = make_train_step(tx, dtype, corrected=corrected)
-        runs[f"{rate:g}"][way] = []
-        for seed, params in enumerate(starts):
-            # disable=None shows the bar in a terminal only.
-            label = f"rate {rate:g}, {way}, seed {seed + 1} of {args.seeds}"
-            steps = tqdm(range(args.steps), label, unit="step", leave=False, disable=None)
-            run = train(seed, params, tx.init(params), train_step, steps)
-            runs[f"{rate:g}"][way].append(run)
+        runs[f"{rate:g}"][way] = [
+            train(seed, params, tx.init(params), train_step, steps)
+            for seed, params in enumerate(starts)
+        ]
     circumstances = (
-        f"{args.seeds} seeds and {args.steps} steps, after {args.warm} steps of the warm start. "
+        f"{seeds} seeds and {steps} steps, after {warm} steps of the warm start. "
         f"Means with 95 % confidence intervals, by Student's t. {jax.default_backend()}, "
         f"{platform.machine()}, jax {jax.__version__}, optax {optax.__version__}."
     )
     results = {"circumstances": circumstances, "sources": sources(starts[0]), "runs": runs}
-    print(tables(results))
-    draw(results, args.output)
-    print(f"\npicture: {args.output}")
-    if args.write:
-        write(results, args.write)
-    return results
-
-
-if __name__ == "__main__":
-    main()
+    return Report(tables(results), results, {"reinforce": draw(results)})

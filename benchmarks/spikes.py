@@ -1,13 +1,10 @@
 """Record the losses of training runs, and count which steps four rules would skip.
 
 Training applies every step. The rules judge the recorded losses afterwards, and the loss alone.
-
-python -m benchmarks.spikes --write docs/skipping.md
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -16,41 +13,29 @@ import numpy as np
 import optax
 
 import optax_lossscale as ols
-from benchmarks import command
+from benchmarks import guards
 from benchmarks.fidelity.tasks import Data, Params, Task, characters, diabetes, digits, perceptron
-from benchmarks.page import Part, table
-
-PART = Part("spikes")
-
-
-@jax.jit
-def spike(losses: jax.Array) -> jax.Array:
-    """Return which steps `Spike()` skips."""
-    rule = ols.Spike()
-
-    def judge(state: Any, loss: jax.Array) -> tuple[Any, jax.Array]:
-        is_skipped, state = rule.judge(state, loss)
-        return state, is_skipped
-
-    return jax.lax.scan(judge, rule.init(None), losses)[1]
+from benchmarks.fidelity.training import fit
+from benchmarks.page import Report, table
 
 
-def peer(losses: np.ndarray, *, ddof: int, least: float, warmup: int) -> np.ndarray:
-    """Return which steps a rule skips that remembers the last 128 values, whatever it skipped."""
-    skipped = np.zeros(len(losses), bool)
-    for step in range(warmup, len(losses)):
-        past = losses[max(step - 128, 0) : step]
-        skipped[step] = losses[step] > past.mean() + 6 * max(past.std(ddof=ddof), least)
-    return skipped
+def rule(wrap: Callable[..., Any], **arguments: Callable) -> Callable[[np.ndarray], np.ndarray]:
+    """Return which steps a guard skips, given losses, of which it gets these functions."""
+    tx = wrap(optax.identity())
+
+    def step(state: Any, loss: jax.Array) -> tuple[Any, jax.Array]:
+        extra = {name: of(loss) for name, of in arguments.items()}
+        update, state = tx.update(jnp.ones(()), state, jnp.zeros(()), **extra)
+        return state, update == 0
+
+    return jax.jit(lambda losses: jax.lax.scan(step, tx.init(jnp.zeros(())), losses)[1])
 
 
-RULES = {  # each takes the losses of a run, and returns which steps are skipped
-    "`Spike()`": spike,
-    '`Spike("log_loss")`': lambda losses: spike(jnp.log(losses)),
-    # AI-Hypercomputer/maxtext at e591f30c: src/maxtext/optimizers/optimizers.py, configs/base.yml
-    "MaxText": partial(peer, ddof=1, least=0.0, warmup=63),
-    # marin-community/marin at 303c88f2: lib/levanter/src/levanter/optim/skipstep.py
-    "Levanter": partial(peer, ddof=0, least=1e-6, warmup=64),
+RULES = {
+    "`Spike()`": rule(partial(ols.skip_if, rule=ols.Spike()), value=jnp.asarray),
+    '`Spike("log_loss")`': rule(partial(ols.skip_if, rule=ols.Spike("log_loss")), log_loss=jnp.log),
+    "MaxText": rule(guards.maxtext, loss=jnp.asarray),
+    "Levanter": rule(guards.levanter, loss=jnp.asarray),
 }
 
 
@@ -117,15 +102,13 @@ def record(trace: Trace, seeds: int) -> list[tuple[np.ndarray, np.ndarray]]:
 
     @jax.jit
     def run(data: tuple[Data, Data], is_other: jax.Array, key: jax.Array) -> jax.Array:
-        def train_step(carry: tuple, step: tuple) -> tuple:
-            (params, opt_state), (key, is_other) = carry, step
+        def loss_fn(params: Params, step: tuple) -> jax.Array:
+            key, is_other = step
             chosen = jax.tree.map(lambda a, b: jnp.where(is_other, b, a), *data)
-            loss, grads = jax.value_and_grad(task.loss_fn)(params, chosen, key, jnp.float32)
-            updates, opt_state = task.tx.update(grads, opt_state, params)
-            return (optax.apply_updates(params, updates), opt_state), loss
+            return task.loss_fn(params, chosen, key, jnp.float32)
 
         params, keys = task.init(key), jax.random.split(jax.random.fold_in(key, 1), trace.steps)
-        return jax.lax.scan(train_step, (params, task.tx.init(params)), (keys, is_other))[1]
+        return fit(task.tx, loss_fn, params, (keys, is_other))[1]
 
     def one(seed: int) -> tuple[np.ndarray, np.ndarray]:
         drawn = np.random.default_rng(seed).random(trace.steps)
@@ -135,11 +118,12 @@ def record(trace: Trace, seeds: int) -> list[tuple[np.ndarray, np.ndarray]]:
     return [one(seed) for seed in range(seeds)]
 
 
-def measure(traces: Sequence[Trace], seeds: int) -> str:
+def measure(*, quick: bool) -> Report:
     """Return the table: how many bad steps each rule skips, and how many others."""
     rows = []
-    for trace in traces:
-        losses, others = zip(*record(trace, seeds), strict=True)
+    for trace in all_traces():
+        runs = record(trace._replace(steps=200) if quick else trace, 2 if quick else 3)
+        losses, others = zip(*runs, strict=True)
         is_other = np.concatenate(others)
         skipped = [np.concatenate([rule(one) for one in losses]) for rule in RULES.values()]
         if is_other.any():
@@ -148,23 +132,4 @@ def measure(traces: Sequence[Trace], seeds: int) -> str:
             rows.append([trace.name, what.format(is_other.sum()), *hits])
         false = [f"{10_000 * each[~is_other].mean():.1f}" for each in skipped]
         rows.append(["" if is_other.any() else trace.name, "false, per 10,000", *false])
-    return table(["losses", "steps", *RULES], rows, (0, 1))
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train, and print the table or write it to a page."""
-    parser = command.parser("benchmarks.spikes", __doc__)
-    parser.add_argument("--seeds", type=int, default=3, help="number of runs of each kind")
-    parser.add_argument("--quick", action="store_true", help="train for 200 steps, as a check")
-    parser.add_argument("--write", type=Path, help="page to update")
-    args = parser.parse_args(argv)
-    short = {"steps": 200} if args.quick else {}
-    block = measure([trace._replace(**short) for trace in all_traces()], args.seeds)
-    print(block)
-    if args.write:
-        page = PART.replaced(args.write.read_text("utf-8"), block)
-        args.write.write_text(page, "utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    return Report(table(["losses", "steps", *RULES], rows, (0, 1)))

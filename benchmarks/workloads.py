@@ -71,11 +71,12 @@ SIZES = {
 
 
 class Gradients(NamedTuple):
-    """Parameters, and their gradients with the loss scaled and unscaled."""
+    """Parameters, their gradients with the loss scaled and unscaled, and the loss."""
 
     params: Tree
     scaled: Tree
     unscaled: Tree
+    loss: jax.Array
 
 
 class Training(NamedTuple):
@@ -86,18 +87,15 @@ class Training(NamedTuple):
     batch: jax.Array
 
 
-def gradients(shapes: list[Shape], dtype: Any, seed: int = 0) -> Gradients:
-    """Draw float32 parameters of these shapes, and gradients of type `dtype`."""
-    keys = jax.random.split(jax.random.key(seed), 2 * len(shapes))
+def gradients(
+    shapes: list[Shape], dtype: Any = jnp.float32, params_dtype: Any = jnp.float32
+) -> Gradients:
+    """Draw parameters of these shapes, and gradients of type `dtype`."""
+    keys = jax.random.split(jax.random.key(0), 2 * len(shapes))
     params = [0.1 * jax.random.normal(k, s) for k, s in zip(keys[::2], shapes, strict=True)]
     scaled = [jax.random.normal(k, s, dtype) for k, s in zip(keys[1::2], shapes, strict=True)]
-    return Gradients(params, scaled, [g / jnp.asarray(LOSS_SCALE, dtype) for g in scaled])
-
-
-def half_parameters(shapes: list[Shape], dtype: Any = jnp.float16) -> Gradients:
-    """Draw parameters and gradients in half precision."""
-    drawn = gradients(shapes, dtype)
-    return drawn._replace(params=[p.astype(dtype) for p in drawn.params])
+    unscaled = [g / jnp.asarray(LOSS_SCALE, dtype) for g in scaled]
+    return Gradients(optax.tree.cast(params, params_dtype), scaled, unscaled, jnp.float32(1))
 
 
 def wide(parameters: int) -> list[Shape]:
@@ -132,14 +130,12 @@ def many(arrays: int) -> list[Shape]:
     return list(itertools.islice(itertools.cycle(resnet50(Sizes())), arrays))
 
 
-def transformer(
-    sizes: Sizes, dtype: Any = jnp.float16, *, scanned: bool = False, seed: int = 0
-) -> Training:
+def transformer(sizes: Sizes, dtype: Any = jnp.float16, *, scanned: bool = False) -> Training:
     """A language model that computes in `dtype`: 69 arrays with 35M parameters at full size.
 
     If `scanned`, each array of the layers is one with a leading axis, over which a scan runs.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     features, hidden = sizes.features, 4 * sizes.features
 
     def weights(*shape: int) -> jax.Array:
@@ -167,7 +163,7 @@ def transformer(
         "head_bias": jnp.zeros(sizes.vocabulary),
     }
     tokens = rng.integers(sizes.vocabulary, size=(sizes.batch, sizes.length + 1))
-    loss_fn = functools.partial(_language_model_loss, dtype)
+    loss_fn = jax.tree_util.Partial(functools.partial(_language_model_loss, dtype))
     return Training(params, loss_fn, jnp.asarray(tokens, jnp.int32))
 
 

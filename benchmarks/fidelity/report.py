@@ -1,8 +1,6 @@
 """The results: the table of docs/training.md, and its pictures."""
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,10 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.fidelity.training import BFLOAT16, FLOAT16, FLOAT32, SCALED
-from benchmarks.page import Interval, Part, as_json, interval, table
+from benchmarks.page import Interval, circumstances, compared, draw_runs, interval, table
 
 Results = dict[str, Any]
-PART = Part("fidelity")
 
 # The colour-blind-safe palette of `make demo` (Okabe and Ito).
 STYLES = {
@@ -34,33 +31,17 @@ def difference(task: Results, way: str) -> Interval:
     return interval(final(task, way) - final(task, FLOAT32))
 
 
-def zero_share(task: Results, way: str, layer: str) -> float:
-    """Return the share of zero entries in a layer's gradients, as a mean over the seeds."""
-    return float(np.mean([run["zero_shares"][layer] for run in task["runs"][way]]))
-
-
 def block(results: Results) -> str:
     """Return the table and its notes, as Markdown."""
     head = ["task", *results["tasks"][0]["runs"], "skipped steps"]
-    body = [row(task) for task in results["tasks"]]
-    return "\n\n".join([table(head, body), summary(results), circumstances(results)])
-
-
-def row(task: Results) -> list[str]:
-    """Return the table row of one task: float32's result, and the differences from it."""
-    form = f".{task['decimals']}f"
-    others = [way for way in task["runs"] if way != FLOAT32]
-    return [
-        f"**{task['name']}**: {task['metric']}",
-        shown(interval(final(task, FLOAT32)), form),
-        *(shown(difference(task, way), f"+{form}") for way in others),
-        span([run["skipped"] for run in task["runs"][SCALED]]),
+    body = [
+        [
+            *compared(task, {way: final(task, way) for way in task["runs"]}),
+            span([run["skipped"] for run in task["runs"][SCALED]]),
+        ]
+        for task in results["tasks"]
     ]
-
-
-def shown(values: Interval, form: str) -> str:
-    """Return a mean and its margin as text."""
-    return f"{values.mean:{form}} ± {values.margin:{form[-3:]}}" if values.finite else "NaN"
+    return "\n\n".join([table(head, body), summary(results), sizes(results)])
 
 
 def span(values: Sequence[float]) -> str:
@@ -71,88 +52,64 @@ def span(values: Sequence[float]) -> str:
 
 def summary(results: Results) -> str:
     """Describe the intervals, and count the tasks where a way agrees with float32."""
-    counts = []
-    for way in (BFLOAT16, FLOAT16, SCALED):
-        near = sum(difference(task, way).contains(0) for task in results["tasks"])
-        counts.append(f"{near} with {way}")
+    tasks = results["tasks"]
+    near = {way: sum(difference(task, way).contains(0) for task in tasks) for way in STYLES}
+    counts = [f"{near[way]} with {way}" for way in (BFLOAT16, FLOAT16, SCALED)]
     return (
         "Float32's result, and the others' differences from it with the same seed: means with "
-        f"95 % confidence intervals over {len(results['tasks'][0]['runs'][FLOAT32])} seeds, by "
+        f"95 % confidence intervals over {len(tasks[0]['runs'][FLOAT32])} seeds, by "
         f"Student's t. The interval of the difference contains zero in {', '.join(counts)}, of "
-        f"{len(results['tasks'])} tasks."
+        f"{len(tasks)} tasks."
     )
 
 
-def circumstances(results: Results) -> str:
+def sizes(results: Results) -> str:
     """Describe the machine, the versions and the sizes."""
-    environment = results["environment"]
-    versions = ", ".join(f"{name} {number}" for name, number in environment["versions"].items())
-    sizes = [
+    tasks = [
         f"{task['name']} {task['parameters']:,} parameters, {task['steps']} steps"
         for task in results["tasks"]
     ]
-    return (
-        f"{environment['date']}, {environment['device']}, {environment['cores']} cores, "
-        f"{versions}; the table took {results['processor_seconds'] / 60:.0f} minutes of CPU time. "
-        f"Sizes: {'; '.join(sizes)}."
-    )
+    minutes = f"the table took {results['processor_seconds'] / 60:.0f} minutes of CPU time"
+    about = circumstances(results["environment"])
+    return f"{about}; {minutes}. Sizes: {'; '.join(tasks)}."
 
 
-def write(results: Results, page: Path) -> None:
-    """Replace the table in a page, and the numbers and the picture beside it."""
-    page.write_text(PART.replaced(page.read_text(), block(results)))
-    page.with_suffix(".json").write_text(to_json(results))
-    pictures = page.parent / "images"
-    pictures.mkdir(exist_ok=True)
-    draw(results, pictures / f"{page.stem}.png")
-    draw_edge(results["edge"], pictures / f"{page.stem}_edge.png")
-
-
-def to_json(results: Results) -> str:
-    """Return the results as JSON, with six decimals."""
-    text = json.dumps(results)
-    return as_json(json.loads(text, parse_float=lambda number: round(float(number), 6)))
-
-
-def draw(results: Results, path: Path) -> None:
+def draw(results: Results) -> Figure:
     """Draw learning curves, and below them the zero entries of each layer's gradient."""
     tasks = results["tasks"]
     rows = -(-len(tasks) // 3)
     figure = Figure(figsize=(9, 0.3 + 5 * rows), layout="constrained")
     axes = figure.subplots(2 * rows, 3, squeeze=False, height_ratios=(3, 2) * rows)
-    places = [(row, column) for row in range(0, 2 * rows, 2) for column in range(3)]
-    for (row, column), task in zip(places, tasks, strict=False):
-        _draw_curves(axes[row, column], task)
-        _draw_zeros(axes[row + 1, column], task)
-    for row, column in places[len(tasks) :]:
-        axes[row, column].remove()
-        axes[row + 1, column].remove()
+    for place in range(3 * rows):
+        curves, zeros = axes[2 * (place // 3) :, place % 3][:2]
+        if place < len(tasks):
+            _draw_curves(curves, tasks[place])
+            _draw_zeros(zeros, tasks[place])
+        else:
+            curves.remove()
+            zeros.remove()
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
-    figure.savefig(path, dpi=110)
+    return figure
 
 
 def _draw_curves(ax: Axes, task: Results) -> None:
     for way, runs in task["runs"].items():
         curves = np.array([run["curve"] for run in runs])
         steps = task["steps"] * np.arange(1, curves.shape[1] + 1) / curves.shape[1]
-        ax.plot(steps, curves.mean(axis=0), label=way, **STYLES[way])
-        band = curves.min(axis=0), curves.max(axis=0)
-        ax.fill_between(steps, *band, color=STYLES[way]["color"], alpha=0.2, linewidth=0)
+        draw_runs(ax, steps, curves, label=way, **STYLES[way])
         if np.isnan(curves).all():
             ax.text(0.5, 0.5, f"{way}: NaN", color=STYLES[way]["color"], transform=ax.transAxes)
-    ax.set_title(task["name"])
-    ax.set_ylabel(task["metric"])
-    ax.set_xlabel("step")
-    ax.grid(alpha=0.3)
+    ax.set(title=task["name"], ylabel=task["metric"], xlabel="step")
 
 
 def _draw_zeros(ax: Axes, task: Results) -> None:
     """Draw the share of zero entries by layer, where it is 1 % or more."""
     # Parameters that are NaN have gradients that mean nothing.
     ways = [way for way in (FLOAT32, FLOAT16, SCALED) if difference(task, way).finite]
+    runs = task["runs"]
     shares = {
-        layer: [100 * zero_share(task, way, layer) for way in ways]
-        for layer in task["runs"][FLOAT32][0]["zero_shares"]
+        layer: [100 * np.mean([run["zero_shares"][layer] for run in runs[way]]) for way in ways]
+        for layer in runs[FLOAT32][0]["zero_shares"]
     }
     layers = [layer for layer, values in shares.items() if max(values) >= 1]
     for place, way in enumerate(ways):
@@ -161,47 +118,37 @@ def _draw_zeros(ax: Axes, task: Results) -> None:
         ax.barh(heights, values, 0.27, color=STYLES[way]["color"])
     ax.set_yticks(range(len(layers)), [layer.replace("_", " ") for layer in layers], fontsize=8)
     ax.invert_yaxis()
-    ax.set_xlim(0, 100)
-    ax.set_xlabel("zero gradient entries in %")
+    ax.set(xlim=(0, 100), xlabel="zero gradient entries in %")
     ax.grid(axis="x", alpha=0.3)
 
 
-def draw_edge(edge: Results, path: Path) -> None:
+def draw_edge(edge: Results) -> Figure:
     """Draw what float16 alone loses of the word model, by vocabulary, batch and optimizer."""
     figure = Figure(figsize=(8.6, 3.4), layout="constrained")
     shares, losses = figure.subplots(1, 2)
     vocabularies, batches = (
         sorted({cell[name] for cell in edge["gradients"]}) for name in ("vocabulary", "batch")
     )
-    lost = {
-        (cell["vocabulary"], cell["batch"]): 100 * cell["lost_share"] for cell in edge["gradients"]
-    }
-    grid = np.array([[lost[vocabulary, batch] for batch in batches] for vocabulary in vocabularies])
+    lost = np.array([100 * cell["lost_share"] for cell in edge["gradients"]])
+    grid = lost.reshape(len(vocabularies), len(batches))  # in this order
     shares.imshow(grid, origin="lower", cmap="Oranges", vmin=0, vmax=100, aspect="auto")
     for (y, x), share in np.ndenumerate(grid):
         shares.text(x, y, f"{share:.0f}", ha="center", va="center")
     shares.set_xticks(range(len(batches)), [f"{batch:,}" for batch in batches])
     shares.set_yticks(range(len(vocabularies)), [f"{number:,}" for number in vocabularies])
-    shares.set_xlabel("batch in words")
-    shares.set_ylabel("vocabulary")
-    shares.set_title(
-        "entries of the output gradient\nthat only float16 has as zero, in %", fontsize=10
-    )
-    for optimizer, color in zip(
-        dict.fromkeys(cell["optimizer"] for cell in edge["trained"]),
-        ("#d55e00", "#0072b2"),
-        strict=True,
-    ):
+    shares.set(xlabel="batch in words", ylabel="vocabulary")
+    title = "entries of the output gradient\nthat only float16 has as zero, in %"
+    shares.set_title(title, fontsize=10)
+    for color, optimizer in (("#d55e00", "Adam"), ("#0072b2", "SGD with momentum")):
         cells = [cell for cell in edge["trained"] if cell["optimizer"] == optimizer]
         gaps = [cell["results"][FLOAT16] - cell["results"][FLOAT32] for cell in cells]
         losses.plot([cell["batch"] for cell in cells], gaps, "o-", color=color, label=optimizer)
     losses.axhline(0, color="black", linewidth=1)
     losses.set_xscale("log", base=2)
-    losses.set_xticks(ticks := [cell["batch"] for cell in cells], [f"{batch:,}" for batch in ticks])
+    losses.set_xticks(batches, [f"{batch:,}" for batch in batches])
     losses.set_xlabel("batch in words")
-    losses.set_title(
-        "test cross-entropy, float16 minus float32\n(vocabulary of 4,096)", fontsize=10
-    )
+    title = "test cross-entropy, float16 minus float32\n(vocabulary of 4,096)"
+    losses.set_title(title, fontsize=10)
     losses.grid(alpha=0.3)
     losses.legend()
-    figure.savefig(path, dpi=90)
+    return figure

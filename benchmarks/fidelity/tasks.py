@@ -22,6 +22,7 @@ from sklearn.model_selection import train_test_split
 
 import optax_lossscale as ols
 
+cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 Params = dict[str, Any]  # by layer
 Data = Any
 
@@ -30,16 +31,20 @@ class Task(NamedTuple):
     """A task, and how its result is measured."""
 
     name: str
-    fails: bool  # whether float16 alone is expected to fail
     metric: str
     decimals: int  # of the metric in the table
     steps: int
-    evaluations: int  # spread evenly over the steps, the last at the end
     tx: optax.GradientTransformation
     data: Data
     init: Callable[[jax.Array], Params]  # from a random key; float32
     loss_fn: Callable[[Params, Data, jax.Array, Any], jax.Array]  # key of the step, dtype
     evaluate: Callable[[Params, Data], jax.Array]  # in float32
+    fails: bool = True  # whether float16 alone is expected to fail
+    evaluations: int = 10  # spread evenly over the steps, the last at the end
+
+    def loss_with(self, data: Data, dtype: Any) -> Callable[[Params, jax.Array], jax.Array]:
+        """Return the loss of parameters and a step's key."""
+        return lambda params, key: self.loss_fn(params, data, key, dtype)
 
 
 def all_tasks(names: Sequence[str] = (), *, quick: bool = False) -> list[Task]:
@@ -49,15 +54,9 @@ def all_tasks(names: Sequence[str] = (), *, quick: bool = False) -> list[Task]:
     return [task._replace(steps=4, evaluations=2) if quick else task for task in tasks]
 
 
-def words(
-    *,
-    vocabulary: int = 4096,
-    batch: int = 16384,
-    context: int = 4,
-    features: int = 32,
-    tx: optax.GradientTransformation | None = None,
-) -> Task:
+def words(*, vocabulary: int = 4096, batch: int = 16384, tx: Any = None) -> Task:
     """Predict the next word of scikit-learn's docstrings from the last few, with few parameters."""
+    context, features = 4, 32
     parts = [re.findall(r"\w+|[^\w\s]", part) for part in corpus()]
     common = collections.Counter(parts[0]).most_common(vocabulary - 1)
     numbers = {word: number for number, (word, _) in enumerate(common, start=1)}  # 0: all others
@@ -69,92 +68,78 @@ def words(
         embedding = 0.1 * jax.random.normal(first, (vocabulary, features))
         return {"embedding": embedding, **init_layers(second, sizes)}
 
-    def cross_entropy(params: Params, text: jax.Array, places: jax.Array, dtype: Any) -> jax.Array:
+    def mean_loss(params: Params, text: jax.Array, places: jax.Array, dtype: Any) -> jax.Array:
         """Return the mean for the words at these places."""
         before = text[places[:, None] - jnp.arange(context, 0, -1)]
         x = ols.cast(params["embedding"], dtype)[before].reshape(len(places), -1)
         logits = perceptron([params["hidden"], params["output"]], x, dtype, jnp.tanh)
-        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, text[places]))
+        return jnp.mean(cross_entropy(logits, text[places]))
 
     def loss_fn(params: Params, data: Data, key: jax.Array, dtype: Any) -> jax.Array:
         text, *_ = data
         places = jax.random.randint(key, (batch,), context, len(text))
-        return cross_entropy(params, text, places, dtype)
+        return mean_loss(params, text, places, dtype)
 
     places = np.linspace(context, len(test) - 1, 2048).astype(int)
     return Task(
         name="words",
-        fails=True,
         metric="test cross-entropy",
         decimals=3,
         steps=40,
-        evaluations=10,
         tx=tx or optax.adam(1e-2),
         data=tuple(map(jnp.asarray, (train, test, places))),
         init=init,
         loss_fn=loss_fn,
-        evaluate=lambda params, data: cross_entropy(params, *data[1:], jnp.float32),
+        evaluate=lambda params, data: mean_loss(params, *data[1:], jnp.float32),
     )
 
 
-def photograph(
-    *, shrink: int = 1, frequencies: int = 32, features: int = 32, hidden: int = 4
-) -> Task:
+def photograph(*, shrink: int = 1) -> Task:
     """Map coordinates to the colours of a photograph. Each step uses all of its pixels."""
     image = load_sample_image("china.jpg")[::shrink, ::shrink] / np.float32(255)
     points = np.stack(np.meshgrid(*(np.arange(n) for n in image.shape[:2]), indexing="ij"))
-    waves = np.random.default_rng(0).normal(0, 10, (2, frequencies)) / image.shape[1]
+    waves = np.random.default_rng(0).normal(0, 10, (2, 32)) / image.shape[1]
     angles = 2 * np.pi * points.reshape(2, -1).T @ waves
     inputs = np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
-    sizes = layer_sizes(2 * frequencies, *[features] * hidden, 3)
+    pixels = jnp.asarray(inputs, jnp.float32), jnp.asarray(image.reshape(-1, 3))
 
-    def mean_square(params: Params, data: Data, dtype: Any) -> jax.Array:
-        inputs, colours = data
-        layers = [params[name] for name in sizes]
-        return jnp.mean((nn.sigmoid(perceptron(layers, inputs, dtype)) - colours) ** 2)
+    def loss(outputs: jax.Array, colours: jax.Array) -> jax.Array:
+        return jnp.mean((nn.sigmoid(outputs) - colours) ** 2)
 
-    steps = 120
-    return Task(
+    return supervised(
+        widths=(64, 32, 32, 32, 32, 3),
+        loss=loss,
+        score=lambda *pair: -10 * jnp.log10(loss(*pair)),
+        data=(*pixels, *pixels),
         name="photograph",
-        fails=True,
         metric="PSNR in dB",
         decimals=2,
-        steps=steps,
-        evaluations=10,
-        tx=optax.adam(optax.cosine_decay_schedule(1e-2, steps)),
-        data=(jnp.asarray(inputs, jnp.float32), jnp.asarray(image.reshape(-1, 3))),
-        init=lambda key: init_layers(key, sizes),
-        loss_fn=lambda params, data, _, dtype: mean_square(params, data, dtype),
-        evaluate=lambda params, data: -10 * jnp.log10(mean_square(params, data, jnp.float32)),
+        steps=120,
+        tx=optax.adam(optax.cosine_decay_schedule(1e-2, 120)),
     )
 
 
-def diabetes(*, features: int = 64) -> Task:
+def diabetes() -> Task:
     """Predict how far the disease has gone after a year; the loss is a sum, in the data's units."""
     inputs, targets = load_diabetes(return_X_y=True, scaled=False)
     split = train_test_split(inputs, targets, test_size=0.2, random_state=0)
     train, test, train_targets, test_targets = split
     train, test = ((part - train.mean(0)) / train.std(0) for part in (train, test))
-    sizes = layer_sizes(10, features, features, 1)
+    data = train, train_targets, test, test_targets
 
-    def squares(params: Params, inputs: jax.Array, targets: jax.Array, dtype: Any) -> jax.Array:
-        layers = [params[name] for name in sizes]
-        return (perceptron(layers, inputs, dtype)[:, 0] - targets) ** 2
+    def squares(outputs: jax.Array, targets: jax.Array) -> jax.Array:
+        return (outputs[:, 0] - targets) ** 2
 
-    return Task(
+    return supervised(
+        widths=(10, 64, 64, 1),
+        loss=lambda *pair: jnp.sum(squares(*pair)),
+        score=lambda *pair: jnp.sqrt(jnp.mean(squares(*pair))),
+        data=tuple(jnp.asarray(part, jnp.float32) for part in data),
         name="diabetes",
-        fails=True,
         metric="RMSE on test patients",
         decimals=2,
         steps=200,
-        evaluations=10,
         tx=optax.adam(1e-2),
-        data=tuple(
-            jnp.asarray(part, jnp.float32) for part in (train, train_targets, test, test_targets)
-        ),
-        init=lambda key: init_layers(key, sizes),
-        loss_fn=lambda params, data, _, dtype: jnp.sum(squares(params, *data[:2], dtype)),
-        evaluate=lambda params, data: jnp.sqrt(jnp.mean(squares(params, *data[2:], jnp.float32))),
     )
 
 
@@ -163,36 +148,49 @@ def digits(*, batch: int = 128, features: int = 256) -> Task:
     images, labels = load_digits(return_X_y=True)
     split = train_test_split(images / 16, labels, test_size=0.2, random_state=0, stratify=labels)
     images, test_images, labels, test_labels = map(jnp.asarray, split)
-    sizes = layer_sizes(64, features, features, 10)
-
-    def logits(params: Params, images: jax.Array, dtype: Any) -> jax.Array:
-        return perceptron([params[name] for name in sizes], images, dtype)
-
-    def loss_fn(params: Params, data: Data, key: jax.Array, dtype: Any) -> jax.Array:
-        images, labels, *_ = data
-        chosen = jax.random.choice(key, len(images), (batch,), replace=False)
-        losses = optax.softmax_cross_entropy_with_integer_labels(
-            logits(params, images[chosen], dtype), labels[chosen]
-        )
-        return jnp.mean(losses)
-
-    def evaluate(params: Params, data: Data) -> jax.Array:
-        *_, images, labels = data
-        return 100 * jnp.mean(jnp.argmax(logits(params, images, jnp.float32), axis=-1) == labels)
-
-    return Task(
+    return supervised(
+        widths=(64, features, features, 10),
+        loss=lambda *pair: jnp.mean(cross_entropy(*pair)),
+        score=lambda logits, labels: 100 * jnp.mean(jnp.argmax(logits, axis=-1) == labels),
+        data=(images, labels, test_images, test_labels),
+        batch=batch,
         name="digits",
-        fails=False,
         metric="test accuracy in %",
         decimals=2,
         steps=560,
-        evaluations=10,
         tx=optax.adam(1e-3),
-        data=(images, labels, test_images, test_labels),
-        init=lambda key: init_layers(key, sizes),
-        loss_fn=loss_fn,
-        evaluate=evaluate,
+        fails=False,
     )
+
+
+def supervised(
+    *,
+    widths: Sequence[int],
+    loss: Callable[[jax.Array, jax.Array], jax.Array],
+    score: Callable[[jax.Array, jax.Array], jax.Array],
+    data: Data,
+    batch: int = 0,
+    **about: Any,
+) -> Task:
+    """Return the task of a perceptron, on data to train and to test on, all of it or in batches."""
+    sizes = layer_sizes(*widths)
+
+    def outputs(params: Params, inputs: jax.Array, dtype: Any) -> jax.Array:
+        return perceptron([params[name] for name in sizes], inputs, dtype)
+
+    def loss_fn(params: Params, data: Data, key: jax.Array, dtype: Any) -> jax.Array:
+        inputs, targets, *_ = data
+        if batch:
+            chosen = jax.random.choice(key, len(inputs), (batch,), replace=False)
+            inputs, targets = inputs[chosen], targets[chosen]
+        return loss(outputs(params, inputs, dtype), targets)
+
+    def evaluate(params: Params, data: Data) -> jax.Array:
+        *_, inputs, targets = data
+        return score(outputs(params, inputs, jnp.float32), targets)
+
+    init = functools.partial(init_layers, sizes=sizes)
+    return Task(data=data, init=init, loss_fn=loss_fn, evaluate=evaluate, **about)
 
 
 def layer_sizes(*widths: int) -> dict[str, tuple[int, int]]:
@@ -263,28 +261,27 @@ class LanguageModel(nn.Module):
         return nn.Dense(self.characters, dtype=self.dtype)(x).astype(jnp.float32)
 
 
-def characters(*, blocks: int = 2, batch: int = 16, context: int = 64, tested: int = 128) -> Task:
+def characters(*, blocks: int = 2, batch: int = 16, context: int = 64) -> Task:
     """Predict the next character of scikit-learn's docstrings."""
     train, test = corpus()
     alphabet = sorted(set(train + test))
     numbers = {character: number for number, character in enumerate(alphabet)}
     train, test = (np.array([numbers[c] for c in part], np.uint8) for part in (train, test))
-    starts = np.linspace(0, len(test) - context - 1, tested).astype(int)
+    starts = np.linspace(0, len(test) - context - 1, 128).astype(int)
     windows = test[starts[:, None] + np.arange(context + 1)]
 
     def model(dtype: Any) -> LanguageModel:
         return LanguageModel(dtype, len(alphabet), blocks)
 
-    def cross_entropy(params: Params, tokens: jax.Array, dtype: Any) -> jax.Array:
+    def mean_loss(params: Params, tokens: jax.Array, dtype: Any) -> jax.Array:
         tokens = tokens.astype(jnp.int32)
         logits = model(dtype).apply({"params": params}, tokens[:, :-1])
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-        return jnp.mean(losses)
+        return jnp.mean(cross_entropy(logits, tokens[:, 1:]))
 
     def loss_fn(params: Params, data: Data, key: jax.Array, dtype: Any) -> jax.Array:
         train, _ = data
         starts = jax.random.randint(key, (batch, 1), 0, len(train) - context)
-        return cross_entropy(params, train[starts + jnp.arange(context + 1)[None]], dtype)
+        return mean_loss(params, train[starts + jnp.arange(context + 1)[None]], dtype)
 
     def init(key: jax.Array) -> Params:
         tokens = jnp.zeros((1, context), jnp.int32)
@@ -298,12 +295,11 @@ def characters(*, blocks: int = 2, batch: int = 16, context: int = 64, tested: i
         metric="bits per character",
         decimals=3,
         steps=steps,
-        evaluations=10,
         tx=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate)),
         data=(jnp.asarray(train), jnp.asarray(windows)),
         init=init,
         loss_fn=loss_fn,
-        evaluate=lambda params, data: cross_entropy(params, data[1], jnp.float32) / math.log(2),
+        evaluate=lambda params, data: mean_loss(params, data[1], jnp.float32) / math.log(2),
     )
 
 

@@ -1,14 +1,17 @@
 """The ways to train, and how to run one."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from tqdm import tqdm
 
 import optax_lossscale as ols
-from benchmarks.fidelity.tasks import Task
+from benchmarks.fidelity.tasks import Params, Task, corpus_facts
+from benchmarks.page import environment
 
 # The dtype of the forward and backward passes, and the loss scale. `None` neither scales nor
 # checks. The default growth interval is 2000 finite steps, longer than these runs. With 25, the
@@ -39,8 +42,22 @@ def zero_share(grads: Any) -> jax.Array:
     return sum(jnp.sum(g == 0) for g in leaves) / sum(g.size for g in leaves)
 
 
-def make_train(task: Task, way: str) -> Callable[[int, Callable[[], Any]], Run]:
-    """Return a function that trains from a seed, and calls a callback after each evaluation."""
+def fit(
+    tx: optax.GradientTransformation, loss_fn: Callable[..., jax.Array], params: Params, steps: Any
+) -> tuple[tuple[Params, optax.OptState], jax.Array]:
+    """Train with what `loss_fn` takes in each step; return parameters, state and the losses."""
+
+    def train_step(carry: tuple, step: Any) -> tuple:
+        params, opt_state = carry
+        loss, grads = jax.value_and_grad(loss_fn)(params, step)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    return jax.lax.scan(train_step, (params, tx.init(params)), steps)
+
+
+def make_train(task: Task, way: str) -> Callable[[int], Run]:
+    """Return a function that trains from a seed."""
     dtype, loss_scale = WAYS[way]
     tx = ols.with_loss_scaling(task.tx, loss_scale)
     chunk = task.steps // task.evaluations
@@ -76,7 +93,7 @@ def make_train(task: Task, way: str) -> Callable[[int, Callable[[], Any]], Run]:
         carry, zeros = jax.lax.scan(train_step, carry, first + jnp.arange(chunk))
         return carry, task.evaluate(carry[0], data), jax.tree.map(jnp.mean, zeros)
 
-    def train(seed: int, after_chunk: Callable[[], Any]) -> Run:
+    def train(seed: int) -> Run:
         carry = start(seed)
         error = float(first_error(carry, task.data, seed))
         curve, zeros = [], []
@@ -84,7 +101,6 @@ def make_train(task: Task, way: str) -> Callable[[int, Callable[[], Any]], Run]:
             carry, metric, zero = train_chunk(carry, task.data, seed, first)
             curve.append(float(metric))
             zeros.append(zero)
-            after_chunk()
         state = ols.loss_scale_state(carry[1])
         return Run(
             curve=curve,
@@ -95,3 +111,32 @@ def make_train(task: Task, way: str) -> Callable[[int, Callable[[], Any]], Run]:
         )
 
     return train
+
+
+def measure(tasks: Sequence[Task], seeds: int) -> dict[str, Any]:
+    """Train every task in every way from every seed."""
+    start, stored = time.process_time(), []
+    for task in tasks:
+        runs: dict[str, list] = {way: [] for way in WAYS}
+        for way in WAYS:
+            train = make_train(task, way)
+            # disable=None shows the bar in a terminal only.
+            for seed in tqdm(range(seeds), f"{task.name}, {way}", leave=False, disable=None):
+                runs[way].append(train(seed)._asdict())
+        stored.append({**facts(task), "runs": runs})
+    packages = "jax", "jaxlib", "optax", "flax", "scikit-learn"
+    return {
+        "environment": environment(*packages),
+        "loss_scale": WAYS[SCALED][1].get_config(),
+        "text": corpus_facts(),
+        "processor_seconds": round(time.process_time() - start),
+        "tasks": stored,
+    }
+
+
+def facts(task: Task) -> dict[str, Any]:
+    """Return what describes a task beside its results."""
+    names = "name", "fails", "metric", "decimals", "steps"
+    shapes = jax.eval_shape(lambda: task.init(jax.random.key(0)))
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    return {**{name: getattr(task, name) for name in names}, "parameters": parameters}

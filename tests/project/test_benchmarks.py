@@ -1,7 +1,7 @@
 """The benchmarks: every contender takes the same step, and the report says who is left out."""
 
 import dataclasses
-import itertools
+import functools
 import json
 
 import jax
@@ -10,16 +10,8 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks import aot, hlo, measure, row_major, run, suite, workloads
-from benchmarks.contenders import (
-    ALL_CONTENDERS,
-    CONTENDERS,
-    MASTERS,
-    Jmp,
-    KerasAlone,
-    OptaxAlone,
-    Ours,
-)
+from benchmarks import aot, cases, guards, hlo, run, workloads
+from benchmarks.contenders import CONTENDERS, Keras
 
 pytestmark = [
     pytest.mark.slow,
@@ -28,14 +20,13 @@ pytestmark = [
 ]
 
 SHAPES = [(4, 3), (3,)]
-OPTIONS = suite.Options(
-    workloads.SIZES["tiny"], ALL_CONTENDERS, rounds=2, sample_seconds=0, compile_rounds=1,
-    compile_limit=60, seed=0,
-)  # fmt: skip
-SHORT = "--size=tiny", "--rounds=1", "--sample-seconds=0", "--compile-rounds=1"
+SHORT = "--size=tiny", "--rounds=1", "--sample-seconds=0"
+OURS, PLAIN = CONTENDERS["Ours"].name, CONTENDERS["Optax"].name
+HALVES = {name for name in CONTENDERS if "Masters" in name or "Remainders" in name}
+HALVES |= {"Apex", "StackOfHalvesByHand"}
 
 each_contender = pytest.mark.parametrize(
-    "kind", [kind for kind in CONTENDERS if kind.version()], ids=lambda kind: kind.__name__
+    "name", [name for name in CONTENDERS if name not in HALVES and CONTENDERS[name].version()]
 )
 
 
@@ -44,12 +35,12 @@ def loss_fn(params, batch):
     return jnp.mean((batch.astype(jnp.float16) @ weights + bias).astype(jnp.float32) ** 2)
 
 
-def compiled(kind, workload):
-    contender, step, data = suite.build(kind, "adamw", workload, ALL_CONTENDERS)
-    return jax.jit(step), contender.init(workload.params), data
+def compiled(contender, workload):
+    init, step = cases.build(contender, "adamw", workload)
+    return jax.jit(step.run), init(workload.params), step.data
 
 
-def assert_optaxs(kind, before, state, grads, steps):
+def assert_optaxs(contender, before, state, grads, steps):
     """Compare with steps of Optax on true gradients."""
     tx = optax.adamw(1e-3)
     expected = before
@@ -58,7 +49,7 @@ def assert_optaxs(kind, before, state, grads, steps):
         updates, opt_state = tx.update(grads, opt_state, expected)
         expected = optax.apply_updates(expected, updates)
     # The updates are about 1e-3. Keras adds Adam's epsilon in another place.
-    rtol = 2e-2 if issubclass(kind, KerasAlone) else 1e-3
+    rtol = 2e-2 if isinstance(contender, Keras) else 1e-3
     for p, a, e in zip(before, state.params, expected, strict=True):
         np.testing.assert_allclose(a - p, e - p, rtol=rtol, atol=1e-7)
     # A wrong scale of the gradients hardly changes Adam's step, but it changes the first moment.
@@ -68,36 +59,55 @@ def assert_optaxs(kind, before, state, grads, steps):
 
 
 @each_contender
-def test_the_training_step_is_optaxs(kind):
+def test_the_training_step_is_optaxs(name):
+    contender = CONTENDERS[name]
     params = workloads.gradients(SHAPES, jnp.float16).params
-    step, state, batch = compiled(kind, workloads.Training(params, loss_fn, jnp.eye(4)))
+    workload = workloads.Training(params, jax.tree_util.Partial(loss_fn), jnp.eye(4))
+    step, state, batch = compiled(contender, workload)
     grads = jax.grad(loss_fn)(params, batch)
-    assert_optaxs(kind, params, step(state, batch), grads, steps=1)
+    assert_optaxs(contender, params, step(state, batch), grads, steps=1)
 
 
 @each_contender
-def test_an_overflow_is_skipped_by_all_who_say_so_and_later_steps_are_optaxs(kind):
+def test_an_overflow_is_skipped_by_all_who_say_so_and_later_steps_are_optaxs(name):
+    contender = CONTENDERS[name]
     workload = workloads.gradients(SHAPES, jnp.float16)
-    grads = [g.astype(jnp.float32) for g in workload.unscaled]
-    step, state, data = compiled(kind, workload)
-    bad = step(state, [data[0].at[1, 2].set(jnp.inf), *data[1:]])
-    scale = workloads.LOSS_SCALE if kind.scales else 1.0
-    if kind.skips:
+    true = [g.astype(jnp.float32) for g in workload.unscaled]
+    step, state, (grads, loss) = compiled(contender, workload)
+    bad = step(state, ([grads[0].at[1, 2].set(jnp.inf), *grads[1:]], loss))
+    scale = workloads.LOSS_SCALE if contender.scales else 1.0
+    if contender.skips:
         jax.tree.map(np.testing.assert_array_equal, bad.params, workload.params)
         state = bad  # only the loss scale has changed
-        scale = scale / 2 if kind.scales else scale
+        scale = scale / 2 if contender.scales else scale
     else:
         assert not np.isfinite(bad.params[0]).all()
-    good = [(g * scale).astype(jnp.float16) for g in grads]
-    assert_optaxs(kind, workload.params, step(step(state, good), good), grads, steps=2)
+    good = [(g * scale).astype(jnp.float16) for g in true], loss
+    assert_optaxs(contender, workload.params, step(step(state, good), good), true, steps=2)
+
+
+@pytest.mark.parametrize("name", ["Spike", "SpikeByHand", "MaxText", "Levanter"])
+@pytest.mark.parametrize("what", ["loss", "norm"])
+def test_a_spike_is_skipped_by_who_judges_it(name, what):
+    if what == "norm" and name.startswith("Spike"):
+        name = {"Spike": "SpikeNorm", "SpikeByHand": "SpikeNormByHand"}[name]
+    step, state, (grads, loss) = compiled(CONTENDERS[name], workloads.gradients(SHAPES))
+    for number in range(guards.WINDOW):
+        usual = 1 + 0.1 * (number % 3)
+        state = step(state, ([usual * g for g in grads], usual * loss))
+    larger = {"loss": 1, "norm": 1} | {what: 10}
+    spiked = step(state, ([larger["norm"] * g for g in grads], larger["loss"] * loss))
+    jax.tree.map(np.testing.assert_array_equal, spiked.params, state.params)
+    applied = step(spiked, (grads, loss))
+    assert all((a != b).any() for a, b in zip(applied.params, state.params, strict=True))
 
 
 def test_masters_are_kept_as_by_hand():
-    workload = workloads.half_parameters(SHAPES)
+    workload = workloads.gradients(SHAPES, jnp.float16, jnp.float16)
     assert {p.dtype for p in (*workload.params, *workload.scaled)} == {jnp.dtype("float16")}
     reached = []
-    for kind in MASTERS:
-        step, state, data = compiled(kind, workload)
+    for name in cases.CASES["masters"].contenders:
+        step, state, data = compiled(CONTENDERS[name], workload)
         reached.append(step(step(state, data), data).params)
     before, by_hand, *others = workload.params, *reached
     for other in others:
@@ -112,53 +122,55 @@ def test_who_is_left_out_is_reported_and_an_interrupted_run_keeps_its_results(
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Jmp, "package", "a package that nobody has")
-    monkeypatch.setattr(suite, "run_compilation", stop)
+    missing = dataclasses.replace(CONTENDERS["Jmp"], package="a package that nobody has")
+    monkeypatch.setitem(CONTENDERS, "Jmp", missing)
+    monkeypatch.setattr(run, "time_compilation", stop)
     options = *SHORT, f"--output={tmp_path}", "--only", "wide", "compilation"
     with pytest.raises(KeyboardInterrupt):
         run.main([*options, "--contenders", "Ours", "Jmp"])
     kept = json.loads((tmp_path / "benchmarks.json").read_text())
     assert list(kept["steps"]) == ["wide"]
-    ((wide,),) = kept["steps"].values()
-    assert list(wide["rows"]) == [kind.name for kind in CONTENDERS]
-    assert wide["rows"]["JMP"]["left_out"] == "not installed"
-    assert wide["rows"]["mpx"]["left_out"] == "not chosen"
-    ours = wide["rows"][Ours.name]
-    assert len(ours["ratios"]) == 1
-    assert ours["in_place"] == ours["state"]
+    rows = kept["steps"]["wide"]["rows"]
+    assert list(rows) == [PLAIN, OURS, "JMP"]
+    assert rows["JMP"]["left_out"] == "not installed"
+    assert len(rows[OURS]["ratios"]) == 1
+    assert rows[OURS]["in_place"] == rows[OURS]["state"]
     assert "| JMP | not installed |" in (tmp_path / "benchmarks.md").read_text()
     assert (tmp_path / "benchmarks.png").stat().st_size > 10_000
 
 
 @pytest.mark.exhaustive
 def test_the_command_runs_every_benchmark(tmp_path):
-    run.main([*SHORT, "--contenders", "Ours", "MastersScaled", f"--output={tmp_path}"])
+    names = "Ours", "SkipIf", "MastersScaled"
+    run.main([*SHORT, "--contenders", *names, f"--output={tmp_path}"])
     found = json.loads((tmp_path / "benchmarks.json").read_text())
-    assert list(found["steps"]) == list(suite.STEPS)
-    benchmarks = [*itertools.chain(*found["steps"].values()), *found["compilation"]]
-    ratios = [len(benchmark["rows"][Ours.name]["ratios"]) for benchmark in benchmarks]
-    assert ratios == (5 + 6 + 2) * [1]
-    assert (tmp_path / "benchmarks.md").read_text().count("\n## ") == 7
+    assert tuple(found["steps"]) == (*run.STEPS, "compilation, 3", "compilation, 6")
+    benchmarks = found["steps"].values()
+    ratios = [row["ratios"] for each in benchmarks for row in each["rows"].values()]
+    assert [len(each) for each in ratios] == 2 * len(benchmarks) * [1]
+    assert (tmp_path / "benchmarks.md").read_text().count("\n## ") == len(benchmarks)
 
 
-def test_who_compiles_too_long_is_stopped_and_reported():
-    options = dataclasses.replace(OPTIONS, contenders=(OptaxAlone,), compile_limit=0.0)
-    first, second = suite.run_compilation(options)
-    assert len(first["rows"][OptaxAlone.name]["seconds"]) == 1
-    assert second["rows"][OptaxAlone.name]["left_out"].endswith("s at 3 arrays, then stopped")
+def test_who_compiles_too_long_is_stopped_and_reported(monkeypatch):
+    monkeypatch.setattr(run, "COMPILE_LIMIT", 0.0)
+    args = run.parse([*SHORT, "--contenders", "Optax"])
+    (_, first), (_, second) = run.time_compilation(workloads.SIZES["tiny"], args)
+    assert len(first["rows"][PLAIN]["seconds"]) == 1
+    assert second["rows"][PLAIN]["left_out"].endswith("s at 3 arrays, then stopped")
 
 
-def test_who_fails_is_reported_unless_it_is_us(monkeypatch):
-    def fail(*_):
+def test_who_fails_is_reported_unless_it_is_us():
+    def fail():
         raise RuntimeError("no such luck\nsecond line")
 
-    workload = workloads.gradients(SHAPES, jnp.float16)
-    monkeypatch.setattr(Ours, "optimizer_step", fail)
-    with pytest.raises(RuntimeError, match="no such luck"):
-        suite.build(Ours, "adamw", workload, [Ours])
-    failing = type("Failing", (OptaxAlone,), {"name": "another", "optimizer_step": fail})
-    with pytest.raises(suite.LeftOutError, match=r"RuntimeError: no such luck$"):
-        suite.build(failing, "adamw", workload, [failing])
+    for own in (CONTENDERS["Ours"], CONTENDERS["Optax"]):
+        with pytest.raises(RuntimeError, match="no such luck"), cases.excused(own, PLAIN):
+            fail()
+    with (
+        pytest.raises(cases.LeftOutError, match=r"RuntimeError: no such luck$"),
+        cases.excused(CONTENDERS["Jmp"], PLAIN),
+    ):
+        fail()
 
 
 def test_a_sample_starts_fresh_and_drops_its_first_step():
@@ -168,12 +180,10 @@ def test_a_sample_starts_fresh_and_drops_its_first_step():
         taken.append(int(state))
         return state + data
 
-    step = measure.Compiled(one_step, init=lambda: jnp.zeros((), jnp.int32), data=1)
-    samples = measure.time_steps(
-        {"it": step}, rounds=3, sample_seconds=0, seed=0, tick=lambda _: None
-    )
+    sampler = functools.partial(run.sample, one_step, lambda: jnp.zeros((), jnp.int32), 1)
+    seconds = run.time_in_turns({"it": sampler}, rounds=3, sample_seconds=0, title="")
     assert taken == 4 * [0, 1]  # a round to warm up and three rounds, each of two steps
-    assert len(samples["it"].seconds) == 3
+    assert len(seconds["it"]) == 3
 
 
 def test_the_workloads_are_what_they_claim():
@@ -186,16 +196,13 @@ def test_the_workloads_are_what_they_claim():
 
 
 @pytest.mark.exhaustive
-def test_in_row_major_order_each_gradient_is_transposed_once(capsys):
-    row_major.main(["--size=tiny", "--rounds=1", "--sample-seconds=0"])
-    _, _, *lines = capsys.readouterr().out.splitlines()
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    transpositions = {name: int(count) for name, *_, count in cells}
-    assert list(transpositions) == [kind.name for kind in row_major.CONTENDERS]
+def test_in_row_major_order_each_gradient_is_transposed_once(tmp_path):
+    run.main([*SHORT, "--only=row-major", f"--output={tmp_path}"])
+    rows = json.loads((tmp_path / "benchmarks.json").read_text())["steps"]["row-major"]["rows"]
     matrices = 5  # four in its only layer, and the head; the embedding's gradient is a scatter
-    assert transpositions[OptaxAlone.name] == 2 * matrices
-    for kind in (row_major.OptaxRowMajor, row_major.OursRowMajor):
-        assert transpositions[kind.name] == matrices
+    assert rows[PLAIN]["transpositions"] == 2 * matrices
+    for name in ("OptaxRowMajor", "OursRowMajor"):
+        assert rows[CONTENDERS[name].name]["transpositions"] == matrices
 
 
 PROGRAM = """\
@@ -235,16 +242,30 @@ def test_a_program_is_counted_in_its_text():
     )
 
 
+def test_the_longest_branch_of_a_program_is_counted():
+    branches = "branch_computations={%main, %body}"
+    program = (
+        PROGRAM.replace("ENTRY %main", "%main")
+        + f"""
+ENTRY %top (c: f32[8]) -> f32[8] {{
+  %c = f32[8]{{0}} parameter(0)
+  ROOT %chosen = f32[8]{{0}} conditional(%c, %c, %c), {branches}
+}}
+"""
+    )
+    assert hlo.count(program) == hlo.count(PROGRAM)
+
+
 def test_steps_are_compiled_for_devices_and_counted(tmp_path):
-    cases = ["wide", "fsdp", "shard_map", "masters"]
+    names = ["wide", "fsdp", "shard_map", "masters"]
     size = ["--size=tiny", f"--output={tmp_path}", "--backends=cpu"]
-    aot.main([*size, "--cases", *cases, "--contenders", "Ours", "OverAxis", "MastersScaled"])
-    rows = {(r["case"], r["contender"]): r for r in json.loads((tmp_path / "aot.json").read_text())}
-    assert [case for case, name in rows if name == Ours.name] == cases
-    for case, plain in zip(cases, 3 * ["Optax alone"] + ["Masters by hand"], strict=True):
-        ours, bare = rows[case, Ours.name], rows[case, plain]
+    aot.main([*size, "--cases", *names, "--contenders", "Ours", "MastersScaled"])
+    results = json.loads((tmp_path / "aot.json").read_text())
+    assert list(results) == [f"cpu {case}" for case in names]
+    for case, plain in zip(names, 3 * [PLAIN] + ["masters by hand"], strict=True):
+        ours, bare = (results[f"cpu {case}"]["rows"][name] for name in (OURS, plain))
         assert ours["bytes"] > bare["bytes"]
         assert ours["in_place"] > bare["in_place"] > 0
         assert (ours["collectives"] > 0, bare["collectives"]) == (case in ("fsdp", "shard_map"), 0)
-    assert (tmp_path / "aot.md").read_text().count("\n| optax_lossscale |") == len(cases)
+    assert (tmp_path / "aot.md").read_text().count("\n| optax_lossscale |") == len(names)
     assert (tmp_path / "hlo/cpu-fsdp-Ours.txt").exists()

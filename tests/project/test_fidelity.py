@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import page
 from benchmarks.fidelity import __main__ as command
 from benchmarks.fidelity import edge, parameters, report, tasks, training
 
@@ -24,17 +25,10 @@ def all_tasks():
     return tasks.all_tasks()
 
 
-def run_short(output, *options):
-    """Run the command for a few steps of one failing task."""
-    command.main(["--quick", "--seeds=2", "--tasks=diabetes", f"--output={output}", *options])
-
-
 @pytest.fixture(scope="module")
-def short(tmp_path_factory):
-    """The output folder of a few steps."""
-    output = tmp_path_factory.mktemp("short")
-    run_short(output)
-    return output
+def short():
+    """The results of a few steps of one failing task."""
+    return training.measure(tasks.all_tasks(["diabetes"], quick=True), seeds=2)
 
 
 def assert_trained(task):
@@ -51,93 +45,57 @@ def assert_trained(task):
             assert one["loss_scale"] == (2**15 if way == SCALED else 1) * 0.5 ** one["skipped"]
 
 
-def test_a_short_run_trains_in_every_way_and_writes_table_and_picture(short):
-    results = json.loads((short / "training.json").read_text())
-    (task,) = results["tasks"]
+def test_a_short_run_trains_in_every_way(short):
+    (task,) = short["tasks"]
     assert_trained(task)
     assert [one["skipped"] for one in task["runs"][SCALED]] == [4, 4]  # every step
-    assert (short / "training.md").read_text() == report.block(results) + "\n"
-    assert (short / "training.png").read_bytes().startswith(b"\x89PNG")
-    assert len(list(short.iterdir())) == 3
+    again = training.make_train(tasks.all_tasks(["diabetes"], quick=True)[0], SCALED)(1)
+    assert again.curve == task["runs"][SCALED][1]["curve"]  # the same seed, the same numbers
 
 
 @pytest.mark.exhaustive
-def test_a_short_run_trains_every_task(python, tmp_path):
-    options = "--quick", "--seeds=2", f"--output={tmp_path}"
+def test_a_short_run_trains_every_task_and_writes_the_page(python, tmp_path):
+    options = "--quick", "--only", "fidelity", f"--pages={tmp_path}"
     python("-W", "error", "-m", "benchmarks.fidelity", *options, cwd=PAGE.parents[1])
     trained = json.loads((tmp_path / "training.json").read_text())["tasks"]
     assert [task["name"] for task in trained] == list(tasks.TASKS)
     for task in trained:
         assert_trained(task)
+        assert f"| **{task['name']}**" in (tmp_path / "training.md").read_text()
+    assert (tmp_path / "images/training.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_write_replaces_the_table_and_nothing_else(short, tmp_path):
-    page = tmp_path / "page.md"
-    begin, end = report.PART.begin, report.PART.end
-    page.write_text(f"Before.\n\n{begin}\n\nold\n\n{end}\n\nAfter.\n")
-    results = short / "training.json"
-    numbers = json.loads(results.read_text()) | {"edge": STORED["edge"]}
-    results = tmp_path / "numbers.json"
-    results.write_text(report.to_json(numbers))
-    command.main([f"--results={results}", f"--output={tmp_path}", f"--write={page}"])
-    block = (short / "training.md").read_text()
-    assert page.read_text() == f"Before.\n\n{begin}\n\n{block}\n{end}\n\nAfter.\n"
-    assert (tmp_path / "page.json").read_bytes() == results.read_bytes()
-    for picture in ("page.png", "page_edge.png"):
-        assert (tmp_path / "images" / picture).read_bytes().startswith(b"\x89PNG")
+def test_publishing_replaces_a_part_of_a_page_its_numbers_and_pictures(short, tmp_path):
+    file = tmp_path / "page.md"
+    begin, end = page.comments("fidelity")
+    file.write_text(f"Before.\n\n{begin}\n\nold\n\n{end}\n\nAfter.\n")
+    pictures = {"curves": report.draw(short), "edge": report.draw_edge(STORED["edge"])}
+    page.publish(page.Report(report.block(short), short, pictures), "fidelity", file)
+    assert file.read_text() == (f"Before.\n\n{begin}\n\n{report.block(short)}\n\n{end}\n\nAfter.\n")
+    assert json.loads((tmp_path / "page.json").read_text())["tasks"][0]["name"] == "diabetes"
+    for name in pictures:
+        assert (tmp_path / f"images/{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_an_interrupted_run_goes_on_where_it_was(short, tmp_path):
-    complete = json.loads((short / "training.json").read_text())
-    stored = json.loads((short / "training.json").read_text())
-    del stored["tasks"][0]["runs"][SCALED][-1]
-    (tmp_path / "training.json").write_text(json.dumps(stored))
-    run_short(tmp_path, "--resume")
-    resumed = json.loads((tmp_path / "training.json").read_text())
-    assert resumed["tasks"] == complete["tasks"]  # the same seed gives the same numbers
-    assert resumed["seconds"] >= complete["seconds"]
+def test_every_part_is_on_its_page():
+    for part, (name, _) in command.PARTS.items():
+        text = (PAGE.parent / f"{name}.md").read_text()
+        assert page.replaced(text, part, "new").count("new") > text.count("new")
 
 
-def test_runs_of_other_tasks_are_not_taken_up():
-    new = {**STORED, "seconds": 0, "edge": {}}
-    empty = {way: [] for way in training.WAYS}
-    new["tasks"] = [{**task, "runs": empty} for task in STORED["tasks"]]
-    for other in ({"text": {"sha256": "another"}}, {"loss_scale": {"scale": 1}}):
-        with pytest.raises(ValueError, match="start without --resume"):
-            command.take_up(new, STORED | other)
-    new["tasks"][0]["steps"] += 1
-    command.take_up(new, STORED)
-    assert not any(new["tasks"][0]["runs"].values())
-    assert new["tasks"][1:] == STORED["tasks"][1:]
-    assert new["edge"] == STORED["edge"]
-    assert new["seconds"] == STORED["seconds"]
-
-
-@pytest.mark.parametrize("option", ["--quick", "--tasks=words"])
-def test_a_part_of_the_run_is_not_written_to_the_page(option, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        command.main(["--write=page.md", option])
-    assert "--write needs all tasks in full length" in capsys.readouterr().err
-
-
-def test_one_seed_and_a_page_without_its_two_markers_are_refused(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        command.main(["--seeds=1"])
-    assert "--seeds must be at least 2, got 1" in capsys.readouterr().err
-    begin, end = report.PART.begin, report.PART.end
-    for page in ("", begin, end, f"{end}\n{begin}", f"{begin}\n{begin}\n{end}"):
+def test_a_page_without_its_two_comments_is_refused():
+    begin, end = page.comments("a part")
+    for text in ("", begin, end, f"{end}\n{begin}", f"{begin}\n{begin}\n{end}"):
         with pytest.raises(ValueError, match="the page must hold the lines"):
-            report.PART.replaced(page, "text")
+            page.replaced(text, "a part", "text")
 
 
 def test_the_page_shows_the_stored_numbers_and_those_are_of_the_tasks_as_they_are(all_tasks):
-    page = PAGE.read_text()
-    assert report.PART.replaced(page, report.block(STORED)) == page
+    text = PAGE.read_text()
+    assert page.replaced(text, "fidelity", report.block(STORED)) == text
     assert STORED["loss_scale"] == training.WAYS[SCALED][1].get_config()
     for stored, task in zip(STORED["tasks"], all_tasks, strict=True):
-        names = "name", "fails", "metric", "decimals", "steps"
-        facts = {name: getattr(task, name) for name in names}
-        assert stored == {**facts, "parameters": command.parameters(task), "runs": stored["runs"]}
+        assert stored == {**training.facts(task), "runs": stored["runs"]}
         assert list(stored["runs"]) == list(training.WAYS)
         for way, runs in stored["runs"].items():
             assert len(runs) == len(STORED["tasks"][0]["runs"][FLOAT32]) >= 4  # seeds
@@ -149,8 +107,8 @@ def test_the_page_shows_the_stored_numbers_and_those_are_of_the_tasks_as_they_ar
 
 def test_the_pictures_cells_are_all_measured():
     kept = {
-        "gradients": (edge.gradient_cells(), ("vocabulary", "batch")),
-        "trained": (edge.trained_cells(), ("optimizer", "batch")),
+        "gradients": (edge.GRADIENTS, ("vocabulary", "batch")),
+        "trained": (edge.TRAINED, ("optimizer", "batch")),
     }
     for kind, (cells, names) in kept.items():
         assert [{name: cell[name] for name in names} for cell in STORED["edge"][kind]] == cells
@@ -160,7 +118,7 @@ def test_the_pictures_cells_are_all_measured():
 def test_a_run_made_again_gives_the_stored_result(all_tasks):
     place = list(tasks.TASKS).index("characters")
     task = all_tasks[place]
-    again = training.make_train(task, SCALED)(0, lambda: None)
+    again = training.make_train(task, SCALED)(0)
     stored = STORED["tasks"][place]["runs"][SCALED][0]
     # Another processor or XLA rounds differently, and training amplifies the differences.
     assert again.curve[-1] == pytest.approx(stored["curve"][-1], abs=2)
@@ -210,19 +168,15 @@ def test_float16_failed_or_not_as_the_page_says_and_scaling_is_close_to_float32(
 
 def test_the_interval_is_students():
     # With one degree of freedom, the 97.5 % quantile is 12.706 and the 75 % quantile is 1.
-    assert report.interval([1.0, 3.0]) == pytest.approx((2, 12.706205))
-    assert report.interval([1.0, 3.0], 0.5) == pytest.approx((2, 1))
-    assert report.interval([2.0, 2.0, 2.0]) == (2.0, 0.0)
-    contained = [report.Interval(0.5, 2.0).contains(x) for x in (-1.5, 2.5, 0.0, 2.6, math.nan)]
+    assert page.interval([1.0, 3.0]) == pytest.approx((2, 12.706205))
+    assert page.interval([1.0, 3.0], 0.5) == pytest.approx((2, 1))
+    assert page.interval([2.0, 2.0, 2.0]) == (2.0, 0.0)
+    contained = [page.Interval(0.5, 2.0).contains(x) for x in (-1.5, 2.5, 0.0, 2.6, math.nan)]
     assert contained == [True, True, True, False, False]
 
 
-def test_parameters_in_bfloat16_are_trained_in_four_ways_and_written(tmp_path, capsys):
-    page = tmp_path / "page.md"
-    page.write_text(f"{parameters.PART.begin}\nold\n{parameters.PART.end}\n")
-    parameters.main(["--quick", "--seeds=2", "--tasks", "digits", f"--write={page}"])
-    head, _, row = capsys.readouterr().out.splitlines()
+def test_parameters_in_bfloat16_are_trained_in_four_ways(monkeypatch):
+    monkeypatch.setattr(parameters, "NAMES", ["digits"])
+    head, _, row = parameters.measure(quick=True).text.splitlines()
     assert head.strip("| ").split(" | ") == ["task", *parameters.WAYS]
     assert row.count("±") == len(parameters.WAYS)
-    assert row in page.read_text()
-    assert "old" not in page.read_text()

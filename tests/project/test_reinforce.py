@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.page import publish
+
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quickly_compiled")]
 
 ROOT = Path(__file__).parents[2]
@@ -41,11 +43,9 @@ def small():
 
 
 @pytest.fixture(scope="module")
-def short(small, tmp_path_factory):
-    """The results of a short run in float32, and its picture."""
-    picture = tmp_path_factory.mktemp("short") / "a.png"
-    options = "--steps=60", "--warm=150", "--rates=0.005", f"--output={picture}"
-    return small.main([*options, "--ways", FLOAT32]), picture
+def short(small):
+    """A short run in float32."""
+    return small.compare(2, 60, 150, (5e-3,), [FLOAT32])
 
 
 def test_decoding_with_the_cache_gives_the_log_probabilities_of_the_whole_sequence(small):
@@ -65,8 +65,7 @@ def test_decoding_with_the_cache_gives_the_log_probabilities_of_the_whole_sequen
 
 @pytest.mark.exhaustive
 def test_finer_formats_sample_closer_to_what_is_trained(short):
-    results, _ = short
-    (gap,) = results["sources"].values()
+    (gap,) = short.numbers["sources"].values()
     assert gap["float32"] < 1e-5
     assert gap["float16"] > 20 * gap["float32"]
     assert 4 < gap["bfloat16"] / gap["float16"] < 16  # three bits
@@ -79,16 +78,13 @@ def assert_learned(small, runs):
 
 @pytest.mark.exhaustive
 def test_the_reward_improves_in_float32(short, small):
-    results, picture = short
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    (ways,) = results["runs"].values()
+    (ways,) = short.numbers["runs"].values()
     assert_learned(small, ways[FLOAT32])
 
 
 @pytest.mark.exhaustive
-def test_the_reward_improves_in_every_format(small, tmp_path):
-    options = "--steps=60", "--warm=150", "--rates=0.005", f"--output={tmp_path / 'a.png'}"
-    (ways,) = small.main(options)["runs"].values()
+def test_the_reward_improves_in_every_format(small):
+    (ways,) = small.compare(2, 60, 150, (5e-3,)).numbers["runs"].values()
     for runs in ways.values():
         assert_learned(small, runs)
     gap = {way: np.mean([run["gap"] for run in runs]) for way, runs in ways.items()}
@@ -97,23 +93,15 @@ def test_the_reward_improves_in_every_format(small, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_write_replaces_the_tables_and_nothing_else(short, small, tmp_path):
-    results, _ = short
+def test_publishing_replaces_the_tables_and_nothing_else(short, small, tmp_path):
     page = tmp_path / "page.md"
     whole = PAGE.read_text()
     page.write_text(whole)
-    small.write(results, page)
-    assert page.read_text() == whole.replace(small.tables(STORED), small.tables(results))
+    publish(short, "reinforce", page)
+    assert page.read_text() == whole.replace(small.tables(STORED), short.text)
     assert page.read_text() != whole
-    assert json.loads(page.with_suffix(".json").read_text()) == results
+    assert json.loads(page.with_suffix(".json").read_text())["runs"].keys() == {"0.005"}
     assert (tmp_path / "images/reinforce.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_one_seed_and_a_run_without_float32_are_refused(benchmark, capsys):
-    for wrong in (["--seeds=1"], ["--steps=7"], ["--ways", "bfloat16"]):
-        with pytest.raises(SystemExit, match="2"):
-            benchmark.main(wrong)
-        assert "two seeds or more" in capsys.readouterr().err
 
 
 def test_the_page_shows_the_stored_numbers(benchmark):

@@ -1,13 +1,12 @@
 """docs/skipping.md shows what four rules skip of real losses, and the ports do as their sources."""
 
-import contextlib
-import io
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks import spikes
+from benchmarks.page import comments
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quickly_compiled")]
 
@@ -20,19 +19,16 @@ def skipped(name, losses):
 
 
 @pytest.fixture(scope="module")
-def short(tmp_path_factory):
-    """What a short run prints and writes, and its recorded losses by trace."""
-    page = tmp_path_factory.mktemp("short") / "page.md"
-    page.write_text(f"{spikes.PART.begin}\nold\n{spikes.PART.end}\n")
+def short():
+    """The table of a short run, and its recorded losses by trace."""
     traces, record = {}, spikes.record
 
     def recorded(trace, seeds):
         return traces.setdefault(trace.name, record(trace, seeds))
 
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spikes, "record", recorded)
-        spikes.main(["--quick", "--seeds=2", f"--write={page}"])
-    return out.getvalue(), page.read_text(), traces
+        return spikes.measure(quick=True).text, traces
 
 
 @pytest.mark.parametrize("name", spikes.RULES)
@@ -84,18 +80,17 @@ def test_a_loss_that_has_no_logarithm_is_skipped():
     assert skipped('`Spike("log_loss")`', losses) == [10, 20]
 
 
-def test_a_short_run_writes_the_table_of_each_trace(short):
-    printed, page, traces = short
+def test_a_short_run_has_rows_of_each_trace(short):
+    text, traces = short
     names = [trace.name for trace in spikes.all_traces()]
     assert list(traces) == names
-    rows = [line.split(" | ") for line in printed.splitlines()[2:]]
+    rows = [line.split(" | ") for line in text.splitlines()[2:]]
     assert [name for row in rows if (name := row[0].removeprefix("| ").strip())] == names
     assert all(float(cell.strip("| ")) >= 0 for row in rows for cell in row[2:])
-    assert page == f"{spikes.PART.begin}\n\n{printed}\n{spikes.PART.end}\n"
 
 
 def test_seeds_differ_bad_steps_begin_after_the_warmup_and_a_switch_lasts(short):
-    *_, traces = short
+    _, traces = short
     for (first, _), (second, _) in traces.values():
         assert np.isfinite(first).all()
         assert not np.array_equal(first, second)
@@ -110,6 +105,7 @@ def test_seeds_differ_bad_steps_begin_after_the_warmup_and_a_switch_lasts(short)
 
 
 def test_the_page_shows_each_trace_and_rule():
-    table = PAGE.read_text().partition(spikes.PART.begin)[2].partition(spikes.PART.end)[0]
+    begin, end = comments("spikes")
+    table = PAGE.read_text().partition(begin)[2].partition(end)[0]
     assert " | ".join(spikes.RULES) in table
     assert all(f"| {trace.name} |" in table for trace in spikes.all_traces())

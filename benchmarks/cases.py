@@ -1,0 +1,182 @@
+"""The steps that are timed or compiled: what they update, how, and who takes them."""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.contenders import CONTENDERS, Contender, Ours, State
+from benchmarks.workloads import (
+    ADAMW,
+    Gradients,
+    Sizes,
+    Training,
+    Tree,
+    gradients,
+    resnet50,
+    transformer,
+    wide,
+)
+
+CLIP = "clipping + adamw"
+LIBRARIES = (
+    "Optax", "Control", "Ours", "Unchecked", "Jmp", "Flax", "Mpx", "Jaxamp", "IfFinite", "Keras",
+    "KerasScaled",
+)  # fmt: skip
+GUARDS = (
+    "Optax", "Control", "SkipIf", "IfFinite", "Spike", "SpikeByHand", "SpikeNorm",
+    "SpikeNormByHand", "MaxText", "Levanter",
+)  # fmt: skip
+REMAINDERS = "MastersByHand", "Masters", "Remainders", "SkipIfRemainders"
+
+
+class Case(NamedTuple):
+    """A title, and what makes the workload; the contenders' names, and how four devices share it.
+
+    The first contender is the baseline.
+    """
+
+    title: str
+    workload: Callable[[Sizes], Gradients | Training]
+    optimizer: str = ADAMW
+    contenders: tuple[str, ...] = LIBRARIES
+    spread: str = ""
+
+
+def _wide(dtype: Any = jnp.float32, params_dtype: Any = jnp.float32) -> Callable:
+    return lambda sizes: gradients(wide(sizes.wide), dtype, params_dtype)
+
+
+def _deep(sizes: Sizes) -> Gradients:
+    return gradients(resnet50(sizes))
+
+
+def _larger(dtype: Any = jnp.float16, *, scanned: bool = False) -> Callable:
+    return lambda sizes: transformer(sizes.larger(), dtype, scanned=scanned)
+
+
+_HALF = _wide(jnp.float16, jnp.float16)
+_BFLOAT16 = _wide(jnp.bfloat16, jnp.bfloat16)
+
+CASES = {
+    "wide": Case("12 arrays, `adamw`", _wide()),
+    "deep": Case("ResNet-50's 161 arrays, `adamw`", _deep),
+    "float16": Case("12 arrays, float16 gradients, `adamw`", _wide(jnp.float16)),
+    "functions": Case(
+        "12 arrays, pure functions", _wide(),
+        contenders=("Optax", "Where", "Functional", "Ours", "Jmp"),
+    ),
+    "guards": Case("12 arrays, skips without scaling", _wide(), contenders=GUARDS),
+    "sgd": Case("12 arrays, `sgd`", _wide(), "sgd"),
+    "momentum": Case("12 arrays, `sgd` with momentum", _wide(), "sgd, momentum"),
+    "lion": Case("12 arrays, `lion`", _wide(), "lion"),
+    "adafactor": Case("12 arrays, `adafactor`", _wide(), "adafactor"),
+    "muon": Case("12 arrays, `muon`", _wide(), "muon"),
+    "clip": Case("12 arrays, clipping and `adamw`", _wide(), CLIP),
+    "clip-deep": Case("161 arrays, clipping and `adamw`", _deep, CLIP),
+    "fsdp": Case("161 arrays, first axes over 4 devices", _deep, spread="fsdp"),
+    "explicit": Case("the same, the mesh's axis Explicit", _deep, spread="explicit"),
+    "replicated": Case("those of one axis on all devices", _deep, spread="replicated"),
+    "tensor": Case("161 arrays, alternating axes over 4 devices", _deep, spread="tensor"),
+    "shard_map": Case(
+        "161 arrays, `shard_map` over 4 devices", _deep,
+        contenders=("Optax", "Ours"), spread="shard_map",
+    ),
+    "masters": Case(
+        "12 float16 arrays with masters, `adamw`", _HALF,
+        contenders=("MastersByHand", "Masters", "MastersScaled", "Apex"),
+    ),
+    "remainders": Case(
+        "12 bfloat16 arrays with masters, `adamw`", _BFLOAT16, contenders=REMAINDERS
+    ),
+    "remainders-clip": Case("the same with clipping", _BFLOAT16, CLIP, REMAINDERS),
+    "stack": Case(
+        "12 arrays, clipping, `adamw`, Spike and scaling", _wide(), CLIP,
+        ("Optax", "Stack", "StackByHand"),
+    ),
+    "stack-half": Case(
+        "the same, float16 parameters with masters", _HALF, CLIP,
+        ("MastersByHand", "Stack", "StackOfHalvesByHand"),
+    ),
+    "stack-shard_map": Case(
+        "the same over 4 devices", _wide(), CLIP, ("Optax", "Stack"), "shard_map"
+    ),
+    "training": Case("training step, float16 transformer", transformer),
+    "row-major": Case(
+        "training step, float16 transformer, gradients in row-major order", transformer,
+        contenders=("Optax", "Control", "OptaxRowMajor", "Ours", "OursRowMajor"),
+    ),
+    "training-clip": Case("the same with clipping", transformer, CLIP),
+    "training-large": Case("the same with 142M parameters", _larger(), CLIP),
+    "training-scanned": Case("the same, its layers scanned", _larger(scanned=True), CLIP),
+    "training-bfloat16": Case("the same in bfloat16", _larger(jnp.bfloat16, scanned=True), CLIP),
+}  # fmt: skip
+
+
+class Step(NamedTuple):
+    """A step: `state = run(state, data)`, from the first state, or from its shapes."""
+
+    run: Callable[[State, Tree], State]
+    state: State
+    data: Tree
+
+
+class LeftOutError(Exception):
+    """A contender is left out. The message gives the reason."""
+
+
+def select(
+    case: Case, names: Collection[str], axis_name: str | None = None
+) -> dict[str, Contender]:
+    """Return the contenders of a case that have these names, and their baselines."""
+    baselines = {CONTENDERS[name].baseline for name in case.contenders if name in names}
+    found = {}
+    for name in case.contenders:
+        each = CONTENDERS[name]
+        if name == case.contenders[0] or name in names or each.name in baselines:
+            ours = axis_name and isinstance(each, Ours)
+            found[name] = replace(each, axis_name=axis_name) if ours else each
+    return found
+
+
+def build(
+    contender: Contender, optimizer: str, workload: Gradients | Training
+) -> tuple[Callable[[Tree], State], Step]:
+    """Return what makes a contender's first state of parameters, and its step from the shapes.
+
+    Raises:
+      LeftOutError: If the contender is not installed, or does not support the optimizer.
+    """
+    if contender.version() is None:
+        raise LeftOutError("not installed")
+    if optimizer not in contender.optimizers:
+        raise LeftOutError(f"{' and '.join(contender.optimizers)} only")
+    tx = contender.make(optimizer, workload.params)
+    init = partial(contender.init, tx)
+    state = jax.eval_shape(init, workload.params)
+    if isinstance(workload, Training):
+        run = partial(contender.training_step, workload.loss_fn, tx)
+        return init, Step(run, state, workload.batch)
+
+    def run(state: State, data: tuple[Tree, jax.Array]) -> State:
+        return contender.optimizer_step(tx, state, *data)
+
+    grads = workload.scaled if contender.scales else workload.unscaled
+    return init, Step(run, state, (grads, workload.loss))
+
+
+@contextmanager
+def excused(contender: Contender, baseline: str) -> Iterator[None]:
+    """Leave out a peer that raises. Errors of this library and of baselines stay as they are."""
+    try:
+        yield
+    except Exception as error:
+        own = isinstance(contender, Ours) or contender.name == baseline
+        if own or isinstance(error, LeftOutError):
+            raise
+        message = str(error).partition("\n")[0].replace("|", "/")  # safe in a table cell
+        raise LeftOutError(f"raises {type(error).__name__}: {message}") from error
