@@ -238,7 +238,8 @@ def current_scale(argument: str, tree: PyTree) -> jax.Array:
         "Map over the replicas with `jax.pmap` or `jax.vmap`, or take one: "
         "`jax.tree.map(lambda x: x[0], state)`.",
     )
-    return as_field("loss_scale", loss_scale)
+    # It cancels out of every step, and so out of every derivative, also of one that is skipped.
+    return jax.lax.stop_gradient(as_field("loss_scale", loss_scale))
 
 
 def with_scale(tree: Tree, loss_scale: ArrayLike) -> Tree:

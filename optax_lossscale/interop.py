@@ -58,7 +58,7 @@ def from_flax_dynamic_scale(ds: Any) -> tuple[DynamicLossScale, LossScaleState]:
     minimum = getattr(ds, "minimum_scale", None)
     floor = 0.0 if minimum is None else _number("ds", "minimum_scale", minimum)
     rule = {"growth_factor": growth, "backoff_factor": backoff, "min_scale": floor}
-    return _convert("ds", scale, count, interval + _grows_one_step_late(ds), **rule)
+    return _convert("ds", scale, count, interval + _grows_one_step_late(ds) or 1, **rule)
 
 
 def from_jmp(ls: Any) -> tuple[DynamicLossScale, LossScaleState]:

@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 from jax.typing import ArrayLike
 
 from optax_lossscale._policy.policies import DynamicLossScale, FixedLossScale
-from optax_lossscale._state import LossScaleState, count_step
+from optax_lossscale._state import LossScaleState, count_step, strongly_typed
 from optax_lossscale._support import checks
 
 
@@ -107,7 +107,7 @@ def init(loss_scale: LossScaleLike = "dynamic") -> LossScaleState:
       >>> float(ols.init(128).loss_scale)
       128.0
     """
-    return as_loss_scale(loss_scale).init()
+    return strongly_typed(as_loss_scale(loss_scale).init())
 
 
 def update(
@@ -141,8 +141,7 @@ def update(
       (16384.0, 1)
     """
     policy = as_loss_scale(loss_scale)
-    if not policy.skip_nonfinite:
-        return policy.update(state, grads_finite, loss_finite=loss_finite)
-    applied = checks.flag("grads_finite", grads_finite) & checks.flag("loss_finite", loss_finite)
-    new = policy.update(state, grads_finite, loss_finite=loss_finite)
-    return count_step(new, state, applied)
+    grads_finite = checks.flag("grads_finite", grads_finite)
+    loss_finite = checks.flag("loss_finite", loss_finite)
+    new = strongly_typed(policy.update(state, grads_finite, loss_finite=loss_finite))
+    return count_step(new, state, grads_finite & loss_finite) if policy.skip_nonfinite else new

@@ -55,7 +55,7 @@ def cast_named(
     kept: list[str] = []
 
     def convert(name: str, path: KeyPath, leaf: Any) -> Any:
-        if _is_nnx_module(leaf):
+        if is_nnx(leaf, "Module", "Metric"):
             raise TypeError(
                 f"`tree` must not hold a stateful flax.nnx module, got {type(leaf).__name__}: its "
                 "updates would be lost with the copy. Give its layers the argument "
@@ -86,9 +86,11 @@ def cast_named(
 
 
 def _stays_whole(node: Any) -> bool:
-    return isinstance(node, LossScaleState) or _is_nnx_module(node)
+    # Random streams have nothing to cast, and a copy would give the same numbers again.
+    return isinstance(node, LossScaleState) or is_nnx(node, "Module", "Metric", "Rngs", "RngStream")
 
 
-def _is_nnx_module(node: Any) -> bool:
-    nnx = sys.modules.get("flax.nnx")  # there is no such module before it is imported
-    return nnx is not None and isinstance(node, nnx.Module)
+def is_nnx(node: Any, *classes: str) -> bool:
+    """Return whether `node` is an object of one of these classes of `flax.nnx`."""
+    nnx = sys.modules.get("flax.nnx")  # there is no such object before it is imported
+    return nnx is not None and isinstance(node, tuple(getattr(nnx, name) for name in classes))

@@ -1,6 +1,5 @@
 """Choosing between two trees by a flag."""
 
-import cmath
 from typing import Any
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from optax_lossscale._step.cast import is_nnx
 from optax_lossscale._support import checks
 from optax_lossscale._support.tree import KeyPath, PyTree, Tree, is_array, is_inexact, path_name
 
@@ -85,13 +85,20 @@ def constant_unless(pred: jax.Array, array: Any) -> Any:
 
 
 def zero_unless(pred: jax.Array, tree: Tree) -> Tree:
-    """Return `tree` with zeros for its floating-point and complex numbers where `pred` is false."""
+    """Return `tree` with zeros for its floating-point and complex numbers where `pred` is false.
+
+    In a compiled step, that is said of traced arrays alone: a constant stays a number by which a
+    function may branch. What is not changed is `tree` itself, into which a function may write.
+    """
+    if not isinstance(pred, Tracer):
+        return tree if pred else jax.tree.map(_zeros_like, tree)
+    is_traced = any(isinstance(leaf, Tracer) and is_inexact(leaf) for leaf in jax.tree.leaves(tree))
+    if not is_traced or is_nnx(tree, "Module", "Variable"):
+        return tree
 
     def select(leaf: Any) -> Any:
-        if isinstance(leaf, (float, complex)) and isinstance(pred, Tracer):
-            # Stays a Python number, which the function may compare and branch by.
-            return leaf if cmath.isfinite(leaf) else 0.0
-        return jnp.where(pred, leaf, _zeros_like(leaf)) if is_inexact(leaf) else leaf
+        is_changed = isinstance(leaf, Tracer) and is_inexact(leaf)
+        return jnp.where(pred, leaf, _zeros_like(leaf)) if is_changed else leaf
 
     return jax.tree.map(select, tree)
 
@@ -100,11 +107,15 @@ def negative_zero_unless(pred: jax.Array, updates: Tree) -> Tree:
     """Return `updates`, or updates without effect where `pred` is false."""
 
     def select(leaf: Any) -> Any:
-        is_number = is_inexact(leaf) or (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.integer))
-        return jnp.where(pred, leaf, -_zeros_like(leaf)) if is_number else leaf
+        is_integer = is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.integer)
+        if not (is_inexact(leaf) or is_integer):
+            return leaf
+        return jnp.where(pred, leaf, -jax.lax.full_like(jnp.asarray(leaf), 0))
 
     return jax.tree.map(select, updates)
 
 
-def _zeros_like(leaf: ArrayLike) -> jax.Array:
-    return jax.lax.full_like(jnp.asarray(leaf), 0)  # weakly typed if `leaf` is
+def _zeros_like(leaf: Any) -> Any:
+    if isinstance(leaf, (float, complex)):
+        return type(leaf)(0)
+    return jax.lax.full_like(jnp.asarray(leaf), 0) if is_inexact(leaf) else leaf

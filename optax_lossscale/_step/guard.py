@@ -11,20 +11,21 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._policy import LossScaleLike, as_loss_scale
+from optax_lossscale._policy import LossScaleLike, as_loss_scale, init, update
 from optax_lossscale._state import (
     Guard,
     LossScaleState,
     SkipIfState,
+    as_field,
     count_skip,
     count_step,
     current_scale,
     refuse_guard,
 )
-from optax_lossscale._step.choose import tree_where, zero_unless
+from optax_lossscale._step.choose import zero_unless
 from optax_lossscale._step.finite import agree, all_finite
 from optax_lossscale._step.keep import acts, apply, apply_where, as_arrays
-from optax_lossscale._step.masters import warn_without_masters
+from optax_lossscale._step.masters import refuse_changed_updates, warn_without_masters
 from optax_lossscale._step.rules import Rules, is_measured
 from optax_lossscale._step.scale import unscale_by
 from optax_lossscale._support import checks
@@ -121,7 +122,7 @@ def with_loss_scaling(
 
     def init_fn(params: optax.Params) -> WithLossScalingState:
         inner_state = _init(inner, params, "with_loss_scaling(inner, skip_if=rule)")
-        return WithLossScalingState(policy.init(), rules.init(params), inner_state)
+        return WithLossScalingState(init(policy), rules.init(params), inner_state)
 
     def update_fn(
         updates: optax.Updates,
@@ -135,7 +136,7 @@ def with_loss_scaling(
         if not (policy.skip_nonfinite or rules.each):
             inner_state = as_arrays(state.inner_state)
             updates, inner_state = apply(inner, grads, inner_state, params, extra_args=extra_args)
-            scale_state = policy.update(scale_state, grads_finite=True)
+            scale_state = update(scale_state, True, policy)
             # The last step may have been skipped under another policy; this one is applied.
             scale_state = scale_state._replace(consecutive_skipped=jnp.zeros((), jnp.int32))
             return updates, state._replace(loss_scale_state=scale_state, inner_state=inner_state)
@@ -227,7 +228,7 @@ def skip_if(
         updates, inner_state = apply_where(
             is_applied, inner, updates, state.inner_state, params, extra_args=extra_args
         )
-        counts = count_skip(is_applied, *map(as_arrays, state[1:3]))
+        counts = count_skip(is_applied, *map(as_field, state._fields[1:3], state[1:3]))
         return updates, SkipIfState(rule_state, *counts, inner_state)
 
     return Guard(init_fn, update_fn)
@@ -256,7 +257,8 @@ def _judge(
         if is_measured(rule):
             measures.append(_measure(rules, rule, finite, (grads, extra_args)))
         else:
-            seen, given = zero_unless(finite, (grads, extra_args))
+            seen = zero_unless(finite, grads)
+            given = {name: zero_unless(finite, arg) for name, arg in extra_args.items()}
             skip, new[i] = rule.update(old[i], seen, params, **given)
             keeps.append(~checks.flag(rules.argument, skip))
     flags = [grads_finite, loss_finite, *keeps]
@@ -265,14 +267,11 @@ def _judge(
         if is_measured(rule):
             skip, new[i] = rule.judge(old[i], measures.pop(0))
             keeps.append(~checks.flag(rules.argument, skip))
-    checks.same_structure(rules.argument, new, old, "Return a state like that of `init`.")
     finite = applied = grads_finite & loss_finite
     if keeps:
         # A minimum over numbers (see `finite.py`): XLA:CPU fuses a conjunction into all selections.
         applied = jnp.min(jnp.stack([finite, *keeps]).astype(jnp.int32)).astype(jnp.bool_)
-    # What a rule remembers decides, and decisions have no derivative.
-    kept = jax.lax.stop_gradient(tree_where(finite, new, old))
-    return applied, (grads_finite, loss_finite), rules.layout.unflatten(kept)
+    return applied, (grads_finite, loss_finite), rules.join(finite, new, old)
 
 
 def _measure(rules: Rules, rule: Any, finite: jax.Array, given: tuple[Any, Any]) -> jax.Array:
@@ -296,5 +295,6 @@ def _init(
     if any(leaves_of_type(inner_state, LossScaleState)):
         instead = "with_loss_scaling(inner, skip_if=rule)"
     refuse_guard("inner", inner_state, instead)
+    refuse_changed_updates(inner_state)
     warn_without_masters(params, inner_state)
     return inner_state

@@ -66,3 +66,28 @@ def written_once(new: jax.Array, remainder: jax.Array) -> jax.Array:
     return jax.lax.platform_dependent(
         new, one.astype(jnp.float32), cpu=jax.lax.div, default=lambda new, _: new
     )
+
+
+def move(new: jax.Array, kept: jax.Array, param: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return what the state keeps of a new master, and the update that leads to its parameter."""
+    start = param.astype(jnp.float32)
+    if kept.dtype == jnp.int16:
+        new = written_once(new, kept)
+        kept = remainder_of(new)
+        rounded = upper_half(new, kept)
+        rounds_to_zero = rounded == 0
+        is_there = rounds_to_zero & is_zero(param) & (jnp.signbit(new) == jnp.signbit(start))
+    else:
+        if param.dtype == jnp.float16:  # from infinity, no addition leads back
+            largest = jnp.finfo(jnp.float16).max.astype(jnp.float32)
+            new = jnp.where(jax.lax.is_finite(new), jax.lax.clamp(-largest, new, largest), new)
+        kept, half = new, new.astype(param.dtype)
+        rounds_to_zero = is_zero(half)
+        is_there = rounds_to_zero & (bits(half) == bits(param))
+        # Of a cast there and straight back, XLA:GPU takes neither (see `masters.py`). It keeps both
+        # with a choice in between.
+        rounded = jnp.where(rounds_to_zero, jnp.ones_like(half), half).astype(jnp.float32)
+    end = jnp.where(rounds_to_zero, new, rounded)  # of zero it has the sign
+    return kept, jnp.where(
+        is_there | ~jax.lax.is_finite(start), jnp.full_like(start, -0.0), end - start
+    )

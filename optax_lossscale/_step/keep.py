@@ -15,6 +15,7 @@ The replay can go once XLA:CPU writes the outputs that share a computation in on
 does: `test_plain_where_on_the_outputs_copies_the_state` fails then.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -63,7 +64,9 @@ def apply_where(
     extra_args: dict[str, Any],
 ) -> tuple[optax.Updates, optax.OptState]:
     """Take a step where `applied` is true. Elsewhere updates are -0.0, and the state is kept."""
-    given = zero_unless(applied, extra_args)
+    given = {name: zero_unless(applied, arg) for name, arg in extra_args.items()}
+    if not isinstance(applied, Tracer):  # a compiled update gets all that it closes over this way
+        params = jax.tree.map(functools.partial(constant_unless, applied), params)
     updates, inner_state = update_where(
         applied,
         lambda grads, state: apply(inner, grads, state, params, extra_args=given),

@@ -1,5 +1,6 @@
 """Float32 master weights of parameters in half precision."""
 
+import collections
 import functools
 import warnings
 from typing import Any, NamedTuple
@@ -8,15 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._step.halves import (
-    bits,
-    is_same,
-    is_zero,
-    join,
-    remainder_of,
-    upper_half,
-    written_once,
-)
+from optax_lossscale._step.cast import is_nnx
+from optax_lossscale._step.halves import is_same, join, move
 from optax_lossscale._support import checks
 from optax_lossscale._support.tree import (
     KeyPath,
@@ -126,7 +120,7 @@ def with_master_weights(
         for i, number in enumerate(numbers):
             if number is not None:
                 new = jnp.asarray(optax.apply_updates(weights[i], moves[i]), jnp.float32)
-                kept[number], moves[i] = _move(new, kept[number], halves[i])
+                kept[number], moves[i] = move(new, kept[number], halves[i])
         state = MasterWeightsState(masters_def.unflatten(kept), inner_state)
         return params_def.unflatten(moves), state
 
@@ -162,6 +156,11 @@ def master_weights(opt_state: PyTree, params: optax.Params) -> optax.Params:
       >>> ols.master_weights(opt_state, optax.apply_updates(params, updates))
       {'norm': Array(0.9999, dtype=float32), 'w': Array(0.9999, dtype=float32)}
     """
+    if is_nnx(params, "Module"):  # of which a Variable may occur twice
+        from flax import nnx  # noqa: PLC0415 - it is imported, since `params` is of it
+
+        graph, arrays = nnx.split(params)
+        return nnx.merge(graph, master_weights(opt_state, arrays))
     _, state = checks.only_one(
         "opt_state",
         opt_state,
@@ -184,6 +183,27 @@ def warn_without_masters(params: optax.Params, opt_state: optax.OptState) -> Non
             "the parameters in float32 and cast them in the loss function: `compute_dtype`.",
             stacklevel=4,
         )
+
+
+def refuse_changed_updates(inner_state: optax.OptState) -> None:
+    """Refuse masters to whose updates more is done: parameters would not be the masters, rounded.
+
+    That is so in a chain that goes on after them, and in optimizers that have a base optimizer.
+    """
+    for path, _ in leaves_of_type(inner_state, MasterWeightsState):
+        node: Any = inner_state
+        for key, name in zip(path, _names(path), strict=True):
+            order = [*range(len(node))] if type(node) is tuple else [name]
+            order = [*node] if isinstance(node, collections.OrderedDict) else order  # `named_chain`
+            if name != order[-1] or name == "base_optimizer_state":
+                raise ValueError(
+                    "`inner` must leave the updates of `with_master_weights` as they are, got a "
+                    f"MasterWeightsState at {path_name(path)} of its state, with more after it. "
+                    "Keep the masters around the whole optimizer: "
+                    "`with_master_weights(optax.chain(...))`."
+                )
+            is_attribute = isinstance(key, jax.tree_util.GetAttrKey)
+            node = getattr(node, key.name) if is_attribute else node[name]
 
 
 def _widened(param: Any) -> Any:
@@ -267,31 +287,6 @@ def _weight(path: KeyPath, master: Any, param: jax.Array) -> jax.Array:
     # bfloat16 in float32, which it writes to memory. Zeros of both signs are the same.
     rounded = master.astype(param.dtype)
     return jnp.where(is_same(rounded, param), master, param.astype(jnp.float32))
-
-
-def _move(new: jax.Array, kept: jax.Array, param: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return what the state keeps of a new master, and the update that leads to its parameter."""
-    start = param.astype(jnp.float32)
-    if kept.dtype == jnp.int16:
-        new = written_once(new, kept)
-        kept = remainder_of(new)
-        rounded = upper_half(new, kept)
-        rounds_to_zero = rounded == 0
-        is_there = rounds_to_zero & is_zero(param) & (jnp.signbit(new) == jnp.signbit(start))
-    else:
-        if param.dtype == jnp.float16:  # from infinity, no addition leads back
-            largest = jnp.finfo(jnp.float16).max.astype(jnp.float32)
-            new = jnp.where(jax.lax.is_finite(new), jax.lax.clamp(-largest, new, largest), new)
-        kept, half = new, new.astype(param.dtype)
-        rounds_to_zero = is_zero(half)
-        is_there = rounds_to_zero & (bits(half) == bits(param))
-        # Of a cast there and straight back, XLA:GPU takes neither (see `_weight`). It keeps both
-        # with a choice in between.
-        rounded = jnp.where(rounds_to_zero, jnp.ones_like(half), half).astype(jnp.float32)
-    end = jnp.where(rounds_to_zero, new, rounded)  # of zero it has the sign
-    return kept, jnp.where(
-        is_there | ~jax.lax.is_finite(start), jnp.full_like(start, -0.0), end - start
-    )
 
 
 _HALF = (jnp.dtype("float16"), jnp.dtype("bfloat16"))

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from optax_lossscale._state import SpikeState, increment
+from optax_lossscale._step.choose import tree_where
 from optax_lossscale._support import checks
 from optax_lossscale._support.tree import PyTree, at_least_float32, is_fp8_metadata, is_inexact
 
@@ -46,6 +47,17 @@ class Rules:
                 f"`state.rule_state` must be that of `{self.argument}`, got {state!r}. Make it "
                 "with `init` of this transformation."
             ) from error
+
+    def join(self, finite: jax.Array, new: list[PyTree], old: list[PyTree]) -> PyTree:
+        """Return the new states, and the old ones after a step that is not finite."""
+        checks.same_structure(self.argument, new, old, "Return a state like that of `init`.")
+        try:
+            kept = tree_where(finite, new, old)
+        except (TypeError, ValueError) as error:
+            error.add_note(f"It is in the state of `{self.argument}`: keep it like that of `init`.")
+            raise
+        # What a rule remembers decides, and decisions have no derivative.
+        return self.layout.unflatten(jax.lax.stop_gradient(kept))
 
 
 def is_measured(rule: Any) -> bool:
@@ -102,8 +114,8 @@ class Spike:
     after about the window if it lies far above.
 
     Args:
-      of: What is measured: `"value"`, the loss; `"grad_norm"`, the Euclidean norm of all gradients;
-        or the name of another extra argument of `update`, a scalar.
+      of: What is measured: `"value"`, the loss; `"grad_norm"`, the Euclidean norm of all gradients,
+        whose square must be a float32; or the name of another extra argument of `update`, a scalar.
       window: The number of values that are remembered. At least 2.
       sigmas: The number of standard deviations. More than 1.5: fewer would remember a spike below
         one deviation, which never widens the window.

@@ -1,5 +1,6 @@
 """Scale losses, differentiate them, unscale gradients."""
 
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -223,7 +224,7 @@ def value_and_grad(
         (_, value), grads = result
         return value, grads
 
-    return scaled_value_and_grad
+    return _with_signature_of(fun, scaled_value_and_grad)
 
 
 def grad(
@@ -262,7 +263,22 @@ def grad(
         value, grads = loss_and_grads(state, *args, **kwds)
         return (grads, value[1]) if has_aux else grads
 
-    return scaled_grad
+    return _with_signature_of(fun, scaled_grad)
+
+
+def _with_signature_of(fun: Callable[..., Any], function: Any) -> Callable[..., Any]:
+    """Return a function that says that it takes a state and the arguments of `fun`.
+
+    `jax.jit` reads there where the arguments stand that `static_argnames` names.
+    """
+    try:
+        parameters = inspect.signature(fun).parameters
+    except (TypeError, ValueError):  # of some functions written in C
+        return function
+    name = next(name for name in ("state", "opt_state", "state_") if name not in parameters)
+    state = inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY)
+    function.__signature__ = inspect.Signature([state, *parameters.values()])
+    return function
 
 
 def _is_pair(value: object) -> bool:

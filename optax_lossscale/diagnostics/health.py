@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from optax_lossscale._policy import LossScale, LossScaleLike, as_loss_scale
+from optax_lossscale._policy import FixedLossScale, LossScale, LossScaleLike, as_loss_scale
 from optax_lossscale._state import WRAP_ONCE, LossScaleState, SkipIfState, SpikeState, as_field
 from optax_lossscale._step.finite import all_finite
 from optax_lossscale._step.guard import WithLossScalingState
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import LARGEST_SCALE, SMALLEST_SCALE
-from optax_lossscale._support.tree import PyTree, is_array, is_inexact, leaves_of_type, path_name
+from optax_lossscale._support.tree import PyTree, is_inexact, leaves_of_type, path_name
 
 
 class LossScaleStalledError(RuntimeError):
@@ -79,12 +79,11 @@ def _standing(state: dict[str, float], policy: LossScale | None) -> str:
     if "loss_scale" not in state:
         return f"`skip_if` has skipped the last {skipped} steps ({total} since the start)."
     scale, bounds = state["loss_scale"], bounds_of(policy)
-    if policy is None:
-        where = ""
-    elif bounds is None:
-        where = f", under {type(policy).__name__}, which has no floor"
-    else:
+    where = ""
+    if bounds is not None:
         where = f", {'at' if scale <= bounds[0] else 'above'} its floor of {bounds[0]:g}"
+    elif isinstance(policy, FixedLossScale):
+        where = ", under FixedLossScale, which has no floor"
     return (
         f"The last {skipped} steps were skipped ({total} since the start), and the loss scale is "
         f"{scale:g}{where}."
@@ -162,8 +161,10 @@ def _likely_causes(
     ]
     in_a_row = [spike["consecutive_skipped"] for spike in spikes]
     # Only a rule skips steps that are finite.
-    finite = state.get("growth_count", 0)
-    if max(finite, *in_a_row, 0) >= state["consecutive_skipped"]:
+    finite, skipped = state.get("growth_count", 0), state["consecutive_skipped"]
+    # A policy that forgives some bad losses in a row has counted all others.
+    is_forgiven = skipped < getattr(policy, "loss_patience", math.inf)
+    if max(finite, *in_a_row, 0) >= skipped or not (is_forgiven or state.get("overflow_count", 1)):
         return (_RULE,)
     if "loss_scale" not in state:
         return _FORWARD, _BACKWARD, _INPUT, _RULE
@@ -179,10 +180,10 @@ def _likely_causes(
 def _causes_of_overflows(state: dict[str, float], policy: LossScale | None) -> tuple[str, ...]:
     """Order the causes of gradients or losses that are not finite by how well the state agrees."""
     bounds = bounds_of(policy)
-    if policy is None:
-        return _FORWARD, _BACKWARD, _INPUT, _UNKNOWN
-    if bounds is None:
+    if isinstance(policy, FixedLossScale):
         return _FIXED, _FORWARD, _BACKWARD, _INPUT
+    if bounds is None:
+        return _FORWARD, _BACKWARD, _INPUT, _UNKNOWN
     if not state["overflow_count"]:
         return _FORWARD, _INPUT  # not even gradients that are not finite were counted
     scale, (floor, ceiling) = state["loss_scale"], bounds
@@ -241,7 +242,7 @@ def _refuse_impossible(
                 f"and counts of at least 0, got {numbers} at {path_name(path)}. {remedy}"
             )
     for path, array in jax.tree_util.tree_leaves_with_path(inner_state):
-        if is_array(array) and array.ndim and not _is_finite(array):
+        if is_inexact(array) and np.ndim(array) and not _is_finite(array):
             raise ValueError(
                 "`opt_state` must hold arrays of finite numbers, got NaN or infinity at "
                 f"{path_name(path)} of the inner state, for example the square of a huge gradient. "

@@ -175,10 +175,13 @@ def _products(
             yield _Product(" x ".join(sorted(dtypes)), times, times * flops, path)
             continue
         inside = []
-        for inner in inner_jaxprs(equation):
-            # What a loop carries may be used in its next iteration.
-            is_call = name not in _LOOPS and len(inner.outvars) == len(results)
-            inner_used = results if is_call else [True] * len(inner.outvars)
+        for inner in _run_by(equation):
+            inner_used = [True] * len(inner.outvars)
+            if name not in _LOOPS and len(inner_used) == len(results):
+                # What a scan carries, and does not stack, may be used in its next iteration.
+                pairs = zip(inner.outvars, equation.outvars, results, strict=True)
+                is_scan = name == "scan"
+                inner_used = [u or (is_scan and x.aval.ndim == y.aval.ndim) for x, y, u in pairs]
             inside.append(list(_products(inner, inner_used, times * _iterations(equation), path)))
         yield from _largest(inside) if name == "cond" else itertools.chain(*inside)
 
@@ -188,6 +191,14 @@ def _largest(branches: list[list[_Product]]) -> Iterator[_Product]:
     for dtype in {product.dtype for branch in branches for product in branch}:
         alike = [[product for product in branch if product.dtype == dtype] for branch in branches]
         yield from max(alike, key=_flops)
+
+
+def _run_by(equation: Equation) -> Iterator[Jaxpr]:
+    """Yield the functions that an equation runs."""
+    if equation.primitive.name == "custom_linear_solve":  # it holds the product that it inverts
+        yield equation.params["jaxprs"].solve.jaxpr
+    else:
+        yield from inner_jaxprs(equation)
 
 
 def _iterations(equation: Equation) -> int:
@@ -213,7 +224,7 @@ def _of_convolution(params: Mapping[str, Any], _: Any, kernel: Any, result: Any)
     return 2 * result.size * kernel.size // channels // zeros
 
 
-_LOOPS = "pallas_call", "scan", "while"
+_LOOPS = "pallas_call", "while"
 _FLOPS = {
     "dot_general": _of_dot,
     "ragged_dot_general": _of_dot,

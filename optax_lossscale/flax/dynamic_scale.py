@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from flax.training import dynamic_scale
 
@@ -127,7 +128,7 @@ class _UncheckedLossScale(DynamicLossScale):
 
 
 def _flax_rule(ds: dynamic_scale.DynamicScale) -> DynamicLossScale:
-    interval: Any = ds.growth_interval
+    interval: Any = np.asarray(ds.growth_interval).item()  # an array would be traced
     floor = SMALLEST_SCALE if ds.minimum_scale is None else ds.minimum_scale
     hyperparams: dict[str, Any] = {
         # Flax grows on every finite step if the interval is 0, and never if it is negative.

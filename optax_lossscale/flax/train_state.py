@@ -11,7 +11,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 from jax.typing import ArrayLike
 
-from optax_lossscale._policy import LossScaleLike
+from optax_lossscale._policy import LossScaleLike, as_loss_scale
 from optax_lossscale._state import Guard, applied, loss_scale_state, refuse_guard
 from optax_lossscale._step.choose import tree_where
 from optax_lossscale._step.guard import with_loss_scaling
@@ -19,6 +19,18 @@ from optax_lossscale._step.scale import scale_loss
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import AxisName
 from optax_lossscale._support.tree import PyTree, Tree, as_strong_array
+
+
+class _Wrapped(Guard):
+    """A guard that equals another made of the same, so that two `TrainState`s have one type."""
+
+    made_of: tuple[Any, ...]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Wrapped) and self.made_of == other.made_of
+
+    def __hash__(self) -> int:
+        return hash(self.made_of[0])
 
 
 class TrainState(train_state.TrainState):
@@ -87,7 +99,9 @@ class TrainState(train_state.TrainState):
           ValueError: If `tx` already scales the loss or skips steps.
         """
         inner = _without_fp8_metadata(tx)
-        wrapped = with_loss_scaling(inner, loss_scale, skip_if=skip_if, axis_name=axis_name)
+        guard = with_loss_scaling(inner, loss_scale, skip_if=skip_if, axis_name=axis_name)
+        wrapped = _Wrapped(*guard)
+        wrapped.made_of = tx, as_loss_scale(loss_scale), skip_if, axis_name
         state = cls(
             step=jnp.zeros((), jnp.int32),
             apply_fn=apply_fn,
