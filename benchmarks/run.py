@@ -73,13 +73,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     every = *STEPS, COMPILATION
     add("--size", choices=SIZES, default="full", help="size of the workloads")
     add("--only", nargs="+", choices=(*every, "row-major"), default=every, help="what to run")
-    add(
-        "--contenders",
-        nargs="+",
-        choices=CONTENDERS,
-        default=[*CONTENDERS],
-        help="contenders to run; baselines always run",
-    )
+    names = [*CONTENDERS]
+    add("--contenders", nargs="+", choices=names, default=names, help="baselines always run")
     add("--rounds", type=int, default=11, help="rounds of timed steps")
     add("--sample-seconds", type=float, default=0.3, help="length of one sample")
     add("--output", type=Path, default=Path("output/benchmarks"), help="folder for the results")
