@@ -85,6 +85,10 @@ def returning(value):
     return lambda *_, **__: value
 
 
+def init_half(inner):
+    return ols.skip_if(inner).init({"w": jnp.ones(2, jnp.float16)})
+
+
 def differentiate(fun, state=STATE, **arguments):
     return ols.value_and_grad(fun, **arguments)(state, ONE)
 
@@ -406,8 +410,22 @@ TABLE = {
     "ValueError: `keep` must be given together with `compute_dtype`, got `keep` alone. Say ...": [
         (lambda: ols.value_and_grad(jnp.sum, keep=bool), "", ""),
     ],
-    "TypeError: `tree` must not hold a stateful flax.nnx module, got {got}: ... Give ...": [
+    "TypeError: `tree` must not hold a stateful flax.nnx object, got {got}: ... Give ...": [
         (lambda: ols.cast([nnx.BatchNorm(1, rngs=nnx.Rngs(0))], "float16"), "", "BatchNorm"),
+        (lambda: ols.cast([nnx.metrics.Average()], "float16"), "", "Average"),
+    ],
+    "ValueError: `inner` must leave the updates of ..., got a ... at {got} of ... Keep ...": [
+        (lambda: init_half(optax.chain(MASTERS, optax.scale(-1.0))), "", "`[0]`"),
+        (
+            lambda: init_half(optax.named_chain(("z", MASTERS), ("a", optax.scale(-1.0)))),
+            "",
+            "`['z']`",
+        ),
+        (
+            lambda: init_half(optax.contrib.schedule_free(MASTERS, 0.1)),
+            "",
+            "`.base_optimizer_state`",
+        ),
     ],
     "ValueError: `{name}` must not decide about steps itself, got a ... at {got} of ... Use ...": [
         (lambda: ols.with_loss_scaling(TX).init(PARAMS), "inner", "`.loss_scale_state`"),

@@ -56,6 +56,17 @@ def test_a_keep_that_names_nothing_is_warned_of():
     assert ols.cast({"n": 1}, jnp.float16, keep=lambda _: False) == {"n": 1}
 
 
+def test_random_streams_of_nnx_are_not_copied():
+    def loss_fn(w, rngs):
+        return jnp.sum(w * jax.random.normal(rngs.noise(), (2,), w.dtype)).astype(jnp.float32)
+
+    step = ols.value_and_grad(loss_fn, compute_dtype=jnp.float16, transform=nnx.value_and_grad)
+    rngs = nnx.Rngs(0)
+    losses = [float(nnx.jit(step)(ols.init(), jnp.ones(2), rngs)[0]) for _ in range(3)]
+    assert len(set(losses)) == 3
+    assert ols.cast([rngs], jnp.float16)[0] is rngs
+
+
 def test_flax_need_not_be_imported(monkeypatch):
     monkeypatch.delitem(sys.modules, "flax.nnx")
     assert ols.cast(jnp.ones(2), jnp.float16).dtype == jnp.float16

@@ -177,3 +177,33 @@ def test_what_a_rule_remembers_has_no_derivative(rule):
     wanted, remembered = transposed((jnp.ones(2), cotangents))
     np.testing.assert_allclose(wanted, 0.8)
     np.testing.assert_array_equal(remembered.rule_state.values, 0)
+
+
+def test_a_step_that_is_skipped_eagerly_leaves_none():
+    def train(w, bad):
+        tx = ols.skip_if(optax.lars(0.1))  # divides by a norm of the updates
+        state = tx.init(w)
+        for skipped in bad:
+            updates, state = tx.update(jnp.full(2, jnp.inf) if skipped else w, state, w)
+            w = w + updates
+        return jnp.sum(w**2)
+
+    expected = jax.grad(train)(jnp.ones(2), (False, False))
+    found = jax.grad(train)(jnp.ones(2), (False, True, False))
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_the_loss_scale_has_none():
+    tx = ols.with_loss_scaling(optax.sgd(0.1), 8.0)
+
+    def train(state):
+        w = jnp.ones(2)
+        for skipped in (False, True, False):
+            grads = ols.grad(lambda w: jnp.sum(w**2))(state, w)
+            grads = jnp.full(2, jnp.inf) if skipped else grads
+            updates, state = tx.update(grads, state, w)
+            w = w + updates
+        return jnp.sum(w)
+
+    found = jax.grad(train, allow_int=True)(tx.init(jnp.ones(2)))
+    assert found.loss_scale_state.loss_scale == 0

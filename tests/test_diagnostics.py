@@ -116,6 +116,19 @@ class Bounded(ols.FixedLossScale):
     min_scale, max_scale = 1.0, 2.0**126
 
 
+class Unbounded:
+    """A user-defined policy of which nothing is known."""
+
+    skip_nonfinite = True
+
+    def init(self):
+        return ols.init()
+
+    def update(self, state, grads_finite, *, loss_finite=True):
+        del grads_finite, loss_finite
+        return state
+
+
 SLOWLY_DOWN = ols.DynamicLossScale(backoff_factor=0.95, hysteresis=3)
 
 # The first words of each cause.
@@ -150,6 +163,7 @@ OTHERS = [FORWARD, BACKWARD, INPUT]
         (1.0, 1, 51, None, [*OTHERS, UNKNOWN]),
         (128.0, 0, 51, None, [*OTHERS, UNKNOWN]),
         (128.0, 0, 51, 128.0, [FIXED, *OTHERS]),
+        (128.0, 1, 51, Unbounded(), [*OTHERS, UNKNOWN]),
     ],
 )
 def test_the_likeliest_cause_comes_first(loss_scale, overflows, skipped, policy, causes):
@@ -203,6 +217,16 @@ def test_a_rule_that_rejects_every_finite_step_is_the_only_cause(tx):
     assert stalled[0] is not None
     (cause,) = causes_of(stalled)
     assert cause.startswith(RULE)
+
+
+@pytest.mark.parametrize("interval", [1, 10, 60])
+def test_a_rule_is_the_only_cause_where_the_policy_would_have_counted_others(interval):
+    policy = ols.DynamicLossScale(growth_interval=interval)
+    stalled = trained(ols.with_loss_scaling(SGD, policy, skip_if=lambda *_, **__: True), [1.0] * 60)
+    (cause,) = causes_of(stalled, loss_scale=policy)
+    assert cause.startswith(RULE)
+    patient = ols.DynamicLossScale(growth_interval=interval, loss_patience=100)
+    assert len(causes_of(stalled, loss_scale=patient)) > 1
 
 
 @pytest.mark.parametrize("policy", [None, ols.DynamicLossScale(growth_interval=1)])

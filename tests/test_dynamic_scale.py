@@ -152,6 +152,13 @@ def test_it_grows_on_the_interval_and_flax_one_step_later():
             assert run(linear, ds, x).dynamic_scale.scale.tolist() == expected
 
 
+def test_the_interval_may_be_an_array():
+    def step(w):
+        return Ours(growth_interval=jnp.int32(1), scale=8.0).value_and_grad(jnp.sum)(w)
+
+    assert float(jax.jit(step)(jnp.ones(2)).dynamic_scale.scale) == 16
+
+
 def test_every_leaf_is_strongly_typed_and_keeps_its_type():
     weak = jnp.asarray(1024.0)
     starts = [

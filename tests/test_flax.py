@@ -159,6 +159,25 @@ def test_every_leaf_is_a_strongly_typed_array_from_the_start():
     assert types(after) == types(state)
 
 
+def test_states_made_of_the_same_have_one_type():
+    tx, spikes = optax.adam(0.1), ols.Spike()
+
+    def made(**given):
+        given = {"tx": tx, "loss_scale": "dynamic", "skip_if": spikes} | given
+        return TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, **given)
+
+    traces = []
+    step = jax.jit(lambda state: traces.append(None) or state.step + 1)
+    for same in (made(), made(loss_scale=ols.DynamicLossScale(), skip_if=ols.Spike())):
+        step(same)
+        jax.tree.map(lambda a, b: None, same, jax.eval_shape(made))  # noqa: ARG005
+    assert len(traces) == 1
+    others = {"loss_scale": 8, "axis_name": "i", "skip_if": None, "tx": optax.adam(0.1)}
+    for name, other in others.items():
+        assert jax.tree.structure(made(**{name: other})) != jax.tree.structure(made())
+    assert made().tx != tx
+
+
 def test_it_can_be_scanned_and_donated():
     policy = ols.DynamicLossScale(growth_interval=3)
     state = scalar_state(loss_scale=policy, tx=optax.adam(0.1), seen=0)

@@ -181,6 +181,12 @@ def test_a_count_beyond_the_interval_grows_on_the_next_finite_step():
         assert d["_growth_tracker"] == d["growth_interval"] - 1
 
 
+def test_an_interval_of_zero_is_one():
+    for cls in (DynamicScale, OurDynamicScale):
+        policy, _ = interop.from_flax_dynamic_scale(cls(growth_interval=0))
+        assert policy.growth_interval == 1
+
+
 def test_an_interval_beyond_an_int32_never_comes():
     never = 2**31 - 1
     for policy, _ in (

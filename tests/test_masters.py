@@ -349,6 +349,33 @@ def test_a_model_of_nnx_is_exported_in_any_container():
         np.testing.assert_array_equal(kernel, start - 2.0**-10)
 
 
+def test_tied_weights_of_nnx_stay_tied():
+    class Tied(nnx.Module):
+        def __init__(self, rngs):
+            self.a = nnx.Linear(2, 2, param_dtype=jnp.bfloat16, rngs=rngs)
+            self.b = nnx.Linear(2, 2, param_dtype=jnp.bfloat16, rngs=rngs)
+            self.b.kernel = self.a.kernel
+
+    model = Tied(nnx.Rngs(0))
+    tx = ols.skip_if(ols.with_master_weights(optax.sgd(1.0)))
+    full = ols.master_weights(nnx.Optimizer(model, tx, wrt=nnx.Param).opt_state, model)
+    assert full.a.kernel is full.b.kernel
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(full))} == {jnp.dtype("float32")}
+
+
+def test_masters_may_be_last_in_a_chain_and_anywhere_in_what_keeps_their_updates():
+    masters, clip = ols.with_master_weights(optax.sgd(0.1)), optax.clip(1.0)
+    for tx in (
+        optax.chain(clip, masters),
+        optax.named_chain(("z", clip), ("a", masters)),
+        optax.MultiSteps(optax.chain(clip, masters), 2),
+        optax.partition({"all": optax.chain(clip, optax.masked(masters, True))}, "all"),
+        optax.inject_hyperparams(lambda rate: optax.chain(clip, masters))(0.1),  # noqa: ARG005
+        optax.chain(masters),
+    ):
+        ols.skip_if(tx).init({"w": jnp.ones(2, jnp.float16)})
+
+
 def test_a_parameter_may_be_named_value():
     # The array in an nnx.Variable is at `.value`; attention has a layer of that name.
     params = {

@@ -13,7 +13,9 @@ import pickle
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from plain_where import types
 from reference import INT32_MAX, Reference, dynamic_step, fixed_step, trajectory
 
 import optax_lossscale as ols
@@ -184,8 +186,31 @@ class Halving:
         return ols.init(64)
 
     def update(self, state, grads_finite, *, loss_finite=True):
-        scale = jnp.where(grads_finite & loss_finite, state.loss_scale, state.loss_scale * 0.5)
-        return state._replace(loss_scale=scale)
+        finite = grads_finite & loss_finite
+        return state._replace(loss_scale=jnp.where(~finite, state.loss_scale * 0.5, 64))
+
+
+class Numbers(Halving):
+    """One that keeps Python numbers."""
+
+    skip_nonfinite = False
+
+    def init(self):
+        return ols.LossScaleState(64.0, 0, 0, 0, 0)
+
+    def update(self, state, grads_finite, *, loss_finite=True):
+        return state._replace(loss_scale=32.0 if grads_finite and loss_finite else 16.0)
+
+
+def test_a_policy_may_keep_python_numbers_and_negate_flags():
+    assert float(ols.update(ols.init(64), True, Halving()).loss_scale) == 64
+    tx = ols.with_loss_scaling(optax.sgd(0.1), Numbers())
+    state = tx.init(jnp.ones(2))
+    after = tx.update(jnp.ones(2), state)[1]
+    assert types(after) == types(state) == types(jax.jit(tx.update)(jnp.ones(2), state)[1])
+    assert not any(leaf.weak_type for leaf in jax.tree.leaves((state, after)))
+    assert float(after.loss_scale_state.loss_scale) == 32
+    assert float(ols.update(ols.init(Numbers()), False, Numbers()).loss_scale) == 16
 
 
 @pytest.mark.parametrize(
@@ -226,7 +251,7 @@ def test_as_loss_scale_returns_a_policy_as_it_is(policy):
 def test_update_takes_whatever_names_a_policy_and_any_boolean_scalar(
     loss_scale, loss_finite, after
 ):
-    for boolean in (np.bool_, np.array, jnp.asarray):
+    for boolean in (bool, np.bool_, np.array, jnp.asarray):
         flags = {"grads_finite": boolean(False), "loss_finite": boolean(loss_finite)}
         state = ols.update(ols.init(loss_scale), loss_scale=loss_scale, **flags)
         assert_states_equal(state, np.array(after))

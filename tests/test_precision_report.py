@@ -8,6 +8,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax import lax
@@ -78,6 +79,19 @@ def test_nnx_with_the_module_as_an_argument():
     assert counts(loss_fn, *args) == {"bfloat16": 1, "float32": 1}
     assert counts(nnx.grad(loss_fn), *args) == {"bfloat16": 2, "float32": 2}
     assert counts(nnx.jit(nnx.value_and_grad(loss_fn)), *args) == {"bfloat16": 2, "float32": 3}
+
+
+def test_what_a_step_writes_into_modules_of_nnx_is_used():
+    model = NNXNet(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    def step(model, optimizer, x):
+        grads = nnx.grad(lambda model: jnp.mean(model(x)))(model)
+        optimizer.update(model, grads)
+
+    expected = {"bfloat16": 2, "float32": 2}
+    assert counts(step, model, optimizer, jnp.ones((4, 8))) == expected
+    assert counts(nnx.jit(step), model, optimizer, jnp.ones((4, 8))) == expected
 
 
 @pytest.mark.slow
@@ -176,6 +190,11 @@ def unused(x, w):
     return kept, 1.0
 
 
+def unused_in_scan(x, w):
+    carry, _ = lax.scan(lambda x, _: (x @ w, x @ w @ w), x, length=5)
+    return carry
+
+
 def of_both(fun):
     return jax.grad(lambda x, w: fun(x, w).astype(F32).sum(), (0, 1))
 
@@ -192,6 +211,8 @@ def of_both(fun):
         (lambda x, w: x + w[:4], {}),
         (in_scan, {"float16": 15}),
         (of_both(in_scan), {"float16": 15 * 3}),
+        (lambda x, w: jnp.linalg.solve(w.astype(F32), x.T.astype(F32)), {}),  # no product runs
+        (unused_in_scan, {"float16": 5}),
         (in_while, {"float16": 2}),
         (lambda x, w: lax.fori_loop(0, 6, lambda _, x: x @ w, x), {"float16": 6}),
         (in_cond, {"float16": 2}),

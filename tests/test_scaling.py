@@ -1,5 +1,8 @@
 """Scale losses, unscale gradients, and the function that does both."""
 
+import inspect
+import math
+
 import flax.core
 import flax.nnx
 import jax
@@ -203,6 +206,22 @@ def test_argnums_counts_from_the_first_argument_of_the_function(argnums, expecte
     value, grads = f(state_of(4), W, y, weight=2.0, shift=7.0)
     assert float(value) == 2 * 13 + 7
     assert jax.tree.map(lambda g: g.tolist(), grads) == expected
+
+
+def test_jit_finds_the_arguments_of_the_function_by_name():
+    def fun(w, n, state=1.0):
+        return state * jnp.sum(w**n)
+
+    for transform in (ols.value_and_grad, ols.grad):
+        step = jax.jit(transform(fun), static_argnames="n")
+        assert jax.tree.leaves(step(ols.init(8), jnp.ones(2), 3))[-1].tolist() == [24.0, 24.0]
+        assert list(inspect.signature(transform(fun)).parameters) == [
+            "opt_state",
+            "w",
+            "n",
+            "state",
+        ]
+    assert ols.grad(math.fsum) is not None  # it has no signature
 
 
 def test_a_loss_function_may_have_an_argument_named_state():

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from plain_where import types
 
 import optax_lossscale as ols
 
@@ -84,6 +85,14 @@ def test_a_python_number_that_was_set_scales_in_float32():
     assert (float(scaled), scaled.dtype, scaled.weak_type) == (2**17, jnp.float32, False)
     grads, _ = ols.unscale_and_check(jnp.float16(2), state)
     assert (float(grads), grads.dtype, grads.weak_type) == (2**-15, jnp.float32, False)
+
+
+def test_counts_that_were_set_to_python_numbers_stay_int32():
+    tx = ols.skip_if(optax.sgd(0.1))
+    state = optax.tree.set(tx.init(jnp.ones(2)), total_skipped=3, consecutive_skipped=0)
+    after = tx.update(jnp.ones(2), state)[1]
+    assert types(after) == types(tx.init(jnp.ones(2)))
+    assert int(after.total_skipped) == 3
 
 
 def _stacked(state):

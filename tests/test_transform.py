@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from flax import nnx
 from jax import export
 from plain_where import assert_same_bits, types
 
@@ -111,8 +112,8 @@ def test_a_loss_may_be_any_tree_and_any_inner_optimizer_may_ignore_it(value, app
     np.testing.assert_array_equal(updates, -X / 8 if applied else -0.0 * X)
 
 
-@pytest.mark.parametrize(("rate", "seen"), [(0.5, 0.5), (-2.0, -2.0), (NAN, 0.0), (INF, 0.0)])
-def test_a_python_number_stays_one_under_jit_and_is_finite(rate, seen):
+@pytest.mark.parametrize("rate", [0.5, -2.0, NAN, INF, np.float32(0.5), np.array(2.0)])
+def test_a_constant_stays_what_it_is_under_jit(rate):
     def update(updates, state, params=None, *, rate):
         del params
         return (-rate if rate < 0 else rate) * updates, state  # would raise for a traced array
@@ -120,7 +121,21 @@ def test_a_python_number_stays_one_under_jit_and_is_finite(rate, seen):
     inner = optax.GradientTransformationExtraArgs(lambda _: (), update)
     tx = ols.with_loss_scaling(inner, dynamic())
     updates, _ = jax.jit(lambda g: tx.update(g, tx.init(g), rate=rate))(8 * X)
-    np.testing.assert_array_equal(updates, abs(seen) * X)
+    np.testing.assert_array_equal(updates, abs(rate) * X)
+
+
+@pytest.mark.parametrize("run", [lambda f: f, nnx.jit])
+def test_an_update_may_write_into_what_it_is_given(run):
+    def update(updates, state, params=None, *, seen, log):
+        del params
+        seen[...] += 1
+        log["updates"] = updates
+        return updates, state
+
+    tx = ols.skip_if(optax.GradientTransformationExtraArgs(lambda _: (), update))
+    seen, log = nnx.Variable(jnp.zeros(())), {}
+    run(lambda seen: tx.update(X, tx.init(X), seen=seen, log=log)[0])(seen)
+    assert (float(seen[...]), list(log)) == (1.0, ["updates"])
 
 
 @pytest.mark.filterwarnings("ignore:`params` are b?float16")

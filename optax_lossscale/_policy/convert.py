@@ -4,6 +4,7 @@ import numbers
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
+import numpy as np
 from jax.typing import ArrayLike
 
 from optax_lossscale._policy.policies import DynamicLossScale, FixedLossScale
@@ -141,7 +142,9 @@ def update(
       (16384.0, 1)
     """
     policy = as_loss_scale(loss_scale)
-    grads_finite = checks.flag("grads_finite", grads_finite)
-    loss_finite = checks.flag("loss_finite", loss_finite)
+    applied = checks.flag("grads_finite", grads_finite) & checks.flag("loss_finite", loss_finite)
+    # In Python, `~True` is -2.
+    flags = (np.bool_(f) if isinstance(f, bool) else f for f in (grads_finite, loss_finite))
+    grads_finite, loss_finite = flags
     new = strongly_typed(policy.update(state, grads_finite, loss_finite=loss_finite))
-    return count_step(new, state, grads_finite & loss_finite) if policy.skip_nonfinite else new
+    return count_step(new, state, applied) if policy.skip_nonfinite else new

@@ -30,8 +30,8 @@ def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = N
       A tree of the same structure and shapes.
 
     Raises:
-      TypeError: If `dtype` is not a floating-point dtype, or `tree` holds a stateful `flax.nnx`
-        module.
+      TypeError: If `dtype` is not a floating-point dtype, or `tree` holds an `nnx.Module` or
+        `nnx.Metric`, whose copy would not be updated.
 
     Warns:
       UserWarning: If `keep` names none of the floating-point arrays.
@@ -57,8 +57,8 @@ def cast_named(
     def convert(name: str, path: KeyPath, leaf: Any) -> Any:
         if is_nnx(leaf, "Module", "Metric"):
             raise TypeError(
-                f"`tree` must not hold a stateful flax.nnx module, got {type(leaf).__name__}: its "
-                "updates would be lost with the copy. Give its layers the argument "
+                f"`tree` must not hold a stateful flax.nnx object, got {type(leaf).__name__}: its "
+                "updates would be lost with the copy. Give layers the argument "
                 "`dtype=jnp.float16`, or cast the state from `nnx.split` and `nnx.merge` it."
             )
         is_floating = is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import sys
 import warnings
 from typing import Any, NamedTuple
 
@@ -50,7 +51,8 @@ def with_master_weights(
     loaded, averaged or edited after the last step, the step starts from the parameter.
 
     It belongs inside of `with_loss_scaling` and `skip_if`, so that a skipped step leaves the
-    masters alone: `with_loss_scaling(with_master_weights(optax.adamw(1e-3)))`.
+    masters alone, and around all else, so that nothing changes its updates:
+    `with_loss_scaling(with_master_weights(optax.chain(...)))`.
 
     Two cases are not those of float32. A weight that shrinks to less than 1/8192 of itself in a
     single step (1/65536 in bfloat16), but not to zero, cannot be reached by one addition in
@@ -63,7 +65,8 @@ def with_master_weights(
       remainders: Whether to keep only the lower half of a bfloat16 parameter's master, in two bytes
         for four. The parameter is the upper half: a bfloat16 number is a float32 without its last
         sixteen bits. Together they are the same master, bit for bit. The parameter is rounded to
-        the nearest, and away from zero if two are as near. float16 parameters have float32 masters.
+        the nearest, and away from zero if two are as near. A parameter that was replaced keeps the
+        lower half that was there. float16 parameters have float32 masters.
 
     Returns:
       A gradient transformation whose `update` needs `params`, and whose state is a
@@ -157,8 +160,7 @@ def master_weights(opt_state: PyTree, params: optax.Params) -> optax.Params:
       {'norm': Array(0.9999, dtype=float32), 'w': Array(0.9999, dtype=float32)}
     """
     if is_nnx(params, "Module"):  # of which a Variable may occur twice
-        from flax import nnx  # noqa: PLC0415 - it is imported, since `params` is of it
-
+        nnx: Any = sys.modules["flax.nnx"]
         graph, arrays = nnx.split(params)
         return nnx.merge(graph, master_weights(opt_state, arrays))
     _, state = checks.only_one(

@@ -162,9 +162,11 @@ def _likely_causes(
     in_a_row = [spike["consecutive_skipped"] for spike in spikes]
     # Only a rule skips steps that are finite.
     finite, skipped = state.get("growth_count", 0), state["consecutive_skipped"]
-    # A policy that forgives some bad losses in a row has counted all others.
+    if max(finite, *in_a_row, 0) >= skipped:
+        return (_RULE,)
+    # A policy that forgives only some bad losses in a row has counted the others.
     is_forgiven = skipped < getattr(policy, "loss_patience", math.inf)
-    if max(finite, *in_a_row, 0) >= skipped or not (is_forgiven or state.get("overflow_count", 1)):
+    if rule_state is not None and not (is_forgiven or state.get("overflow_count", 1)):
         return (_RULE,)
     if "loss_scale" not in state:
         return _FORWARD, _BACKWARD, _INPUT, _RULE
@@ -180,7 +182,7 @@ def _likely_causes(
 def _causes_of_overflows(state: dict[str, float], policy: LossScale | None) -> tuple[str, ...]:
     """Order the causes of gradients or losses that are not finite by how well the state agrees."""
     bounds = bounds_of(policy)
-    if isinstance(policy, FixedLossScale):
+    if bounds is None and isinstance(policy, FixedLossScale):
         return _FIXED, _FORWARD, _BACKWARD, _INPUT
     if bounds is None:
         return _FORWARD, _BACKWARD, _INPUT, _UNKNOWN

@@ -48,8 +48,8 @@ def precision_report(
     does one in the grid of a Pallas kernel. In a `jax.lax.while_loop`, whose iterations are not
     known, it counts once. Of the branches of a conditional, the one with the most operations in a
     dtype counts. Under `jax.shard_map`, one device counts. A product whose result is not used does
-    not count. The report is of the program as JAX hands it to XLA, which may compute a product in
-    another precision, as a GPU computes those of float32 in TF32.
+    not count, unless a loop carries it. The report is of the program as JAX hands it to XLA, which
+    may compute a product in another precision, as a GPU computes those of float32 in TF32.
 
     Args:
       fun: The function: a whole training step, a gradient function, or the model. Any framework's.

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from flax.training import dynamic_scale
 
@@ -128,11 +127,15 @@ class _UncheckedLossScale(DynamicLossScale):
 
 
 def _flax_rule(ds: dynamic_scale.DynamicScale) -> DynamicLossScale:
-    interval: Any = np.asarray(ds.growth_interval).item()  # an array would be traced
+    interval: Any = ds.growth_interval
     floor = SMALLEST_SCALE if ds.minimum_scale is None else ds.minimum_scale
+    # Flax grows on every finite step if the interval is 0, and never if it is negative.
+    if is_array(interval):
+        interval = jnp.where(interval < 0, INT32_MAX, jnp.maximum(interval, 1))
+    else:
+        interval = max(interval, 1) if 0 <= interval <= INT32_MAX else INT32_MAX
     hyperparams: dict[str, Any] = {
-        # Flax grows on every finite step if the interval is 0, and never if it is negative.
-        "growth_interval": max(interval, 1) if 0 <= interval <= INT32_MAX else INT32_MAX,
+        "growth_interval": interval,
         # Scalars of any dtype would otherwise promote the loss scale.
         "growth_factor": jnp.asarray(ds.growth_factor, jnp.float32),
         "backoff_factor": jnp.asarray(ds.backoff_factor, jnp.float32),
