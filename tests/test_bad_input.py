@@ -446,6 +446,7 @@ TABLE = {
         (lambda: choose({"a": [1]}, {"a": (1,)}), "on_true", "`['a']`"),
         (lambda: choose({"a": 1, "b": 1}, {"a": 1}), "on_true", "`['b']`"),
         (lambda: choose({"a": [1, 1]}, {"a": [1]}), "on_true", "`['a'][1]`"),
+        (lambda: choose({"a": [1], "b": [1]}, {"a": [1], "b": []}), "on_true", "`['b'][0]`"),
         (lambda: choose({"a": 1}, {"a": {"b": 1}}), "on_true", "`['a']['b']`"),
         (lambda: choose(STATE, tuple(STATE)), "on_true", "`.loss_scale`"),
         (lambda: choose(None, 1), "on_true", "the root of the tree"),

@@ -242,13 +242,17 @@ def test_a_rule_is_the_last_cause_where_the_last_step_was_not_finite(rule, polic
     assert causes[-1].startswith(RULE) == (says is not False)
 
 
-def test_arrays_that_are_spread_over_devices_are_read_where_they_lie():
+@pytest.mark.parametrize("processes", [1, 2])
+def test_arrays_that_are_spread_over_devices_are_read_where_they_lie(processes, monkeypatch):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     spread = NamedSharding(mesh, P("data"))
     opt_state = ols.skip_if(optax.adam(0.1)).init(jax.device_put(jnp.zeros(16), spread))
+    bad = jax.device_put(jnp.zeros(16).at[15].set(NAN), spread)
+    if processes == 2:  # as if other processes had other parts
+        alone = property(lambda array: len(array.sharding.device_set) == 1)
+        monkeypatch.setattr(type(bad), "is_fully_addressable", alone)
     with jax.transfer_guard("disallow"):
         check_health(opt_state)
-    bad = jax.device_put(jnp.zeros(16).at[15].set(NAN), spread)
     with pytest.raises(ValueError, match=r"NaN or infinity at `\[0\].mu`"):
         check_health(optax.tree.set(opt_state, mu=bad))
     if hasattr(jax, "set_mesh"):  # since jax 0.7.1
