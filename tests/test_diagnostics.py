@@ -391,6 +391,7 @@ def alike(*values):
     return [pytest.param(value, marks=pytest.mark.exhaustive) for value in values]
 
 
+FLOAT8 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 SMALL_DTYPES = [
     np.float16,
     ml_dtypes.float8_e4m3fn,  # has no infinity
@@ -406,7 +407,7 @@ def test_exponents_and_roundings_are_those_of_numpy(dtype):
         assert_equal_counts(counts, exponents_by_numpy(NUMBERS, dtype, loss_scale))
 
 
-@pytest.mark.parametrize("dtype", SMALL_DTYPES)
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, *alike(*FLOAT8)])
 def test_small_gradients_are_read_exactly(dtype):
     bits = 8 * np.dtype(dtype).itemsize
     x = np.arange(2**bits, dtype=f"uint{bits}").view(dtype)
