@@ -81,6 +81,8 @@ def test_metrics_are_those_of_the_contract():
         (state(2.0**126), None),
         # A scalar may be infinite.
         (ols.skip_if(optax.contrib.reduce_on_plateau()).init(jnp.ones(2)), None),
+        # A restored state may hold arrays of NumPy, and texts.
+        (ols.SkipIfState((), 0, 0, inner_state=[np.ones(2), "adam"]), None),
     ],
 )
 def test_healthy_training_raises_and_warns_of_nothing(healthy, policy):
