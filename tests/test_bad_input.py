@@ -480,7 +480,7 @@ TABLE = {
         (lambda: keep(jnp.arange(1), ONE), "inner", "float32 for int32 at the root of the tree"),
     ],
     # -- diagnostics and testing
-    "ValueError: `opt_state` must hold a loss scale between {name} and counts ..., got {got}. ...": [
+    "ValueError: `opt_state` must hold a loss scale between {name} and ..., got {got}. Res...": [
         *(
             (lambda x=x: health(loss_scale=jnp.float32(x)), RANGE, f"{x:g} and {{'growth_count...")
             for x in (NAN, INF, 0, -8, 2.0**127)
