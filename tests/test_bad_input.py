@@ -177,6 +177,7 @@ REPLICA, MAP = "(2,). Take one replica: ...", "(2,). Map over the replicas with 
 NOWHERE = "0 in a dict, found at: nowhere"
 READERS = diag.metrics, diag.check_health, diag.is_stalled, ols.applied
 SKIP_COUNTS = "consecutive_skipped", "total_skipped"
+RANGE = "2**-126 and 2**126"
 
 # By type and message: the calls that raise it, and the `name` and the `got` in its message.
 TABLE = {
@@ -464,6 +465,7 @@ TABLE = {
         (lambda: choose({"a": [1]}, {"a": (1,)}), "on_true", "`['a']`"),
         (lambda: choose({"a": 1, "b": 1}, {"a": 1}), "on_true", "`['b']`"),
         (lambda: choose({"a": [1, 1]}, {"a": [1]}), "on_true", "`['a'][1]`"),
+        (lambda: choose({"a": [1], "b": [1]}, {"a": [1], "b": []}), "on_true", "`['b'][0]`"),
         (lambda: choose({"a": 1}, {"a": {"b": 1}}), "on_true", "`['a']['b']`"),
         (lambda: choose(STATE, tuple(STATE)), "on_true", "`.loss_scale`"),
         (lambda: choose(None, 1), "on_true", "the root of the tree"),
@@ -496,13 +498,20 @@ TABLE = {
         (lambda: keep(jnp.arange(1), ONE), "inner", "float32 for int32 at the root of the tree"),
     ],
     # -- diagnostics and testing
-    "ValueError: `opt_state` must hold a loss scale ..., got {got}. Restore an earlier ...": [
+    "ValueError: `opt_state` must hold a loss scale between {name} and ..., got {got}. Res...": [
         *(
-            (lambda x=x: health(loss_scale=jnp.float32(x)), "", f"{x:g} and ...")
+            (lambda x=x: health(loss_scale=jnp.float32(x)), RANGE, f"{x:g} and {{'growth_count...")
             for x in (NAN, INF, 0, -8, 2.0**127)
         ),
-        (lambda: check_health(having(loss_scale=0.5), loss_scale="dynamic"), "", "0.5 and ..."),
-        *((lambda n=n: health(**{n: jnp.int32(-1)}), "", f"8 and ...'{n}': -1...") for n in COUNTS),
+        (
+            lambda: check_health(having(loss_scale=0.5), loss_scale="dynamic"),
+            "1 and 1.67772e+07",
+            "0.5 and ...",
+        ),
+        *(
+            (lambda n=n: health(**{n: jnp.int32(-1)}), RANGE, f"8 and ...'{n}': -1...")
+            for n in COUNTS
+        ),
     ],
     "ValueError: `opt_state` must hold a Spike with at most the 128 ..., got {got}. Restore ...": [
         (lambda: spike_health(held=jnp.int32(129)), "", "{'held': 129, ...} at the root ..."),

@@ -81,6 +81,8 @@ def test_metrics_are_those_of_the_contract():
         (state(2.0**126), None),
         # A scalar may be infinite.
         (ols.skip_if(optax.contrib.reduce_on_plateau()).init(jnp.ones(2)), None),
+        # A restored state may hold arrays of NumPy, and texts.
+        (ols.SkipIfState((), 0, 0, inner_state=[np.ones(2), "adam"]), None),
     ],
 )
 def test_healthy_training_raises_and_warns_of_nothing(healthy, policy):
@@ -266,13 +268,17 @@ def test_a_rule_is_the_last_cause_where_the_last_step_was_not_finite(rule, polic
     assert causes[-1].startswith(RULE) == (says is not False)
 
 
-def test_arrays_that_are_spread_over_devices_are_read_where_they_lie():
+@pytest.mark.parametrize("processes", [1, 2])
+def test_arrays_that_are_spread_over_devices_are_read_where_they_lie(processes, monkeypatch):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     spread = NamedSharding(mesh, P("data"))
     opt_state = ols.skip_if(optax.adam(0.1)).init(jax.device_put(jnp.zeros(16), spread))
+    bad = jax.device_put(jnp.zeros(16).at[15].set(NAN), spread)
+    if processes == 2:  # as if other processes had other parts
+        alone = property(lambda array: len(array.sharding.device_set) == 1)
+        monkeypatch.setattr(type(bad), "is_fully_addressable", alone)
     with jax.transfer_guard("disallow"):
         check_health(opt_state)
-    bad = jax.device_put(jnp.zeros(16).at[15].set(NAN), spread)
     with pytest.raises(ValueError, match=r"NaN or infinity at `\[0\].mu`"):
         check_health(optax.tree.set(opt_state, mu=bad))
     if hasattr(jax, "set_mesh"):  # since jax 0.7.1
@@ -411,6 +417,7 @@ def alike(*values):
     return [pytest.param(value, marks=pytest.mark.exhaustive) for value in values]
 
 
+FLOAT8 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 SMALL_DTYPES = [
     np.float16,
     ml_dtypes.float8_e4m3fn,  # has no infinity
@@ -426,7 +433,7 @@ def test_exponents_and_roundings_are_those_of_numpy(dtype):
         assert_equal_counts(counts, exponents_by_numpy(NUMBERS, dtype, loss_scale))
 
 
-@pytest.mark.parametrize("dtype", SMALL_DTYPES)
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, *alike(*FLOAT8)])
 def test_small_gradients_are_read_exactly(dtype):
     bits = 8 * np.dtype(dtype).itemsize
     x = np.arange(2**bits, dtype=f"uint{bits}").view(dtype)

@@ -230,6 +230,13 @@ def test_arrays_are_checked_together_as_suits_the_platform(platform, number, sha
     assert re.findall(r"stablehlo.reduce\(.*-> tensor<(.*)>", text) == reduced
 
 
+def test_gpus_check_arrays_that_may_be_sharded_one_by_one():
+    mesh = jax.make_mesh((2,), ("d",), (AxisType.Auto,), devices=jax.devices()[:2])
+    arrays = [jax.ShapeDtypeStruct((2**13, 2), jnp.float32)] * 3
+    text = lowered(ols.all_finite, arrays, NamedSharding(mesh, P()), "cuda")
+    assert text.count("stablehlo.reduce(") == 3
+
+
 def test_arrays_of_symbolic_size_are_checked_on_every_platform():
     (rows,) = export.symbolic_shape("rows")
     arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows, 3), (4,))]
