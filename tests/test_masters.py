@@ -196,7 +196,15 @@ def test_a_replaced_parameter_leaves_no_number_that_no_remainder_makes():
     remainders = jnp.array([1, 2**15 - 1, -1, -1, -(2**15), 1, -1], jnp.int16)
     state = tx.init(params)._replace(master_weights=remainders)
     largest, smallest = jnp.finfo(jnp.float32).max, np.float32(2.0**-149)
-    expected = [np.inf, -np.inf, largest, 0, -0.0, smallest, np.nextafter(np.float32(1), 0)]
+    expected = [
+        np.inf,
+        -np.inf,
+        largest,
+        0,
+        -0.0,
+        smallest,
+        np.nextafter(np.float32(1), np.float32(0)),
+    ]
     assert_same_bits(ols.master_weights(state, params), jnp.array(expected, jnp.float32))
 
 
