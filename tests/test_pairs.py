@@ -541,7 +541,7 @@ REFUSED = {
     (
         "nnx.Optimizer",
         "compute_dtype with keep",
-    ): "Give its layers the argument `dtype=jnp.float16`",
+    ): "Give layers the argument `dtype=jnp.float16`",
 }
 
 

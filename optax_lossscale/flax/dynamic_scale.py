@@ -130,7 +130,7 @@ def _flax_rule(ds: dynamic_scale.DynamicScale) -> DynamicLossScale:
     interval: Any = ds.growth_interval
     floor = SMALLEST_SCALE if ds.minimum_scale is None else ds.minimum_scale
     # Flax grows on every finite step if the interval is 0, and never if it is negative.
-    if is_array(interval):
+    if isinstance(interval, jax.Array):
         interval = jnp.where(interval < 0, INT32_MAX, jnp.maximum(interval, 1))
     else:
         interval = max(interval, 1) if 0 <= interval <= INT32_MAX else INT32_MAX
