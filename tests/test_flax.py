@@ -159,6 +159,20 @@ def test_every_leaf_is_a_strongly_typed_array_from_the_start():
     assert types(after) == types(state)
 
 
+class Unhashable:
+    """A policy of a user's own that cannot be hashed."""
+
+    __hash__ = None
+    skip_nonfinite = True
+
+    def init(self):
+        return ols.init(8)
+
+    def update(self, state, grads_finite, *, loss_finite=True):
+        del grads_finite, loss_finite
+        return state
+
+
 def test_states_made_of_the_same_have_one_type():
     tx, spikes = optax.adam(0.1), ols.Spike()
 
@@ -175,7 +189,10 @@ def test_states_made_of_the_same_have_one_type():
     others = {"loss_scale": 8, "axis_name": "i", "skip_if": None, "tx": optax.adam(0.1)}
     for name, other in others.items():
         assert jax.tree.structure(made(**{name: other})) != jax.tree.structure(made())
-    assert made().tx != tx
+    assert made().tx == made().tx
+    assert made().tx != made(tx=optax.adam(0.1)).tx != tx
+    # A user's own policy need not be hashable.
+    assert hash(made(loss_scale=Unhashable()).tx) == hash(made().tx)
 
 
 def test_it_can_be_scanned_and_donated():

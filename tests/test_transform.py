@@ -124,6 +124,25 @@ def test_a_constant_stays_what_it_is_under_jit(rate):
     np.testing.assert_array_equal(updates, abs(rate) * X)
 
 
+def test_constants_beside_traced_arrays_stay_what_they_are_under_jit():
+    def update(updates, state, params=None, *, given, log):
+        del params
+        log["rate"] = float(given["limit"]) * float(log["limit"])  # would raise for traced arrays
+        return updates * given["rate"], state
+
+    tx = ols.skip_if(optax.GradientTransformationExtraArgs(lambda _: (), update))
+    limit, log = np.float32(2), {"limit": np.float32(3)}
+
+    def step(grads, rate, count):
+        log["count"] = count
+        given = {"limit": limit, "rate": rate}
+        return tx.update(grads, tx.init(grads), given=given, log=log)[0]
+
+    updates = jax.jit(step)(X, jnp.float32(2), jnp.int32(1))
+    np.testing.assert_array_equal(updates, 2 * X)
+    assert log["rate"] == 6
+
+
 @pytest.mark.parametrize("run", [lambda f: f, nnx.jit])
 def test_an_update_may_write_into_what_it_is_given(run):
     def update(updates, state, params=None, *, seen, log):

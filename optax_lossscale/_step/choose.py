@@ -92,15 +92,17 @@ def zero_unless(pred: jax.Array, tree: Tree) -> Tree:
     """
     if not isinstance(pred, Tracer):
         return tree if pred else jax.tree.map(_zeros_like, tree)
-    is_traced = any(isinstance(leaf, Tracer) and is_inexact(leaf) for leaf in jax.tree.leaves(tree))
-    if not is_traced or is_nnx(tree, "Module", "Variable"):
+    if not any(map(_is_traced, jax.tree.leaves(tree))) or is_nnx(tree, "Module", "Variable"):
         return tree
 
     def select(leaf: Any) -> Any:
-        is_changed = isinstance(leaf, Tracer) and is_inexact(leaf)
-        return jnp.where(pred, leaf, _zeros_like(leaf)) if is_changed else leaf
+        return jnp.where(pred, leaf, _zeros_like(leaf)) if _is_traced(leaf) else leaf
 
     return jax.tree.map(select, tree)
+
+
+def _is_traced(leaf: Any) -> bool:
+    return isinstance(leaf, Tracer) and is_inexact(leaf)
 
 
 def negative_zero_unless(pred: jax.Array, updates: Tree) -> Tree:

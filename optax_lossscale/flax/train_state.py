@@ -29,6 +29,9 @@ class _Wrapped(Guard):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Wrapped) and self.made_of == other.made_of
 
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
     def __hash__(self) -> int:
         return hash(self.made_of[0])
 
