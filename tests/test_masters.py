@@ -371,6 +371,25 @@ def test_tied_weights_of_nnx_stay_tied():
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(full))} == {jnp.dtype("float32")}
 
 
+def test_masters_may_be_in_a_state_whose_keys_have_no_names():
+    masters = ols.with_master_weights(optax.sgd(0.1))
+    tx = ols.skip_if(optax.GradientTransformation(lambda p: Keyless(masters.init(p)), None))
+    assert isinstance(tx.init({"w": jnp.ones(2, jnp.float16)}).inner_state, Keyless)
+
+
+@jax.tree_util.register_pytree_node_class
+class Keyless:
+    def __init__(self, state):
+        self.state = state
+
+    def tree_flatten(self):
+        return [self.state], None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
 def test_masters_may_be_last_in_a_chain_and_anywhere_in_what_keeps_their_updates():
     masters, clip = ols.with_master_weights(optax.sgd(0.1)), optax.clip(1.0)
     for tx in (

@@ -1,7 +1,6 @@
 """Cast a model and its batch."""
 
 import functools
-import sys
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,7 +11,7 @@ from jax.typing import DTypeLike
 
 from optax_lossscale._state import LossScaleState
 from optax_lossscale._support import checks
-from optax_lossscale._support.tree import KeyPath, Tree, is_array, is_fp8_metadata
+from optax_lossscale._support.tree import KeyPath, Tree, is_array, is_fp8_metadata, is_nnx
 
 
 def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = None) -> Tree:
@@ -88,9 +87,3 @@ def cast_named(
 def _stays_whole(node: Any) -> bool:
     # Random streams have nothing to cast, and a copy would give the same numbers again.
     return isinstance(node, LossScaleState) or is_nnx(node, "Module", "Metric", "Rngs", "RngStream")
-
-
-def is_nnx(node: Any, *classes: str) -> bool:
-    """Return whether `node` is an object of one of these classes of `flax.nnx`."""
-    nnx = sys.modules.get("flax.nnx")  # there is no such object before it is imported
-    return nnx is not None and isinstance(node, tuple(getattr(nnx, name) for name in classes))

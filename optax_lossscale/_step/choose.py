@@ -7,9 +7,16 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from optax_lossscale._step.cast import is_nnx
 from optax_lossscale._support import checks
-from optax_lossscale._support.tree import KeyPath, PyTree, Tree, is_array, is_inexact, path_name
+from optax_lossscale._support.tree import (
+    KeyPath,
+    PyTree,
+    Tree,
+    is_array,
+    is_inexact,
+    is_nnx,
+    path_name,
+)
 
 
 def tree_where(pred: ArrayLike, on_true: Tree, on_false: Tree) -> Tree:

@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._step.cast import is_nnx
 from optax_lossscale._step.halves import is_same, join, move
 from optax_lossscale._support import checks
 from optax_lossscale._support.tree import (
     KeyPath,
     PyTree,
     at_least_float32,
+    children,
+    is_nnx,
     leaves_of_type,
     path_name,
 )
@@ -193,19 +194,19 @@ def refuse_changed_updates(inner_state: optax.OptState) -> None:
     That is so in a chain that goes on after them, and in optimizers that have a base optimizer.
     """
     for path, _ in leaves_of_type(inner_state, MasterWeightsState):
-        node: Any = inner_state
-        for key, name in zip(path, _names(path), strict=True):
-            order = [*range(len(node))] if type(node) is tuple else [name]
-            order = [*node] if isinstance(node, collections.OrderedDict) else order  # `named_chain`
-            if name != order[-1] or name == "base_optimizer_state":
+        node: PyTree = inner_state
+        for key in path:
+            found = {own: child for (own,), child in children(node)[0]}
+            is_chain = type(node) in (tuple, collections.OrderedDict)  # of `named_chain`
+            is_last = not is_chain or key == [*found][-1]
+            if not is_last or _names((key,)) == ("base_optimizer_state",):
                 raise ValueError(
                     "`inner` must leave the updates of `with_master_weights` as they are, got a "
                     f"MasterWeightsState at {path_name(path)} of its state, with more after it. "
                     "Keep the masters around the whole optimizer: "
                     "`with_master_weights(optax.chain(...))`."
                 )
-            is_attribute = isinstance(key, jax.tree_util.GetAttrKey)
-            node = getattr(node, key.name) if is_attribute else node[name]
+            node = found[key]
 
 
 def _widened(param: Any) -> Any:

@@ -275,7 +275,9 @@ def _with_signature_of(fun: Callable[..., Any], function: Any) -> Callable[..., 
         parameters = inspect.signature(fun).parameters
     except (TypeError, ValueError):  # of some functions written in C
         return function
-    name = next(name for name in ("state", "opt_state", "state_") if name not in parameters)
+    name = "opt_state" if "state" in parameters else "state"
+    while name in parameters:
+        name += "_"
     state = inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY)
     function.__signature__ = inspect.Signature([state, *parameters.values()])
     return function

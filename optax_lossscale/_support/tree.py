@@ -1,5 +1,6 @@
 """Pytrees: kinds of leaves, and where they stand."""
 
+import sys
 from collections.abc import Iterator
 from typing import Any, TypeAlias, TypeGuard, TypeVar
 
@@ -62,24 +63,34 @@ def is_fp8_metadata(path: KeyPath) -> bool:
     return "_overwrite_with_gradient" in names
 
 
+def is_nnx(node: Any, *classes: str) -> bool:
+    """Return whether `node` is an object of one of these classes of `flax.nnx`."""
+    nnx = sys.modules.get("flax.nnx")  # there is no such object before it is imported
+    return nnx is not None and isinstance(node, tuple(getattr(nnx, name) for name in classes))
+
+
 def path_name(path: KeyPath | None) -> str:
     """Return `path` as a message shows it; the empty path is the tree itself."""
     return f"`{jax.tree_util.keystr(path)}`" if path else "the root of the tree"
 
 
+def children(tree: PyTree) -> tuple[list[tuple[KeyPath, PyTree]], Any]:
+    """Return the children of a node with their keys, and its definition.
+
+    A leaf is its own only child, at the empty path.
+    """
+    return jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
+
+
 def first_difference(a: PyTree, b: PyTree, path: KeyPath = ()) -> KeyPath | None:
     """Return the key path of the first place where two trees differ in structure."""
-    (a_children, a_def), (b_children, b_def) = (
-        jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x, tree=tree: x is not tree)
-        for tree in (a, b)
-    )
+    (a_children, a_def), (b_children, b_def) = children(a), children(b)
     if a_def != b_def:
         a_keys, b_keys = ([key for key, _ in children] for children in (a_children, b_children))
         # The key of a leaf is empty.
         only_in_one = (key for key in a_keys + b_keys if key and (key in a_keys) != (key in b_keys))
         return path + next(only_in_one, ())
     for (key, x), (_, y) in zip(a_children, b_children, strict=True):
-        # A leaf is its own only child, at the empty path.
         difference = first_difference(x, y, path + key) if key else None
         if difference is not None:
             return difference
