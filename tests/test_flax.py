@@ -191,6 +191,9 @@ def test_states_made_of_the_same_have_one_type():
         assert jax.tree.structure(made(**{name: other})) != jax.tree.structure(made())
     assert made().tx == made().tx
     assert made().tx != made(tx=optax.adam(0.1)).tx != tx
+    replaced = made().tx._replace(init=tx.init)
+    assert replaced != made().tx != replaced
+    assert len({hash(replaced), hash(made().tx)}) == 2
     # A user's own policy need not be hashable.
     assert hash(made(loss_scale=Unhashable()).tx) == hash(made().tx)
 

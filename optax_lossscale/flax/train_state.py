@@ -24,16 +24,18 @@ from optax_lossscale._support.tree import PyTree, Tree, as_strong_array
 class _Wrapped(Guard):
     """A guard that equals another made of the same, so that two `TrainState`s have one type."""
 
-    made_of: tuple[Any, ...]
+    made_of: tuple[Any, ...] = ()  # by `_replace`, it is made of nothing but its functions
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Wrapped) and self.made_of == other.made_of
+        if self.made_of and isinstance(other, _Wrapped):
+            return self.made_of == other.made_of
+        return tuple(self) == other
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
     def __hash__(self) -> int:
-        return hash(self.made_of[0])
+        return hash(self.made_of[:1])
 
 
 class TrainState(train_state.TrainState):
