@@ -89,9 +89,17 @@ def test_healthy_training_raises_and_warns_of_nothing(healthy, policy):
     assert check_health(healthy, loss_scale=policy) is None
 
 
-def test_a_loss_scale_at_its_cap_that_never_overflowed_warns_that_it_may_not_be_needed():
+class StartsFromNumbers(ols.DynamicLossScale):
+    """A user-defined policy that starts from Python numbers."""
+
+    def init(self):
+        return ols.LossScaleState(8.0, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("policy", [DYNAMIC, StartsFromNumbers()])
+def test_a_loss_scale_at_its_cap_that_never_overflowed_warns_that_it_may_not_be_needed(policy):
     with pytest.warns(UserWarning, match=r"at its cap of 1.67772e\+07 and no step was ever skip"):
-        check_health(state(2.0**24), loss_scale=DYNAMIC)
+        check_health(state(2.0**24), loss_scale=policy)
 
 
 @pytest.mark.parametrize(

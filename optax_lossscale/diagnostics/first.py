@@ -100,9 +100,9 @@ def _by_name(
     fun: Callable[..., PyTree], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[tuple[str, KeyPath]]:
     """Return the argument and the key path within it of each array, in the order of the tree."""
-    # Keyword arguments are leaves in alphabetical order, as JAX flattens dicts.
-    names = [*argument_names(fun, len(args)), *sorted(kwargs)]
-    roots = zip(names, [*args, *(kwargs[name] for name in sorted(kwargs))], strict=True)
+    given = dict(sorted(kwargs.items()))  # as JAX flattens dicts
+    names = [*argument_names(fun, len(args)), *given]
+    roots = zip(names, [*args, *given.values()], strict=True)
     return [
         (name, path)
         for name, tree in roots

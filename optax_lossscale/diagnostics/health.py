@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from optax_lossscale._policy import FixedLossScale, LossScale, LossScaleLike, as_loss_scale
+from optax_lossscale._policy import FixedLossScale, LossScale, LossScaleLike, as_loss_scale, init
 from optax_lossscale._state import WRAP_ONCE, LossScaleState, SkipIfState, SpikeState, as_field
 from optax_lossscale._step.finite import all_finite
 from optax_lossscale._step.guard import WithLossScalingState
@@ -95,7 +95,7 @@ def _warn_at_cap(state: dict[str, float], policy: LossScale | None) -> None:
     if policy is None or bounds is None or "loss_scale" not in state or state["total_skipped"]:
         return
     with jax.transfer_guard("allow"):  # asked for
-        start = policy.init().loss_scale.item()
+        start = init(policy).loss_scale.item()
     if start < state["loss_scale"] == bounds[1]:
         warnings.warn(
             f"The loss scale is at its cap of {bounds[1]:g} and no step was ever skipped. "

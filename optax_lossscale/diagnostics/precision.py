@@ -176,12 +176,7 @@ def _products(
             continue
         inside = []
         for inner in _run_by(equation):
-            inner_used = [True] * len(inner.outvars)
-            if name not in _LOOPS and len(inner_used) == len(results):
-                # What a scan carries, and does not stack, may be used in its next iteration.
-                pairs = zip(inner.outvars, equation.outvars, results, strict=True)
-                is_scan = name == "scan"
-                inner_used = [u or (is_scan and x.aval.ndim == y.aval.ndim) for x, y, u in pairs]
+            inner_used = _used_of(inner, equation, results)
             inside.append(list(_products(inner, inner_used, times * _iterations(equation), path)))
         yield from _largest(inside) if name == "cond" else itertools.chain(*inside)
 
@@ -191,6 +186,17 @@ def _largest(branches: list[list[_Product]]) -> Iterator[_Product]:
     for dtype in {product.dtype for branch in branches for product in branch}:
         alike = [[product for product in branch if product.dtype == dtype] for branch in branches]
         yield from max(alike, key=_flops)
+
+
+def _used_of(inner: Jaxpr, equation: Equation, is_used: list[bool]) -> list[bool]:
+    """Return which results of a function are used, given those of the equation that runs it."""
+    name = equation.primitive.name
+    if name in _LOOPS or len(inner.outvars) != len(is_used):
+        return [True] * len(inner.outvars)
+    # What a scan carries, and does not stack, may be used in its next iteration.
+    ranks = zip(inner.outvars, equation.outvars, strict=True)
+    carried = [name == "scan" and x.aval.ndim == y.aval.ndim for x, y in ranks]
+    return [u or c for u, c in zip(is_used, carried, strict=True)]
 
 
 def _run_by(equation: Equation) -> Iterator[Jaxpr]:
