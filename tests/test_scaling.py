@@ -222,6 +222,8 @@ def test_jit_finds_the_arguments_of_the_function_by_name():
             "state",
         ]
     assert ols.grad(math.fsum) is not None  # it has no signature
+    first, *_ = inspect.signature(ols.grad(lambda state, opt_state: state * opt_state)).parameters
+    assert first == "opt_state_"
 
 
 def test_a_loss_function_may_have_an_argument_named_state():
