@@ -106,6 +106,8 @@ CASES = {
         "the same over 4 devices", _wide(), CLIP, ("Optax", "Stack"), "shard_map"
     ),
     "training": Case("training step, float16 transformer", transformer),
+    # XLA:CPU (seen in jaxlib 0.10.2) does not store a weight's gradient in row-major order, but
+    # transposes it in each loop that reads it, unless a library copies it.
     "row-major": Case(
         "training step, float16 transformer, gradients in row-major order", transformer,
         contenders=("Optax", "Control", "OptaxRowMajor", "Ours", "OursRowMajor"),

@@ -115,9 +115,9 @@ def replaced(page: str, part: str, text: str) -> str:
 
 
 def as_json(results: dict[str, Any]) -> str:
-    """Return the results as JSON, with six digits and each list of numbers on one line."""
+    """Return the results as JSON, with eight digits and each list of numbers on one line."""
     short = json.loads(
-        json.dumps(results), parse_float=lambda number: float(f"{float(number):.6g}")
+        json.dumps(results), parse_float=lambda number: float(f"{float(number):.8g}")
     )
     indented = json.dumps(short, indent=1)
     return re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), indented) + "\n"

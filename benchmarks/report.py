@@ -1,12 +1,9 @@
-"""Results as Markdown tables, and times as a picture."""
+"""Results as Markdown tables."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from benchmarks.page import circumstances, table
 
@@ -73,37 +70,3 @@ def markdown(results: Results) -> str:
         rows = tabulate(found["rows"], columns)
         parts += [f"## {found['title']}", f"{found['size']}.", rows]
     return "\n\n".join(parts) + "\n"
-
-
-def draw(results: Results, path: Path) -> None:
-    """Draw the ratios, one panel for each benchmark."""
-    panels = list(results["steps"].values())
-    columns = min(3, len(panels))
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(6.5 * columns, 3.6 * rows), layout="constrained")
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for ax, found in zip(axes, panels, strict=False):
-        _draw_ratios(ax, found)
-    for unused in axes[len(panels) :]:
-        unused.set_axis_off()
-    about = circumstances(results["environment"])
-    figure.suptitle(f"Time, as a ratio to the same step without loss scaling\n{about}", wrap=True)
-    figure.savefig(path, dpi=80)
-
-
-def _draw_ratios(ax: Axes, found: Results) -> None:
-    shown = {name: row for name, row in found["rows"].items() if name != row["baseline"]}
-    longest = 1.0
-    for place, (name, row) in enumerate(shown.items()):
-        if "left_out" in row:
-            ax.text(1, place, f"  {row['left_out']}"[:48], va="center", color="#777777")
-            continue
-        low, ratio, high = quartiles(row["ratios"])
-        longest = max(longest, high)
-        colour = "#0072b2" if name.startswith(("optax_lossscale", "ours")) else "#e69f00"
-        ax.barh(place, ratio, color=colour, xerr=[[ratio - low], [high - ratio]])
-        ax.text(high, place, f"  {ratio:.2f}", va="center")
-    ax.axvline(1, color="black", linewidth=1)
-    ax.set(xlim=(0, 1.25 * longest), ylim=(len(shown) - 0.5, -0.5))
-    ax.set_yticks(range(len(shown)), list(shown))
-    ax.set_title(f"{found['title'].replace('`', '')}\n{found['size']}", fontsize=10)

@@ -37,7 +37,7 @@ ROUND = {"xla_allow_excess_precision": False}
 
 
 def forward(
-    params: dict, tokens: jax.Array, start: int | jax.Array = 0, cache: jax.Array | None = None
+    params: dict, tokens: Any, start: Any = 0, cache: Any = None, *, divides_last: bool = False
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return float32 logits of the next digits, and the cache with these tokens' keys and values.
 
@@ -50,27 +50,28 @@ def forward(
         k, v = cache = jax.lax.dynamic_update_slice(cache, jnp.stack([k, v]), (0, 0, start, 0))
     scores = (q @ k.mT).astype(jnp.float32) / WIDTH**0.5
     scores = jnp.where(jnp.arange(k.shape[1]) <= places[:, None], scores, -jnp.inf)
-    if cache is None:
-        x += jax.nn.softmax(scores).astype(x.dtype) @ v
-    else:
+    if divides_last:
         weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
         attended = (weights.astype(x.dtype) @ v).astype(jnp.float32)
         x += (attended / weights.sum(axis=-1, keepdims=True)).astype(x.dtype)
+    else:
+        x += jax.nn.softmax(scores).astype(x.dtype) @ v
     x += jax.nn.gelu(x @ params["up"]) @ params["down"]
     return (x @ params["head"]).astype(jnp.float32), cache
 
 
-def sample(params: dict, prompts: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+def sample(params: dict, prompts: Any, key: Any, *, divides_last: bool = True) -> tuple:
     """Return answers, and the log-probability of each of their tokens."""
+    step_forward = partial(forward, params, divides_last=divides_last)
 
     def decode(carry: tuple, step: tuple) -> tuple:
         (token, cache), (place, key) = carry, step
-        logits, cache = forward(params, token[:, None], place, cache)
+        logits, cache = step_forward(token[:, None], place, cache)
         token = jax.random.categorical(key, logits[:, 0])
         return (token, cache), (token, -cross_entropy(logits[:, 0], token))
 
     cache = jnp.zeros((2, len(prompts), 2 * DIGITS, WIDTH), params["qkv"].dtype)
-    _, cache = forward(params, prompts, 0, cache)
+    _, cache = step_forward(prompts, 0, cache)
     steps = DIGITS + jnp.arange(DIGITS), jax.random.split(key, DIGITS)
     _, sampled = jax.lax.scan(decode, (jnp.full(len(prompts), START), cache), steps)
     return jax.tree.map(jnp.transpose, sampled)
@@ -83,10 +84,9 @@ def trained(params: dict, prompts: jax.Array, answers: jax.Array) -> jax.Array:
     return -cross_entropy(logits[:, DIGITS:], answers)
 
 
-def train(name: str, steps: int) -> np.ndarray:
-    """Return the reward, mismatch, skipped steps and loss scale after each step."""
-    dtype, loss_scale, _ = FORMATS[name]
-    tx = ols.with_loss_scaling(optax.adam(3e-3), loss_scale)
+def train(dtype: Any, loss_scale: Any, steps: int, rate: float = 3e-3, seed: int = 0) -> tuple:
+    """Return parameters, and the reward, mismatch, skipped steps and loss scale after each step."""
+    tx = ols.with_loss_scaling(optax.adam(rate), loss_scale)
 
     def loss_fn(params: dict, prompts: Any, answers: Any, advantage: Any) -> tuple:
         log_probs = trained(params, prompts, answers)
@@ -105,13 +105,13 @@ def train(name: str, steps: int) -> np.ndarray:
         mismatch = jnp.abs(log_probs - sampled).mean()
         return params, opt_state, (reward.mean(), mismatch, state.total_skipped, state.loss_scale)
 
-    rng = np.random.default_rng(0)
+    rng, key = np.random.default_rng(seed), jax.random.key(seed)
     params = {k: jnp.float32(rng.normal(0, n**-0.5, (n, m))) for k, (n, m) in SHAPES.items()}
     opt_state, history = tx.init(params), []
-    for step in trange(steps, desc=name, unit="step", disable=None):  # None: in a terminal only
-        params, opt_state, log = train_step(params, opt_state, jax.random.key(step))
+    for step in trange(steps, desc=dtype.__name__, disable=None):  # None: in a terminal only
+        params, opt_state, log = train_step(params, opt_state, jax.random.fold_in(key, step))
         history.append(jax.device_get(log))
-    return np.transpose(history)
+    return params, np.transpose(history)
 
 
 def report(runs: dict[str, np.ndarray], path: Path) -> None:
@@ -141,7 +141,7 @@ def main(argv: list[str] | None = None) -> dict[str, np.ndarray]:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--output", type=Path, default=Path("output/reinforce.png"))
     args = parser.parse_args(argv)
-    runs = {name: train(name, args.steps) for name in FORMATS}
+    runs = {name: train(*how, args.steps)[1] for name, (*how, _) in FORMATS.items()}
     report(runs, args.output)
     return runs
 

@@ -5,14 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._policy import init
 from optax_lossscale._state import loss_scale_state, with_scale
-from optax_lossscale._step.scale import unscale_and_check
 from optax_lossscale._support import checks
-from optax_lossscale._support.tree import PyTree, is_inexact, path_name
+from optax_lossscale._support.tree import PyTree, is_fp8_metadata, is_inexact, path_name
 
 # The gradients are computed at a loss scale and at a quarter of it, at the first of these where
 # they are finite: the larger it is, the fewer of them round to zero.
@@ -102,15 +99,10 @@ def _largest(grads: PyTree) -> dict[str, float]:
         grads,
         "Call `assert_scaled_once` outside of `jax.jit`; the function itself may be jitted.",
     )
-    # What `unscale` leaves alone, the metadata of Flax's fp8 layers, is not scaled either.
-    ones = jax.tree.map(lambda _: jnp.float32(1), grads)
-    scaled = jax.tree.leaves(unscale_and_check(ones, init(2.0))[0])
     return {
         path_name(path): float(np.max(np.abs(_wide(leaf)), initial=0))
-        for (path, leaf), half in zip(
-            jax.tree_util.tree_leaves_with_path(grads), scaled, strict=True
-        )
-        if is_inexact(leaf) and half != 1
+        for path, leaf in jax.tree_util.tree_leaves_with_path(grads)
+        if is_inexact(leaf) and not is_fp8_metadata(path)
     }
 
 

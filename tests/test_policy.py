@@ -162,7 +162,7 @@ def test_a_policy_is_frozen_hashable_and_equal_to_another_with_its_hyper_paramet
 CONFIGURED = [
     ols.DynamicLossScale(),
     ols.DynamicLossScale(10.5, 3, 1.5, 0.25, 0.125, 99.5, 4, True, 5),
-    ols.FixedLossScale(10.5, skip_nonfinite=False),
+    ols.FixedLossScale(10.5, skip_nonfinite=np.False_),
 ]
 
 
@@ -266,3 +266,6 @@ def test_a_loss_that_is_not_given_counts_as_finite(policy):
 def test_mindspores_order_of_arguments_is_warned_of():
     with pytest.warns(UserWarning, match="`growth_factor` is 2000.*third argument is `scale_wi"):
         ols.DynamicLossScale(2**24, 2, 2000)  # DynamicLossScaleManager(2**24, 2, 2000)
+    with pytest.warns(UserWarning, match="`growth_factor` is 100,"):
+        ols.DynamicLossScale(2**24, 2, 100)
+    ols.DynamicLossScale(2**24, 2, 99)

@@ -189,8 +189,9 @@ def test_arrays_of_one_shape_are_checked_together_where_they_are_local_or_of_one
             axis_names=set(axes) - {"auto"}, check_vma=False,
         )  # fmt: skip
     together = "auto" not in axes or shape == (16,)
-    text = lowered(check, arrays, sharding)
-    assert text.count("stablehlo.reduce(") == (2 if together else 17)
+    for platform in ("tpu", "metal"):
+        text = lowered(check, arrays, sharding, platform)
+        assert text.count("stablehlo.reduce(") == (2 if together else 17)
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (16,)])

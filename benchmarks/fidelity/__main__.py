@@ -2,33 +2,29 @@
 
     python -m benchmarks.fidelity --pages docs
 
-Each part of the pages is measured anew: `fidelity` and `parameters` of training.md, `spikes` of
-skipping.md, and `reinforce` of reinforcement_learning.md, with the numbers and pictures beside.
+Each part of the pages is measured anew: `fidelity`, `parameters` and `edge` of training.md,
+`spikes` of skipping.md, and `reinforce` of reinforcement_learning.md.
 """
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import page, reinforcement, spikes
-from benchmarks.fidelity import parameters, report, training
-from benchmarks.fidelity.edge import measure_edge
+from benchmarks.fidelity import edge, parameters, report, training
 from benchmarks.fidelity.tasks import all_tasks
 
 
 def fidelity(*, quick: bool) -> page.Report:
-    """Measure what training learns in each format, and where float16 alone begins to fail."""
+    """Measure what training learns in each format."""
     results = training.measure(all_tasks(quick=quick), seeds=2 if quick else 4)
-    pictures = {"training": report.draw(results)}
-    if not quick:
-        results["edge"] = measure_edge()
-        pictures["training_edge"] = report.draw_edge(results["edge"])
-    return page.Report(report.block(results), results, pictures)
+    return page.Report(report.block(results), results, {"training": report.draw(results)})
 
 
 # The page of each part, and what measures it.
 PARTS: dict[str, tuple[str, Callable[..., page.Report]]] = {
     "fidelity": ("training", fidelity),
     "parameters": ("training", parameters.measure),
+    "edge": ("training", edge.measure),
     "spikes": ("skipping", spikes.measure),
     "reinforce": ("reinforcement_learning", reinforcement.measure),
 }

@@ -8,16 +8,14 @@ import optax
 
 from benchmarks.fidelity.tasks import Params, Task, words
 from benchmarks.fidelity.training import FLOAT16, FLOAT32, fit, make_train
+from benchmarks.page import Report, table
 
 VOCABULARIES = 512, 2048, 8192
 BATCHES = 1024, 4096, 16384
 OPTIMIZERS = {
-    "Adam": None,  # as in the task
+    "Adam": lambda: None,  # as in the task
     "SGD with momentum": lambda: optax.sgd(1.0, momentum=0.9),
 }
-
-GRADIENTS = [{"vocabulary": v, "batch": b} for v in VOCABULARIES for b in BATCHES]
-TRAINED = [{"optimizer": name, "batch": b} for b in BATCHES for name in OPTIMIZERS]
 
 
 def learned(vocabulary: int) -> Params:
@@ -48,19 +46,27 @@ def lost_share(params: Params, task: Task) -> float:
     return float(lost(params, task.data))
 
 
-def measure_edge() -> dict[str, Any]:
-    """Return what float16 loses of the output layer's gradient, and how training ends."""
-    params = {vocabulary: learned(vocabulary) for vocabulary in VOCABULARIES}
-    shares = [lost_share(params[cell["vocabulary"]], words(**cell)) for cell in GRADIENTS]
+def behind(batch: int, tx: Any) -> float:
+    """Return the test loss after training in float16, less that after training in float32."""
+    ends = {}
+    for way in (FLOAT32, FLOAT16):
+        ends[way] = make_train(words(batch=batch, tx=tx), way)(0).curve[-1]
+    return ends[FLOAT16] - ends[FLOAT32]
 
-    def ends(optimizer: str, batch: int) -> dict[str, float]:
-        tx = OPTIMIZERS[optimizer]
-        task = words(batch=batch, tx=tx and tx())
-        return {way: make_train(task, way)(0).curve[-1] for way in (FLOAT32, FLOAT16)}
 
-    return {
-        "gradients": [
-            c | {"lost_share": share} for c, share in zip(GRADIENTS, shares, strict=True)
-        ],
-        "trained": [cell | {"results": ends(**cell)} for cell in TRAINED],
-    }
+def measure(*, quick: bool) -> Report:
+    """Return the table: what float16 loses of the gradient, and how training ends, by batch."""
+    vocabularies, batches = ((512,), (64,)) if quick else (VOCABULARIES, BATCHES)
+    params = {vocabulary: learned(vocabulary) for vocabulary in vocabularies}
+    rows = []
+    for batch in batches:
+        lost = (lost_share(each, words(vocabulary=v, batch=batch)) for v, each in params.items())
+        ends = (behind(batch, tx()) for tx in OPTIMIZERS.values())
+        rows.append(row(batch, lost, ends))
+    head = ["batch", *(f"lost, {number:,} words" for number in vocabularies), *OPTIMIZERS]
+    return Report(table(head, rows, ()))
+
+
+def row(batch: int, lost: Any, ends: Any) -> list[str]:
+    """Return a row of the table."""
+    return [f"{batch:,}", *(f"{100 * x:.1f} %" for x in lost), *(f"{x:+.3f}" for x in ends)]

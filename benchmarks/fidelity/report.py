@@ -120,35 +120,3 @@ def _draw_zeros(ax: Axes, task: Results) -> None:
     ax.invert_yaxis()
     ax.set(xlim=(0, 100), xlabel="zero gradient entries in %")
     ax.grid(axis="x", alpha=0.3)
-
-
-def draw_edge(edge: Results) -> Figure:
-    """Draw what float16 alone loses of the word model, by vocabulary, batch and optimizer."""
-    figure = Figure(figsize=(8.6, 3.4), layout="constrained")
-    shares, losses = figure.subplots(1, 2)
-    vocabularies, batches = (
-        sorted({cell[name] for cell in edge["gradients"]}) for name in ("vocabulary", "batch")
-    )
-    lost = np.array([100 * cell["lost_share"] for cell in edge["gradients"]])
-    grid = lost.reshape(len(vocabularies), len(batches))  # in this order
-    shares.imshow(grid, origin="lower", cmap="Oranges", vmin=0, vmax=100, aspect="auto")
-    for (y, x), share in np.ndenumerate(grid):
-        shares.text(x, y, f"{share:.0f}", ha="center", va="center")
-    shares.set_xticks(range(len(batches)), [f"{batch:,}" for batch in batches])
-    shares.set_yticks(range(len(vocabularies)), [f"{number:,}" for number in vocabularies])
-    shares.set(xlabel="batch in words", ylabel="vocabulary")
-    title = "entries of the output gradient\nthat only float16 has as zero, in %"
-    shares.set_title(title, fontsize=10)
-    for color, optimizer in (("#d55e00", "Adam"), ("#0072b2", "SGD with momentum")):
-        cells = [cell for cell in edge["trained"] if cell["optimizer"] == optimizer]
-        gaps = [cell["results"][FLOAT16] - cell["results"][FLOAT32] for cell in cells]
-        losses.plot([cell["batch"] for cell in cells], gaps, "o-", color=color, label=optimizer)
-    losses.axhline(0, color="black", linewidth=1)
-    losses.set_xscale("log", base=2)
-    losses.set_xticks(batches, [f"{batch:,}" for batch in batches])
-    losses.set_xlabel("batch in words")
-    title = "test cross-entropy, float16 minus float32\n(vocabulary of 4,096)"
-    losses.set_title(title, fontsize=10)
-    losses.grid(alpha=0.3)
-    losses.legend()
-    return figure

@@ -136,7 +136,6 @@ def test_who_is_left_out_is_reported_and_an_interrupted_run_keeps_its_results(
     assert len(rows[OURS]["ratios"]) == 1
     assert rows[OURS]["in_place"] == rows[OURS]["state"]
     assert "| JMP | not installed |" in (tmp_path / "benchmarks.md").read_text()
-    assert (tmp_path / "benchmarks.png").stat().st_size > 10_000
 
 
 @pytest.mark.exhaustive
@@ -151,12 +150,12 @@ def test_the_command_runs_every_benchmark(tmp_path):
     assert (tmp_path / "benchmarks.md").read_text().count("\n## ") == len(benchmarks)
 
 
-def test_who_compiles_too_long_is_stopped_and_reported(monkeypatch):
+def test_who_compiles_too_long_is_left_out_from_then_on(monkeypatch):
     monkeypatch.setattr(run, "COMPILE_LIMIT", 0.0)
     args = run.parse([*SHORT, "--contenders", "Optax"])
     (_, first), (_, second) = run.time_compilation(workloads.SIZES["tiny"], args)
     assert len(first["rows"][PLAIN]["seconds"]) == 1
-    assert second["rows"][PLAIN]["left_out"].endswith("s at 3 arrays, then stopped")
+    assert second["rows"] == {}
 
 
 def test_who_fails_is_reported_unless_it_is_us():
