@@ -146,7 +146,7 @@ def to_torch_state_dict(policy: DynamicLossScale, state: Any) -> dict[str, Any]:
         numbers.
 
     Raises:
-      TypeError: If `state` does not hold concrete numbers.
+      TypeError: If `policy` is not a `DynamicLossScale`, or `state` does not hold concrete numbers.
       ValueError: If `hysteresis` is greater than 1, or `state` does not hold exactly one
         `LossScaleState` of scalars, or one that is out of bounds.
 
@@ -158,6 +158,11 @@ def to_torch_state_dict(policy: DynamicLossScale, state: Any) -> dict[str, Any]:
       >>> d["scale"], d["growth_interval"], d["_growth_tracker"]
       (32768.0, 100, 0)
     """
+    if not isinstance(policy, DynamicLossScale):
+        raise TypeError(
+            f"`policy` must be a DynamicLossScale, got {policy!r}: torch has no other rule. Pass "
+            "the policy of the run."
+        )
     if policy.hysteresis > 1:
         raise ValueError(
             f"`policy` must have hysteresis=1, got {policy.hysteresis}: torch backs off on every "

@@ -199,6 +199,13 @@ TABLE = {
         (lambda: fixed_update(having(loss_scale="x"), True), "state.loss_scale", "'x'"),
         (lambda: dynamic_update(having(loss_scale="x"), True), "state.loss_scale", "'x'"),
     ],
+    "TypeError: `{name}` must be True or False, got {got}. Any text is True.": [
+        *given(DynamicLossScale, "consecutive_hysteresis", "false"),
+        *given(functools.partial(FixedLossScale, 8), "skip_nonfinite", "no", 1),
+        *given(functools.partial(ols.with_master_weights, SGD), "remainders", "no"),
+        *given(functools.partial(train_state, tx=SGD), "count_skipped", "no"),
+        *given(optimizer, "dynamic use_ema", "False"),
+    ],
     "ValueError: `{name}` must be finite in float32, got {got}. Use a finite number.": [
         *given(FixedLossScale, "scale", NAN, INF, -INF, HUGE, 2 * FLOAT32_MAX),
         *given(DynamicLossScale, "growth_factor", INF),
@@ -611,6 +618,9 @@ TABLE = {
         (lambda: from_flax(minimum_scale=NAN), "ds", "min_scale"),
         (lambda: from_jmp(factor=0), "ls", "growth_factor"),
         (lambda: from_jmp(factor=1), "ls", "growth_factor"),
+    ],
+    "TypeError: `policy` must be a DynamicLossScale, got FixedLossScale... Pass the policy ...": [
+        (lambda: interop.to_torch_state_dict(FixedLossScale(8), STATE), "", ""),
     ],
     "ValueError: `policy` must have hysteresis=1, got 2: ... Pass `dataclasses.replace(...": [
         (lambda: interop.to_torch_state_dict(DynamicLossScale(hysteresis=2), STATE), "", ""),

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import equinox as eqx
 import flax.linen as nn
@@ -305,6 +306,27 @@ CLOSED_OVER = "an array that `fun` closes over"
 def test_the_operation_is_named(fun, w, x, expected):
     found = first_nonfinite(fun, {"w": w}, x)
     assert (found and (found.operation, found.layer, found.scope)) == expected
+
+
+def test_of_a_function_that_is_not_followed_the_layers_that_it_reads_are_named():
+    def both(params, x):
+        return x * params["net"]["first"]["w"] * params["net"]["last"]["w"]
+
+    def sharded(params, x):
+        mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+        spec = jax.sharding.PartitionSpec()
+        return jax.shard_map(both, mesh=mesh, in_specs=spec, out_specs=spec)(params, x)
+
+    def looped(params, x):
+        return jax.lax.while_loop(lambda c: c[0] < 1, lambda c: (1, both(params, c[1])), (0, x))[1]
+
+    params = {"net": {"first": {"w": ONE}, "last": {"w": BIG}}}
+    assert first_nonfinite(both, params, BIG).layer == "params['net']['last']"
+    for fun in (sharded, jax.jit(sharded), looped):
+        found = first_nonfinite(fun, params, BIG)
+        assert found.operation == ("while" if fun is looped else "shard_map")
+        assert found.layer == "params['net']"
+        assert Path(__file__).name in found.source
 
 
 def test_a_scan_that_is_finite_step_by_step_is_blamed_itself():

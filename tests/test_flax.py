@@ -351,6 +351,38 @@ def test_metadata_are_overwritten_on_a_good_step_and_kept_on_a_skipped_one(conta
         )
 
 
+@CONTAINERS
+@pytest.mark.parametrize("remainders", [False, True])
+def test_masters_beside_metadata_are_read_from_the_params_of_the_state(container, remainders):
+    params = container({"params": {"w": jnp.bfloat16(1)}, OWG: {"amax": jnp.float32(3)}})
+    tx = ols.with_master_weights(optax.sgd(1e-4), remainders=remainders)
+    state = TrainState.create(apply_fn=None, params=params, tx=tx, loss_scale=8)
+    grads = {"params": {"w": jnp.bfloat16(8)}, OWG: {"amax": jnp.float32(5)}}
+    state = state.apply_gradients(grads=container(grads))
+    expected = {"params": {"w": jnp.float32(1) - jnp.float32(1e-4)}, OWG: {"amax": 5}}
+    assert ols.master_weights(state.opt_state, state.params) == container(expected)
+    # Outside of a TrainState the optimizer sees the metadata.
+    opt_state = tx.init(params)
+    assert ols.master_weights(opt_state, params) == params
+
+
+def test_lookahead_trains_as_in_flax():
+    def loss_fn(fast):
+        return jnp.sum(fast["w"] ** 2)
+
+    tx = optax.lookahead(optax.sgd(0.1), sync_period=2, slow_step_size=0.5)
+    params = optax.LookaheadParams.init_synced({"w": jnp.ones(3)})
+    theirs = train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
+    ours = TrainState.create(apply_fn=None, params=params, tx=tx, loss_scale=8)
+    for _ in range(3):
+        theirs = theirs.apply_gradients(grads=jax.grad(loss_fn)(theirs.params.fast))
+        scaled = jax.grad(lambda fast: ours.scale_loss(loss_fn(fast)))  # noqa: B023
+        ours = ours.apply_gradients(grads=scaled(ours.params.fast))
+    assert_same_bits(ours.params, theirs.params)
+    with pytest.raises(ValueError, match="`grads` must keep its structure"):
+        ours.apply_gradients(grads=params)
+
+
 class Fp8Net(nn.Module):
     """Computes in bfloat16: products of float8 numbers overflow float16."""
 

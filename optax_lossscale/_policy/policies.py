@@ -101,7 +101,7 @@ class FixedLossScale(Configurable):
     def __post_init__(self) -> None:
         """Check the hyper-parameters."""
         _set(self, "scale", checks.scale_number("scale", self.scale))
-        _set(self, "skip_nonfinite", bool(self.skip_nonfinite))
+        _set(self, "skip_nonfinite", checks.boolean("skip_nonfinite", self.skip_nonfinite))
 
     def init(self) -> LossScaleState:
         """Return the state before the first step."""
@@ -212,7 +212,8 @@ class DynamicLossScale(Configurable):
             _set(self, name, checks.count(name, getattr(self, name)))
         for name in ("growth_factor", "backoff_factor"):
             _set(self, name, checks.finite_number(name, getattr(self, name)))
-        _set(self, "consecutive_hysteresis", bool(self.consecutive_hysteresis))
+        is_consecutive = checks.boolean("consecutive_hysteresis", self.consecutive_hysteresis)
+        _set(self, "consecutive_hysteresis", is_consecutive)
         # Compared in float32, where 1 + 1e-9 is 1 and the loss scale would never grow.
         if not checks.as_float32(self.growth_factor) > 1:
             raise ValueError(

@@ -4,9 +4,22 @@ A bfloat16 number is the upper half of a float32. If it is rounded to the neares
 the lower half as a signed integer is what to add to its word for the whole.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+HALF = (jnp.dtype("float16"), jnp.dtype("bfloat16"))
+
+
+def widened(param: Any) -> Any:
+    """Return a parameter in half precision in float32, and any other as it is."""
+    if getattr(param, "dtype", None) not in HALF:
+        return param
+    if isinstance(param, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(param.shape, jnp.float32, sharding=param.sharding)
+    return jnp.asarray(param, jnp.float32)
 
 
 def bits(half: jax.Array) -> jax.Array:

@@ -216,10 +216,10 @@ def _replay(pred: jax.Array, closed: ClosedJaxpr, grads: list[Any], old: list[An
     # A line search loops on NaN, and a callback may raise. They see zeros for bad gradients, and
     # one state, which is chosen at the end.
     sees_zeros = acts(jaxpr) or _debugs()
-    # So does everything on the CPU, where zeros cost nothing, and keep `checkify` silent. Elsewhere
-    # they would cost one more read of the gradients if the update takes their norm: without them,
-    # XLA reads them once for the norm and the check. The flag is chosen, and not the arrays: of
-    # those, XLA:CPU would write some to memory.
+    # So does everything on the CPU, where zeros cost nothing, and keep `checkify` silent for most
+    # optimizers. Elsewhere they would cost one more read of the gradients if the update takes their
+    # norm: without them, XLA reads them once for the norm and the check. The flag is chosen, and
+    # not the arrays: of those, XLA:CPU would write some to memory.
     seen = (
         pred
         if sees_zeros

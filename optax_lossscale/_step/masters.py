@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._step.halves import is_same, join, move
+from optax_lossscale._step.halves import HALF, is_same, join, move, widened
 from optax_lossscale._support import checks
 from optax_lossscale._support.tree import (
     KeyPath,
     PyTree,
     at_least_float32,
     children,
+    has_fp8_metadata,
     is_nnx,
     leaves_of_type,
     path_name,
@@ -74,8 +75,8 @@ def with_master_weights(
       `MasterWeightsState`. It holds four more bytes for each parameter in half precision, or two.
 
     Raises:
-      TypeError: If `inner` is not a gradient transformation; from `update`, if its state is not a
-        `MasterWeightsState`, or holds masters of another dtype.
+      TypeError: If `inner` is not a gradient transformation, or `remainders` not a bool; from
+        `update`, if its state is not a `MasterWeightsState`, or holds masters of another dtype.
       ValueError: From `update`, without `params`, or with others than those that `init` was given.
 
     Examples:
@@ -96,10 +97,11 @@ def with_master_weights(
       Remainders: `store_param_remainders` of Apex' `DistributedFusedAdam`, and Megatron-LM.
     """
     inner = checks.transformation("inner", inner)
+    remainders = checks.boolean("remainders", remainders)
 
     def init_fn(params: optax.Params) -> MasterWeightsState:
         masters = jax.tree.map(functools.partial(_master, remainders=remainders), params)
-        return MasterWeightsState(masters, inner.init(jax.tree.map(_widened, params)))
+        return MasterWeightsState(masters, inner.init(jax.tree.map(widened, params)))
 
     def update_fn(
         updates: optax.Updates,
@@ -170,6 +172,11 @@ def master_weights(opt_state: PyTree, params: optax.Params) -> optax.Params:
         MasterWeightsState,
         "Wrap the optimizer with `with_master_weights`, or pass the state that is meant.",
     )
+    if has_fp8_metadata(params) and not has_fp8_metadata(state.master_weights):
+        # Flax's TrainState shows its optimizer the parameters alone.
+        variables: Any = params
+        trained = master_weights(opt_state, variables["params"])
+        return type(variables)({**variables, "params": trained})
     _, weights = _weights(state.master_weights, params, others=True)
     return jax.tree.structure(params).unflatten(weights)
 
@@ -209,23 +216,14 @@ def refuse_changed_updates(inner_state: optax.OptState) -> None:
             node = found[key]
 
 
-def _widened(param: Any) -> Any:
-    """Return a parameter in half precision in float32, and any other as it is."""
-    if getattr(param, "dtype", None) not in _HALF:
-        return param
-    if isinstance(param, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(param.shape, jnp.float32, sharding=param.sharding)
-    return jnp.asarray(param, jnp.float32)
-
-
 def _master(param: Any, *, remainders: bool) -> Any:
     """Return what the state holds for a parameter."""
-    widened = _widened(param)
-    if widened is param:
+    master = widened(param)
+    if master is param:
         return optax.MaskedNode()
     if not (remainders and param.dtype == jnp.bfloat16):
-        return widened
-    if isinstance(widened, jax.ShapeDtypeStruct):
+        return master
+    if isinstance(master, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(param.shape, jnp.int16, sharding=param.sharding)
     return jnp.zeros_like(param, jnp.int16)
 
@@ -292,7 +290,6 @@ def _weight(path: KeyPath, master: Any, param: jax.Array) -> jax.Array:
     return jnp.where(is_same(rounded, param), master, param.astype(jnp.float32))
 
 
-_HALF = (jnp.dtype("float16"), jnp.dtype("bfloat16"))
 # The dtypes of a parameter and of its master.
-_STORED = {(half, jnp.dtype("float32")) for half in _HALF} | {(_HALF[1], jnp.dtype("int16"))}
+_STORED = {(half, jnp.dtype("float32")) for half in HALF} | {(HALF[1], jnp.dtype("int16"))}
 _INITIALIZED = "Give the parameters that the state was initialized with."

@@ -79,6 +79,13 @@ def between(name: str, value: object, low: float, high: float) -> None:
         )
 
 
+def boolean(name: str, value: object) -> bool:
+    """Return `value` as a Python bool."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"`{name}` must be True or False, got {value!r}. Any text is True.")
+    return bool(value)
+
+
 def count(name: str, value: object, *, least: int = 1) -> int:
     """Return `value` as an int that an int32 holds."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):

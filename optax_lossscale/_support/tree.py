@@ -1,7 +1,7 @@
 """Pytrees: kinds of leaves, and where they stand."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import jax
@@ -60,7 +60,15 @@ def is_fp8_metadata(path: KeyPath) -> bool:
     It lies under a key of this name. Its "gradient" is its new value, which was never scaled.
     """
     names = (key.key for key in path if isinstance(key, jax.tree_util.DictKey))
-    return "_overwrite_with_gradient" in names
+    return FP8_METADATA in names
+
+
+def has_fp8_metadata(params: Any) -> bool:
+    """Return whether Flax keeps fp8 metadata beside the parameters in this collection."""
+    return isinstance(params, Mapping) and FP8_METADATA in params
+
+
+FP8_METADATA = "_overwrite_with_gradient"
 
 
 def is_nnx(node: Any, *classes: str) -> bool:

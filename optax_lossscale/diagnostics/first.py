@@ -15,6 +15,7 @@ from optax_lossscale._support.jaxprs import (
     Equation,
     Jaxpr,
     argument_names,
+    inner_jaxprs,
     is_literal,
     source_of,
     trace,
@@ -57,7 +58,7 @@ def first_nonfinite(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Fi
     This is much slower than a compiled call: use it after training has failed. Each operation is
     rounded to its own dtype. A compiled function may keep more digits in between, and overflow
     later. Calls, `jax.checkpoint`, `jax.lax.cond` and `jax.lax.scan` are followed; other operations
-    that hold a function, `jax.lax.while_loop` for one, are returned as a whole.
+    that hold a function, such as `jax.lax.while_loop` and `jax.shard_map`, are returned as a whole.
 
     Args:
       fun: The function: the loss, the model, or a gradient function for the backward pass. Any
@@ -245,7 +246,8 @@ class Search:
         # What `jax.checkpoint` computes a second time is the forward pass.
         is_backward = "transpose(" in scope.rpartition("rematted_computation")[2]
         leaf = variables[0].leaf if len(variables) == 1 else None
-        layer = layer_of(variables, time, is_backward=is_backward)
+        held = [each for inner in inner_jaxprs(eqn) for each in inner.eqns]
+        layer = layer_of(variables, time, is_backward=is_backward, holds_function=bool(held))
         origins = [x.origin for x in _selected(eqn, operands) if x.origin]
         if layer and layer[0] == time:
             # Layers cast their input before they read their parameters.
@@ -269,7 +271,7 @@ class Search:
                 operation=eqn.primitive.name,
                 scope=readable_scope(scope),
                 backward=is_backward,
-                source=source_of(eqn),
+                source=next(filter(None, map(source_of, [eqn, *held])), ""),
                 **count_nonfinite(array),
             )
             cast = array if eqn.primitive.name == "convert_element_type" else None

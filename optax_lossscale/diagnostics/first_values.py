@@ -1,6 +1,7 @@
 """What is known of a number that is not finite: where it comes from, and which layer made it."""
 
 import dataclasses
+import itertools
 import re
 from typing import Any, NamedTuple
 
@@ -18,8 +19,9 @@ class FirstNonfinite:
 
     Attributes:
       layer: The layer: the key path, in the arguments of the function, of the parameters that were
-        read last before the operation; for a cast of a layer's input, of that layer. Without any,
-        the named scope. For an argument that is not finite itself, its own key path.
+        read last before the operation; for a cast of a layer's input, of that layer. Of an
+        operation that holds a function and reads several layers, what their paths share. Without
+        any, the named scope. For an argument that is not finite itself, its own key path.
       operation: The name of the operation in JAX, such as `"dot_general"` or
         `"convert_element_type"` (a cast). None for an argument.
       dtype: The type of the array that is not finite.
@@ -110,11 +112,18 @@ def time_of(origin: Origin) -> int:
     return origin.time
 
 
-def layer_of(operands: list[Value], time: int, *, is_backward: bool) -> tuple[int, str] | None:
+def layer_of(
+    operands: list[Value], time: int, *, is_backward: bool, holds_function: bool
+) -> tuple[int, str] | None:
     """Return the layer that an operation belongs to."""
     read = [x.leaf for x in operands if x.leaf and x.leaf.is_parameter]
     if read:  # parameters come before the batch, if they cannot be told apart
-        return time, min(read, key=lambda leaf: leaf.position).layer
+        read.sort(key=lambda leaf: leaf.position)
+        first, *others = (re.findall(r"\[[^\]]*\]|\.?[^\[.]+", leaf.layer) for leaf in read)
+        # A function may read several layers, of which any may be the one that is looked for.
+        likely = [first, *(keys for keys in others if holds_function and keys[0] == first[0])]
+        shared = itertools.takewhile(lambda keys: len(set(keys)) == 1, zip(*likely, strict=False))
+        return time, "".join(keys[0] for keys in shared)
     # A derivative is taken where the forward pass was, not where the backward pass comes from.
     forward = [x.layer for x in operands if x.layer and not x.is_backward]
     layers = forward if is_backward and forward else [x.layer for x in operands if x.layer]

@@ -1,13 +1,12 @@
 """Linen's `TrainState` that skips bad steps."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import core, struct
-from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 from jax.typing import ArrayLike
 
@@ -18,7 +17,13 @@ from optax_lossscale._step.guard import with_loss_scaling
 from optax_lossscale._step.scale import scale_loss
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import AxisName
-from optax_lossscale._support.tree import PyTree, Tree, as_strong_array
+from optax_lossscale._support.tree import (
+    FP8_METADATA,
+    PyTree,
+    Tree,
+    as_strong_array,
+    has_fp8_metadata,
+)
 
 
 class _Wrapped(Guard):
@@ -113,7 +118,7 @@ class TrainState(train_state.TrainState):
             params=params,
             tx=wrapped,
             opt_state=wrapped.init(params),
-            count_skipped=bool(count_skipped),
+            count_skipped=checks.boolean("count_skipped", count_skipped),
             **kwargs,
         )
         return jax.tree.map(as_strong_array, state)
@@ -142,7 +147,8 @@ class TrainState(train_state.TrainState):
         """Apply the step, or skip it and only update the loss scale.
 
         Args:
-          grads: The gradients of the scaled loss, with the structure of `params`.
+          grads: The gradients of the scaled loss, with the structure of `params`, or with that of
+            `params.fast` for `optax.lookahead`.
           value: The loss, unscaled. If given, it is passed to the optimizer, and a loss that is
             itself NaN or infinite skips the step; see `optax_lossscale.update`.
           **kwargs: New values of other fields, such as `batch_stats`. On a skipped step, whatever
@@ -158,7 +164,8 @@ class TrainState(train_state.TrainState):
           ValueError: If the structure or a shape in a field changes, or `grads` does not match
             `params`.
         """
-        _check_grads(grads, self.params)
+        params: Any = self.params
+        _check_grads(grads, params.fast if isinstance(params, optax.LookaheadParams) else params)
         extra_args = {} if value is None else {"value": value}
         if not isinstance(self.tx, Guard):
             raise TypeError(
@@ -189,10 +196,6 @@ def _check_grads(grads: PyTree, params: PyTree) -> None:
     )
 
 
-def _has_metadata(params: PyTree) -> bool:
-    return isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params
-
-
 def _without_fp8_metadata(
     tx: optax.GradientTransformation | optax.MultiSteps,
 ) -> optax.GradientTransformation:
@@ -200,14 +203,14 @@ def _without_fp8_metadata(
     inner = checks.transformation("tx", tx)
 
     def init_fn(params: Any) -> optax.OptState:
-        state = inner.init(params["params"] if _has_metadata(params) else params)
+        state = inner.init(params["params"] if has_fp8_metadata(params) else params)
         refuse_guard("tx", state, "TrainState.create(tx=inner, skip_if=rule, ...)")
         return state
 
     def update_fn(
         updates: Any, state: optax.OptState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, optax.OptState]:
-        if not _has_metadata(updates):
+        if not has_fp8_metadata(updates):
             return inner.update(updates, state, params, **extra_args)
         new, state = inner.update(updates["params"], state, params["params"], **extra_args)
         return {**updates, "params": new}, state
@@ -216,9 +219,9 @@ def _without_fp8_metadata(
 
 
 def _apply_updates(params: Any, updates: Any, is_applied: jax.Array) -> Any:
-    if not _has_metadata(params):
+    if not has_fp8_metadata(params):
         return optax.apply_updates(params, updates)
-    new, name = optax.apply_updates(params["params"], updates["params"]), OVERWRITE_WITH_GRADIENT
+    new, name = optax.apply_updates(params["params"], updates["params"]), FP8_METADATA
     metadata = tree_where(is_applied, updates[name], params[name])
     return type(params)({**params, "params": new, name: metadata})
 

@@ -219,6 +219,8 @@ def _check_each(given: dict[str, Any]) -> None:
             "between whose steps clipping, decay and the average would go on. Use "
             "`gradient_accumulation_steps`."
         )
+    for name in ("dynamic", "use_ema"):
+        checks.boolean(name, given.get(name, False))
     for name in ("initial_scale", "loss_scale_factor"):
         if name in given:
             checks.scale_number(name, given[name])
