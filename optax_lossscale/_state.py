@@ -8,7 +8,14 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_lossscale._support import checks
-from optax_lossscale._support.tree import PyTree, Tree, is_array, leaves_of_type, path_name
+from optax_lossscale._support.tree import (
+    PyTree,
+    Tree,
+    is_array,
+    leaves_of_type,
+    path_name,
+    read_as,
+)
 
 
 class LossScaleState(NamedTuple):
@@ -198,7 +205,8 @@ def loss_scale_state(opt_state: PyTree) -> LossScaleState:
     Args:
       opt_state: A `LossScaleState`, or any pytree that holds exactly one, however deep: the state
         of `optax.chain`, `masked`, `partition`, `MultiSteps` or `inject_hyperparams`, a Flax
-        TrainState, an `nnx.Optimizer`.
+        TrainState, an `nnx.Optimizer`. It may be a mapping of the fields, as `nnx.split` and Orbax
+        without a target make it.
 
     Returns:
       The state that was found.
@@ -246,9 +254,13 @@ def with_scale(tree: Tree, loss_scale: ArrayLike) -> Tree:
     """Return a state, or a tree that holds one, with another loss scale."""
 
     def replace(node: Any) -> Any:
-        if not isinstance(node, LossScaleState):
+        if read_as(LossScaleState, node) is None:
             return node
-        leaves, treedef = jax.tree.flatten(node)  # in `flax.nnx` each field is a Variable of one
-        return treedef.unflatten([jnp.asarray(loss_scale, jnp.float32), *leaves[1:]])
+        new = jnp.asarray(loss_scale, jnp.float32)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: new if "loss_scale" in jax.tree_util.keystr(path[:1]) else leaf, node
+        )
 
-    return jax.tree.map(replace, tree, is_leaf=lambda node: isinstance(node, LossScaleState))
+    return jax.tree.map(
+        replace, tree, is_leaf=lambda node: read_as(LossScaleState, node) is not None
+    )

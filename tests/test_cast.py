@@ -56,6 +56,20 @@ def test_a_keep_that_names_nothing_is_warned_of():
     assert ols.cast({"n": 1}, jnp.float16, keep=lambda _: False) == {"n": 1}
 
 
+def test_the_loss_scale_in_a_state_of_dicts_is_not_cast():
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, ols.with_loss_scaling(optax.adam(0.1)), wrt=nnx.Param)
+    state = ols.cast(nnx.state(optimizer), jnp.float16)
+    assert type(state) is nnx.State
+    types = {
+        jax.tree_util.keystr(p): x.dtype for p, x in jax.tree_util.tree_leaves_with_path(state)
+    }
+    assert {t for name, t in types.items() if "mu" in name or "nu" in name} == {
+        jnp.dtype("float16")
+    }
+    assert {t for name, t in types.items() if "['loss_scale']" in name} == {jnp.dtype("float32")}
+
+
 def test_random_streams_of_nnx_are_not_copied():
     def loss_fn(w, rngs):
         return jnp.sum(w * jax.random.normal(rngs.noise(), (2,), w.dtype)).astype(jnp.float32)

@@ -1,6 +1,7 @@
 """The state: its type never changes, it survives every container, and is found in each."""
 
 import pickle
+import re
 
 import flax.nnx
 import flax.serialization
@@ -13,6 +14,8 @@ import pytest
 from plain_where import types
 
 import optax_lossscale as ols
+from optax_lossscale import diagnostics
+from optax_lossscale.testing import assert_scaled_once
 
 DTYPES = ("float32", "int32", "int32", "int32", "int32")
 STRONG = [(dtype, (), False) for dtype in DTYPES]
@@ -174,6 +177,8 @@ CONTAINERS = {
     "dict, list, None": lambda _: {"x": [None, (ols.init(12.5), 3)], "y": "text"},
     "Flax TrainState": _train_state,
     "nnx.Optimizer": _nnx_optimizer,
+    "nnx.split": lambda params: flax.nnx.split(_nnx_optimizer(params))[1],
+    "Flax' dicts": lambda params: flax.serialization.to_state_dict(TX.init(params)),
 }
 
 
@@ -187,6 +192,59 @@ def test_it_is_found_in(make):
     assert float(ols.scale_loss(np.float32(2), opt_state)) == 25
     grads, grads_finite = ols.unscale_and_check(np.float32(25), opt_state)
     assert (float(grads), bool(grads_finite)) == (2, True)
+    assert_scaled_once(ols.grad(jnp.sum), opt_state, jnp.ones(3))
+
+
+GUARDS = {
+    "sgd": ols.with_loss_scaling(optax.sgd(0.1)),
+    "everything": ols.with_loss_scaling(
+        ols.with_master_weights(optax.adam(0.1)), skip_if=(ols.Spike(), lambda *_, **__: False)
+    ),
+    "skip_if": ols.skip_if(optax.sgd(0.1)),
+    "skip_if, Spike": ols.skip_if(optax.adam(0.1), ols.Spike("grad_norm")),
+}
+
+
+def _skipped_in_nnx(tx):
+    model = flax.nnx.Linear(2, 3, param_dtype=jnp.bfloat16, rngs=flax.nnx.Rngs(0))
+    optimizer = flax.nnx.Optimizer(model, tx, wrt=flax.nnx.Param)
+    bad = jax.tree.map(lambda p: jnp.full_like(p, jnp.inf), flax.nnx.state(model, flax.nnx.Param))
+    for _ in range(3):
+        optimizer.update(model, bad, value=jnp.float32(1))
+    return optimizer, flax.nnx.state(optimizer)
+
+
+def _skipped(tx):
+    params = {"w": jnp.ones(2, jnp.bfloat16)}
+    opt_state = tx.init(params)
+    for _ in range(3):
+        _, opt_state = tx.update({"w": jnp.full(2, jnp.inf)}, opt_state, params, value=1.0)
+    return opt_state, flax.serialization.to_state_dict(opt_state)
+
+
+@pytest.mark.parametrize("tx", GUARDS.values(), ids=GUARDS.keys())
+@pytest.mark.integration
+@pytest.mark.parametrize("skipped", [_skipped, _skipped_in_nnx])
+@pytest.mark.filterwarnings("ignore:`params` are bfloat16")
+def test_a_state_of_dicts_says_what_the_state_says(tx, skipped):
+    tree, dicts = skipped(tx)
+    assert not ols.applied(dicts)
+    assert diagnostics.metrics(dicts) == diagnostics.metrics(tree)
+    assert diagnostics.is_stalled(dicts, max_consecutive_skipped=2)
+    diagnostics.check_health(dicts)
+    with pytest.raises(diagnostics.LossScaleStalledError) as expected:
+        diagnostics.check_health(tree, max_consecutive_skipped=2)
+    with pytest.raises(diagnostics.LossScaleStalledError, match=re.escape(str(expected.value))):
+        diagnostics.check_health(dicts, max_consecutive_skipped=2)
+
+
+def test_what_only_resembles_a_state_of_dicts_is_none():
+    fields = ols.init()._asdict()
+    assert ols.loss_scale_state(fields) == ols.init()
+    counts = {name: field for name, field in fields.items() if name != "loss_scale"}
+    for tree in (fields | {"more": 1}, counts, [*fields], str(fields)):
+        with pytest.raises(ValueError, match="must hold exactly one LossScaleState, got 0"):
+            ols.loss_scale_state(tree)
 
 
 def test_its_shapes_are_found_too():

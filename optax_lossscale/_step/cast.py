@@ -11,7 +11,14 @@ from jax.typing import DTypeLike
 
 from optax_lossscale._state import LossScaleState
 from optax_lossscale._support import checks
-from optax_lossscale._support.tree import KeyPath, Tree, is_array, is_fp8_metadata, is_nnx
+from optax_lossscale._support.tree import (
+    KeyPath,
+    Tree,
+    is_array,
+    is_fp8_metadata,
+    is_nnx,
+    read_as,
+)
 
 
 def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = None) -> Tree:
@@ -86,4 +93,5 @@ def cast_named(
 
 def _stays_whole(node: Any) -> bool:
     # Random streams have nothing to cast, and a copy would give the same numbers again.
-    return isinstance(node, LossScaleState) or is_nnx(node, "Module", "Metric", "Rngs", "RngStream")
+    is_state = read_as(LossScaleState, node) is not None
+    return is_state or is_nnx(node, "Module", "Metric", "Rngs", "RngStream")

@@ -13,7 +13,13 @@ from optax_lossscale._step.finite import all_finite
 from optax_lossscale._step.guard import WithLossScalingState
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import LARGEST_SCALE, SMALLEST_SCALE
-from optax_lossscale._support.tree import PyTree, is_inexact, leaves_of_type, path_name
+from optax_lossscale._support.tree import (
+    PyTree,
+    is_inexact,
+    leaves_of_type,
+    path_name,
+    read_as,
+)
 
 
 class LossScaleStalledError(RuntimeError):
@@ -61,7 +67,7 @@ def check_health(
     policy = None if loss_scale is None else as_loss_scale(loss_scale)
     kinds = (WithLossScalingState, SkipIfState, LossScaleState)
     _, guard = checks.only_one("opt_state", opt_state, kinds, WRAP_ONCE)
-    counts = getattr(guard, "loss_scale_state", guard)
+    counts = read_as(kinds, getattr(guard, "loss_scale_state", guard))
     state = _read(counts, *(name for name in LossScaleState._fields if hasattr(counts, name)))
     rule_state = getattr(guard, "rule_state", None)
     _refuse_impossible(state, rule_state, getattr(guard, "inner_state", ()), bounds_of(policy))
