@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -30,11 +31,11 @@ from optax_lossscale.diagnostics.first_values import (
     kinds_of,
     layer_of,
     layer_path,
-    rank_of,
     readable_scope,
     sliced,
-    time_of,
 )
+
+_TIME = operator.attrgetter("time")
 
 # Operations that do nothing but run a function, which is followed instead.
 _CALLS = frozenset(
@@ -127,7 +128,7 @@ class Search:
             list(self._arguments(closed.jaxpr, arrays)),
         )
         origins = [output.origin for output in outputs if output.origin]
-        return min(origins, key=time_of).found if origins else None
+        return min(origins, key=_TIME).found if origins else None
 
     def _arguments(self, jaxpr: Jaxpr, arrays: Sequence[Any]) -> Iterator[Value]:
         # The model is the argument of which the most arrays are used; batches have few.
@@ -205,11 +206,11 @@ class Search:
         # What is sliced has one axis more outside of the body than inside: JAX's versions differ
         # in how they say it.
         stacked = [
-            rank_of(outside.aval) > rank_of(inside)
+            outside.aval.ndim > inside.ndim
             for outside, inside in zip(eqn.invars, body.in_avals, strict=True)
         ]
         carried = sum(
-            rank_of(outside.aval) == rank_of(inside)
+            outside.aval.ndim == inside.ndim
             for outside, inside in zip(eqn.outvars, body.out_avals, strict=True)
         )
         start = stacked.index(True) if True in stacked else len(stacked)
@@ -262,7 +263,7 @@ class Search:
             if not kinds:
                 return value
             if origins:
-                return value._replace(origin=min(origins, key=time_of))
+                return value._replace(origin=min(origins, key=_TIME))
             if given and not kinds - given - {"-inf"}:
                 return value  # infinities that are meant
             read = next((x.leaf.name for x in variables if x.leaf), "")

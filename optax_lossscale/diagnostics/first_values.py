@@ -102,16 +102,6 @@ def sliced(value: Value, step: int) -> Value:
     return value._replace(array=array, kinds=kinds, origin=origin)
 
 
-def rank_of(aval: Any) -> int:
-    """Return the number of axes of an abstract value."""
-    return len(aval.shape)
-
-
-def time_of(origin: Origin) -> int:
-    """Return when it was made, to compare by."""
-    return origin.time
-
-
 def layer_of(
     operands: list[Value], time: int, *, is_backward: bool, holds_function: bool
 ) -> tuple[int, str] | None:
