@@ -16,11 +16,11 @@ from optax_lossscale._state import (
     Guard,
     LossScaleState,
     SkipIfState,
-    as_field,
     count_skip,
     count_step,
     current_scale,
     refuse_guard,
+    skip_counts,
 )
 from optax_lossscale._step.choose import zero_unless
 from optax_lossscale._step.finite import agree, all_finite
@@ -228,7 +228,7 @@ def skip_if(
         updates, inner_state = apply_where(
             is_applied, inner, updates, state.inner_state, params, extra_args=extra_args
         )
-        counts = count_skip(is_applied, *map(as_field, state._fields[1:3], state[1:3]))
+        counts = count_skip(is_applied, *skip_counts(state).values())
         return updates, SkipIfState(rule_state, *counts, inner_state)
 
     return Guard(init_fn, update_fn)

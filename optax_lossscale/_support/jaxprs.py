@@ -85,4 +85,4 @@ def source_of(eqn: Equation) -> str:
 
 
 def _holds_equations(param: Any) -> bool:
-    return hasattr(getattr(param, "jaxpr", param), "eqns")
+    return hasattr(param, "eqns")
