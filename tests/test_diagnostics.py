@@ -239,6 +239,16 @@ def test_a_rule_is_the_only_cause_where_the_policy_would_have_counted_others(int
     assert len(causes_of(stalled, loss_scale=patient)) > 1
 
 
+@pytest.mark.parametrize(("patience", "named"), [(50, 1), (51, 3)])
+def test_a_function_may_have_skipped_where_the_policy_forgives_as_many_bad_losses(patience, named):
+    # With as many skipped steps as its patience, the policy has counted one of them.
+    policy = ols.DynamicLossScale(growth_interval=1, loss_patience=patience)
+    tx = ols.with_loss_scaling(SGD, policy, skip_if=lambda *_, **__: True)
+    causes = causes_of(trained(tx, [1.0] * 50), max_consecutive_skipped=49, loss_scale=policy)
+    assert len(causes) == named
+    assert causes[-1].startswith(RULE)
+
+
 @pytest.mark.parametrize("policy", [None, ols.DynamicLossScale(growth_interval=1)])
 def test_a_rule_is_named_where_the_policy_has_not_counted_its_steps(policy):
     stalled = trained(ols.with_loss_scaling(SGD, policy, skip_if=lambda *_, **__: True), [1.0] * 60)

@@ -157,6 +157,24 @@ def test_the_interval_may_be_an_array():
         return Ours(growth_interval=jnp.int32(1), scale=8.0).value_and_grad(jnp.sum)(w)
 
     assert float(jax.jit(step)(jnp.ones(2)).dynamic_scale.scale) == 16
+    for interval in (-7, 0, 1, 2):
+        scales = []
+        for same in (interval, jnp.int32(interval)):
+            ds = Ours(growth_interval=same, scale=8.0)
+            for _ in range(3):
+                ds = ds.value_and_grad(jnp.sum)(jnp.ones(2)).dynamic_scale
+            scales.append(float(ds.scale))
+        assert scales == [{-7: 8, 0: 64, 1: 64, 2: 16}[interval]] * 2
+
+
+@pytest.mark.parametrize(
+    ("fin_steps", "scale", "are_numbers"),
+    [(3, 8, True), (0, 1, True), (2, 2, True), (0, 0, False), (1, 1, False), (0, None, False)],
+)
+def test_integers_are_numbers_unless_they_may_be_axes(fin_steps, scale, are_numbers):
+    ds = Ours(fin_steps=fin_steps, scale=scale)
+    assert isinstance(ds.fin_steps, jax.Array) == are_numbers
+    assert isinstance(ds.scale, jax.Array) == are_numbers
 
 
 def test_every_leaf_is_strongly_typed_and_keeps_its_type():

@@ -133,6 +133,15 @@ def in_while(x, w):
     return lax.while_loop(lambda x: (x @ w).sum() < 1e3, lambda x: x @ w, x)
 
 
+def in_a_carry_that_another_reads(x, w):
+    carry = 0, x, jnp.zeros_like(x)
+    return lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] @ w, c[2] + c[1]), carry)[2]
+
+
+def beside_a_constant(x, w):
+    return jax.jit(lambda x: (x @ w, 1.0))(x)
+
+
 def in_cond(x, w):
     both = lambda x: x @ w @ w  # noqa: E731
     return lax.switch(x[0, 0].astype(int), [lambda x: x @ w, both, lambda x: x], x)
@@ -214,6 +223,8 @@ def of_both(fun):
         (lambda x, w: jnp.linalg.solve(w.astype(F32), x.T.astype(F32)), {}),  # no product runs
         (unused_in_scan, {"float16": 5}),
         (in_while, {"float16": 2}),
+        (in_a_carry_that_another_reads, {"float16": 1}),
+        (beside_a_constant, {"float16": 1}),
         (lambda x, w: lax.fori_loop(0, 6, lambda _, x: x @ w, x), {"float16": 6}),
         (in_cond, {"float16": 2}),
         (in_cond_of_two_dtypes, {"float16": 1, "float32": 1}),

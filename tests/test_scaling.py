@@ -222,6 +222,7 @@ def test_jit_finds_the_arguments_of_the_function_by_name():
             "state",
         ]
     assert ols.grad(math.fsum) is not None  # it has no signature
+    assert [*inspect.signature(ols.grad(lambda w: w)).parameters] == ["state", "w"]
     first, *_ = inspect.signature(ols.grad(lambda state, opt_state: state * opt_state)).parameters
     assert first == "opt_state_"
 

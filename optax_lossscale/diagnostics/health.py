@@ -250,7 +250,7 @@ def _refuse_impossible(
                 f"and counts of at least 0, got {numbers} at {path_name(path)}. {remedy}"
             )
     for path, array in jax.tree_util.tree_leaves_with_path(inner_state):
-        if is_inexact(array) and np.ndim(array) and not _is_finite(array):
+        if np.ndim(array) and not _is_finite(array):
             raise ValueError(
                 "`opt_state` must hold arrays of finite numbers, got NaN or infinity at "
                 f"{path_name(path)} of the inner state, for example the square of a huge gradient. "

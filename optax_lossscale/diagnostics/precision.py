@@ -191,7 +191,7 @@ def _largest(branches: list[list[_Product]]) -> Iterator[_Product]:
 def _used_of(inner: Jaxpr, equation: Equation, is_used: list[bool]) -> list[bool]:
     """Return which results of a function are used, given those of the equation that runs it."""
     name = equation.primitive.name
-    if name in _LOOPS or len(inner.outvars) != len(is_used):
+    if name == "while" or len(inner.outvars) != len(is_used):
         return [True] * len(inner.outvars)
     # What a scan carries, and does not stack, may be used in its next iteration.
     ranks = zip(inner.outvars, equation.outvars, strict=True)
@@ -230,7 +230,6 @@ def _of_convolution(params: Mapping[str, Any], _: Any, kernel: Any, result: Any)
     return 2 * result.size * kernel.size // channels // zeros
 
 
-_LOOPS = "pallas_call", "while"
 _FLOPS = {
     "dot_general": _of_dot,
     "ragged_dot_general": _of_dot,
