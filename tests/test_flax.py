@@ -194,6 +194,9 @@ def test_states_made_of_the_same_have_one_type():
     replaced = made().tx._replace(init=tx.init)
     assert replaced != made().tx != replaced
     assert len({hash(replaced), hash(made().tx)}) == 2
+    wrapped = made().tx
+    assert wrapped._replace(init=tx.init) == wrapped._replace(init=tx.init)
+    assert wrapped._replace(init=tx.init) != wrapped._replace(init=tx.update)
     # A user's own policy need not be hashable.
     assert hash(made(loss_scale=Unhashable()).tx) == hash(made().tx)
 

@@ -1,5 +1,6 @@
 """`precision_report` sees every matrix product that runs, and in which dtype."""
 
+import dataclasses
 from pathlib import Path
 
 import equinox as eqx
@@ -244,6 +245,12 @@ def test_structures(fun, expected):
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (X, W))
     assert counts(fun, *shapes) == expected
     assert jax.jit(lambda: counts(fun, X, W) == expected)()  # the report may be made while tracing
+
+
+def test_a_report_does_not_change():
+    products = precision_report(jnp.dot, X, W)["float16"]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        products.count = 2
 
 
 def test_a_primitive_that_holds_functions_of_other_outputs():

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
@@ -430,3 +431,20 @@ def test_a_spike_keeps_its_dtypes_with_64_bits_and_strict_promotion():
         assert ols.applied(after)
         for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True):
             assert (old.dtype, old.shape) == (new.dtype, new.shape)
+
+
+def test_a_rule_that_changes_its_state_or_measures_an_array_is_named():
+    def rule(**says):
+        return SimpleNamespace(init=lambda _: jnp.float32(0), **says)
+
+    def step(rule):
+        tx = ols.skip_if(optax.sgd(1.0), rule)
+        tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
+
+    changed = rule(update=lambda *_: (jnp.bool_(False), jnp.int32(0)))
+    with pytest.raises(TypeError, match="one dtype in both trees") as raised:
+        step(changed)
+    assert raised.value.__notes__[0].startswith("It is in the state of `rule`")
+    each = rule(measure=lambda *_: jnp.ones(2), judge=lambda state, x: (x[0] > 2, state))
+    with pytest.raises(ValueError, match=r"`rule.measure` must be a scalar, got shape \(2,\)"):
+        step(each)
