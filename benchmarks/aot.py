@@ -36,8 +36,7 @@ ON_GPU = {"xla_gpu_autotune_level": 0, "xla_gpu_collect_cost_model_stats": True}
 DEVICES = 4
 # Keras' optimizer holds arrays of the device on which Keras runs, and a program has no noise.
 LEFT_OUT = "Keras", "KerasScaled", "Control"
-# Timed only.
-TIMED = "sgd", "momentum", "muon", "row-major"
+TIMED = "sgd", "momentum", "muon", "row-major"  # and not compiled
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.contenders import CONTENDERS, Contender, Ours, State
+from benchmarks.page import version
 from benchmarks.workloads import (
     ADAMW,
     Gradients,
@@ -106,8 +107,7 @@ CASES = {
         "the same over 4 devices", _wide(), CLIP, ("Optax", "Stack"), "shard_map"
     ),
     "training": Case("training step, float16 transformer", transformer),
-    # XLA:CPU (seen in jaxlib 0.10.2) does not store a weight's gradient in row-major order, but
-    # transposes it in each loop that reads it, unless a library copies it.
+    # XLA:CPU (seen in jaxlib 0.10.2) transposes a weight's gradient in each loop that reads it.
     "row-major": Case(
         "training step, float16 transformer, gradients in row-major order", transformer,
         contenders=("Optax", "Control", "OptaxRowMajor", "Ours", "OursRowMajor"),
@@ -153,7 +153,7 @@ def build(
     Raises:
       LeftOutError: If the contender is not installed, or does not support the optimizer.
     """
-    if contender.version() is None:
+    if version(contender.package) is None:
         raise LeftOutError("not installed")
     if optimizer not in contender.optimizers:
         raise LeftOutError(f"{' and '.join(contender.optimizers)} only")

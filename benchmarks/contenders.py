@@ -12,7 +12,6 @@ import functools
 import importlib
 import os
 from collections.abc import Callable, Mapping
-from importlib import metadata
 from typing import Any, NamedTuple
 
 import jax
@@ -67,13 +66,6 @@ class Contender:
     def lib(self) -> Any:
         """The library."""
         return importlib.import_module(self.module)
-
-    def version(self) -> str | None:
-        """Return the installed version, or None."""
-        try:
-            return metadata.version(self.package)
-        except metadata.PackageNotFoundError:
-            return None
 
     def make(self, optimizer: str, params: Tree) -> Optimizer:
         """Return the optimizer for parameters of these shapes."""

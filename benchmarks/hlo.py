@@ -80,8 +80,7 @@ def compile_step(
 
 def count(text: str) -> Counts:
     """Count what the program with this optimized HLO does."""
-    programs = dict(_computations(text))
-    return _count(programs, "ENTRY")
+    return _count(dict(_computations(text)), "ENTRY")
 
 
 def _count(programs: dict[str, list[_Instruction]], name: str) -> Counts:

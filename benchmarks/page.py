@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy import stats
 
@@ -28,19 +27,22 @@ def parser(module: str, doc: str) -> argparse.ArgumentParser:
     )
 
 
+def version(package: str) -> str | None:
+    """Return the version that is installed, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def environment(*packages: str) -> dict[str, Any]:
     """Return the date, the machine and the versions of installed packages."""
-    versions = {"CPython": platform.python_version()}
-    for name in packages:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = "not installed"
+    versions = {name: version(name) or "not installed" for name in packages}
     return {
         "date": time.strftime("%Y-%m-%d"),
         "device": f"{jax.devices()[0].platform}, {platform.machine()}",
         "cores": os.cpu_count(),
-        "versions": versions,
+        "versions": {"CPython": platform.python_version(), **versions},
     }
 
 
@@ -65,13 +67,9 @@ class Interval(NamedTuple):
     margin: float
 
     @property
-    def finite(self) -> bool:
-        """Return whether every value was finite."""
-        return math.isfinite(self.mean)
-
-    def contains(self, value: float) -> bool:
-        """Return whether the interval contains a value; the bounds count as inside."""
-        return abs(value - self.mean) <= self.margin
+    def has_zero(self) -> bool:
+        """Return whether the interval contains zero; the bounds count as inside."""
+        return abs(self.mean) <= self.margin
 
 
 def interval(values: Sequence[float] | np.ndarray, confidence: float = 0.95) -> Interval:
@@ -137,11 +135,3 @@ def compared(task: Mapping[str, Any], ends: Mapping[str, np.ndarray]) -> list[st
     first, *others = ends.values()
     title = f"**{task['name']}**: {task['metric']}"
     return [title, shown(first, ""), *(shown(other - first) for other in others)]
-
-
-def draw_runs(ax: Axes, steps: Any, curves: np.ndarray, color: str, **style: Any) -> None:
-    """Draw the mean of curves of several seeds against the step, and their range."""
-    ax.plot(steps, curves.mean(axis=0), color=color, **style)
-    band = curves.min(axis=0), curves.max(axis=0)
-    ax.fill_between(steps, *band, color=color, alpha=0.15, linewidth=0)
-    ax.grid(alpha=0.3)

@@ -13,6 +13,7 @@ from benchmarks.fidelity.training import FLOAT16, FLOAT32, SCALED
 from benchmarks.page import Report, circumstances, environment, interval, table
 from examples import reinforce
 
+FORMATS = jnp.float32, jnp.bfloat16, jnp.float16
 WAYS = {name: how for name, (*how, _) in reinforce.FORMATS.items()}
 WAYS[FLOAT16] = [jnp.float16, None]
 
@@ -22,8 +23,6 @@ PROGRAMS = {
     "the same operations, XLA's default": (False, None),
     "the division last, each operation rounded": (True, reinforce.ROUND),
 }
-
-Results = dict[str, Any]
 
 
 def train(way: str, steps: int, rate: float, seed: int) -> dict[str, float]:
@@ -46,12 +45,11 @@ def gaps(params: Any) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for name, (divides_last, options) in PROGRAMS.items():
         run = jax.jit(functools.partial(gap, divides_last), compiler_options=options)
-        formats = (jnp.float32, jnp.bfloat16, jnp.float16)
-        found[name] = {dtype.__name__: float(run(ols.cast(params, dtype))) for dtype in formats}
+        found[name] = {dtype.__name__: float(run(ols.cast(params, dtype))) for dtype in FORMATS}
     return found
 
 
-def tables(results: Results) -> str:
+def tables(results: dict[str, Any]) -> str:
     """Return the results as Markdown."""
     head = "rate", "computed in", "right digits", "minus float32, same seed", "mean gap", "skipped"
     body = []
@@ -74,8 +72,8 @@ def tables(results: Results) -> str:
         f"{len(runs)} seeds, {steps} steps. Means with 95 % confidence intervals, by Student's t. "
         f"{circumstances(results['environment'])}."
     )
-    formats = ["two programs", "float32", "bfloat16", "float16"]
-    return "\n\n".join([table(head, body, texts=(1,)), table(formats, programs), about])
+    formats = table(["two programs", *(dtype.__name__ for dtype in FORMATS)], programs)
+    return "\n\n".join([table(head, body, texts=(1,)), formats, about])
 
 
 def measure(*, quick: bool) -> Report:

@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from benchmarks import page, report
 from benchmarks.cases import CASES, Case, LeftOutError, build, excused, select
 from benchmarks.contenders import CONTENDERS
 from benchmarks.hlo import compile_step
-from benchmarks.workloads import ADAMW, SIZES, Sizes, gradients, many
+from benchmarks.workloads import ADAMW, SIZES, Sizes, gradients, resnet50
 
 INNER = "sgd", "momentum", "lion", "adafactor", "muon", "clip"
 STEPS = "wide", "deep", "float16", "guards", "masters", "training", *INNER
@@ -156,9 +157,9 @@ def time_compilation(sizes: Sizes, args: argparse.Namespace) -> Iterator[tuple[s
     contenders = {each.name: each for each in select(CASES["wide"], args.contenders).values()}
     first = next(iter(contenders))
     for arrays in sizes.arrays:
-        workload = gradients(many(arrays))
+        workload = gradients([*islice(cycle(resnet50(Sizes())), arrays)])
         rows: dict[str, Results] = {
-            name: {"baseline": each.baseline or first} for name, each in contenders.items()
+            n: {"baseline": c.baseline or first} for n, c in contenders.items()
         }
         for name in tqdm(in_turns(rows, min(3, args.rounds)), desc=f"Compilation, {arrays} arrays"):
             row = rows[name]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -123,11 +122,6 @@ def resnet50(sizes: Sizes) -> list[Shape]:
                 shapes += conv(1, inputs, 4 * features)
             inputs = 4 * features
     return [*shapes, (inputs, 1000), (1000,)]
-
-
-def many(arrays: int) -> list[Shape]:
-    """This many arrays, cycling through the shapes of ResNet-50."""
-    return list(itertools.islice(itertools.cycle(resnet50(Sizes())), arrays))
 
 
 def transformer(sizes: Sizes, dtype: Any = jnp.float16, *, scanned: bool = False) -> Training:

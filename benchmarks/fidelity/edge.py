@@ -50,7 +50,7 @@ def behind(batch: int, tx: Any) -> float:
     """Return the test loss after training in float16, less that after training in float32."""
     ends = {}
     for way in (FLOAT32, FLOAT16):
-        ends[way] = make_train(words(batch=batch, tx=tx), way)(0).curve[-1]
+        ends[way] = make_train(words(batch=batch, tx=tx), way)(0)["curve"][-1]
     return ends[FLOAT16] - ends[FLOAT32]
 
 
@@ -62,11 +62,7 @@ def measure(*, quick: bool) -> Report:
     for batch in batches:
         lost = (lost_share(each, words(vocabulary=v, batch=batch)) for v, each in params.items())
         ends = (behind(batch, tx()) for tx in OPTIMIZERS.values())
-        rows.append(row(batch, lost, ends))
+        cells = *(f"{100 * x:.1f} %" for x in lost), *(f"{x:+.3f}" for x in ends)
+        rows.append([f"{batch:,}", *cells])
     head = ["batch", *(f"lost, {number:,} words" for number in vocabularies), *OPTIMIZERS]
     return Report(table(head, rows, ()))
-
-
-def row(batch: int, lost: Any, ends: Any) -> list[str]:
-    """Return a row of the table."""
-    return [f"{batch:,}", *(f"{100 * x:.1f} %" for x in lost), *(f"{x:+.3f}" for x in ends)]

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.fidelity.training import BFLOAT16, FLOAT16, FLOAT32, SCALED
-from benchmarks.page import Interval, circumstances, compared, draw_runs, interval, table
+from benchmarks.page import Interval, circumstances, compared, interval, table
 
 Results = dict[str, Any]
 
@@ -53,7 +53,7 @@ def span(values: Sequence[float]) -> str:
 def summary(results: Results) -> str:
     """Describe the intervals, and count the tasks where a way agrees with float32."""
     tasks = results["tasks"]
-    near = {way: sum(difference(task, way).contains(0) for task in tasks) for way in STYLES}
+    near = {way: sum(difference(task, way).has_zero for task in tasks) for way in STYLES}
     counts = [f"{near[way]} with {way}" for way in (BFLOAT16, FLOAT16, SCALED)]
     return (
         "Float32's result, and the others' differences from it with the same seed: means with "
@@ -96,16 +96,19 @@ def _draw_curves(ax: Axes, task: Results) -> None:
     for way, runs in task["runs"].items():
         curves = np.array([run["curve"] for run in runs])
         steps = task["steps"] * np.arange(1, curves.shape[1] + 1) / curves.shape[1]
-        draw_runs(ax, steps, curves, label=way, **STYLES[way])
+        ax.plot(steps, curves.mean(axis=0), label=way, **STYLES[way])
+        band = curves.min(axis=0), curves.max(axis=0)
+        ax.fill_between(steps, *band, color=STYLES[way]["color"], alpha=0.15, linewidth=0)
         if np.isnan(curves).all():
             ax.text(0.5, 0.5, f"{way}: NaN", color=STYLES[way]["color"], transform=ax.transAxes)
+    ax.grid(alpha=0.3)
     ax.set(title=task["name"], ylabel=task["metric"], xlabel="step")
 
 
 def _draw_zeros(ax: Axes, task: Results) -> None:
     """Draw the share of zero entries by layer, where it is 1 % or more."""
     # Parameters that are NaN have gradients that mean nothing.
-    ways = [way for way in (FLOAT32, FLOAT16, SCALED) if difference(task, way).finite]
+    ways = [way for way in (FLOAT32, FLOAT16, SCALED) if np.isfinite(difference(task, way).mean)]
     runs = task["runs"]
     shares = {
         layer: [100 * np.mean([run["zero_shares"][layer] for run in runs[way]]) for way in ways]

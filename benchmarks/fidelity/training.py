@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,16 +26,6 @@ WAYS = {
 }
 
 
-class Run(NamedTuple):
-    """The result of one seed."""
-
-    curve: list[float]  # the metric at each evaluation
-    first_error: float  # of the first gradient, relative to the exact one's norm
-    zero_shares: dict[str, float]  # of each layer's gradient entries, over all steps
-    skipped: int  # steps
-    loss_scale: float  # at the end
-
-
 def zero_share(grads: Any) -> jax.Array:
     """Return the share of entries that are exactly zero."""
     leaves = jax.tree.leaves(grads)
@@ -56,7 +46,7 @@ def fit(
     return jax.lax.scan(train_step, (params, tx.init(params)), steps)
 
 
-def make_train(task: Task, way: str) -> Callable[[int], Run]:
+def make_train(task: Task, way: str) -> Callable[[int], dict[str, Any]]:
     """Return a function that trains from a seed."""
     dtype, loss_scale = WAYS[way]
     tx = ols.with_loss_scaling(task.tx, loss_scale)
@@ -93,7 +83,7 @@ def make_train(task: Task, way: str) -> Callable[[int], Run]:
         carry, zeros = jax.lax.scan(train_step, carry, first + jnp.arange(chunk))
         return carry, task.evaluate(carry[0], data), jax.tree.map(jnp.mean, zeros)
 
-    def train(seed: int) -> Run:
+    def train(seed: int) -> dict[str, Any]:
         carry = start(seed)
         error = float(first_error(carry, task.data, seed))
         curve, zeros = [], []
@@ -102,13 +92,14 @@ def make_train(task: Task, way: str) -> Callable[[int], Run]:
             curve.append(float(metric))
             zeros.append(zero)
         state = ols.loss_scale_state(carry[1])
-        return Run(
-            curve=curve,
-            first_error=error,
-            zero_shares={layer: float(sum(z[layer] for z in zeros)) / len(zeros) for layer in zero},
-            skipped=int(state.total_skipped),
-            loss_scale=float(state.loss_scale),
-        )
+        shares = {layer: float(sum(z[layer] for z in zeros)) / len(zeros) for layer in zero}
+        return {
+            "curve": curve,  # the metric at each evaluation
+            "first_error": error,  # of the first gradient, relative to the exact one's norm
+            "zero_shares": shares,  # of each layer's gradient entries, over all steps
+            "skipped": int(state.total_skipped),
+            "loss_scale": float(state.loss_scale),  # at the end
+        }
 
     return train
 
@@ -122,7 +113,7 @@ def measure(tasks: Sequence[Task], seeds: int) -> dict[str, Any]:
             train = make_train(task, way)
             # disable=None shows the bar in a terminal only.
             for seed in tqdm(range(seeds), f"{task.name}, {way}", leave=False, disable=None):
-                runs[way].append(train(seed)._asdict())
+                runs[way].append(train(seed))
         stored.append({**facts(task), "runs": runs})
     packages = "jax", "jaxlib", "optax", "flax", "scikit-learn"
     return {

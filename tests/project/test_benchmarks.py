@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import aot, cases, guards, hlo, run, workloads
 from benchmarks.contenders import CONTENDERS, Keras
+from benchmarks.page import version
 
 pytestmark = [
     pytest.mark.slow,
@@ -26,7 +27,8 @@ HALVES = {name for name in CONTENDERS if "Masters" in name or "Remainders" in na
 HALVES |= {"Apex", "StackOfHalvesByHand"}
 
 each_contender = pytest.mark.parametrize(
-    "name", [name for name in CONTENDERS if name not in HALVES and CONTENDERS[name].version()]
+    "name",
+    [name for name in CONTENDERS if name not in HALVES and version(CONTENDERS[name].package)],
 )
 
 
