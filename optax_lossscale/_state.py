@@ -258,7 +258,7 @@ def with_scale(tree: Tree, loss_scale: ArrayLike) -> Tree:
             return node
         new = jnp.asarray(loss_scale, jnp.float32)
         return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: new if "loss_scale" in jax.tree_util.keystr(path[:1]) else leaf, node
+            lambda path, leaf: new if "loss_scale" in jax.tree_util.keystr(path) else leaf, node
         )
 
     return jax.tree.map(
