@@ -220,7 +220,8 @@ def _check_each(given: dict[str, Any]) -> None:
             "`gradient_accumulation_steps`."
         )
     for name in ("dynamic", "use_ema"):
-        checks.boolean(name, given.get(name, False))
+        if name in given:
+            checks.boolean(name, given[name])
     for name in ("initial_scale", "loss_scale_factor"):
         if name in given:
             checks.scale_number(name, given[name])
