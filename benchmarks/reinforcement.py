@@ -67,10 +67,9 @@ def tables(results: dict[str, Any]) -> str:
     programs = [
         [name, *(f"{x:.1e}" for x in row.values())] for name, row in results["gaps"].items()
     ]
-    (runs, *_), steps = ways.values(), results["steps"]
     about = (
-        f"{len(runs)} seeds, {steps} steps. Means with 95 % confidence intervals, by Student's t. "
-        f"{circumstances(results['environment'])}."
+        f"{len(base)} seeds, {results['steps']} steps. Means with 95 % confidence intervals, by "
+        f"Student's t. {circumstances(results['environment'])}."
     )
     formats = table(["two programs", *(dtype.__name__ for dtype in FORMATS)], programs)
     return "\n\n".join([table(head, body, texts=(1,)), formats, about])

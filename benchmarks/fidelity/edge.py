@@ -48,10 +48,9 @@ def lost_share(params: Params, task: Task) -> float:
 
 def behind(batch: int, tx: Any) -> float:
     """Return the test loss after training in float16, less that after training in float32."""
-    ends = {}
-    for way in (FLOAT32, FLOAT16):
-        ends[way] = make_train(words(batch=batch, tx=tx), way)(0)["curve"][-1]
-    return ends[FLOAT16] - ends[FLOAT32]
+    task = words(batch=batch, tx=tx)
+    rounded, exact = (make_train(task, way)(0)["curve"][-1] for way in (FLOAT16, FLOAT32))
+    return rounded - exact
 
 
 def measure(*, quick: bool) -> Report:
