@@ -328,9 +328,11 @@ def test_of_a_function_that_is_not_followed_the_layers_that_it_reads_are_named()
 
     params = {"net": {"first": {"w": ONE}, "last": {"w": BIG}}}
     assert first_nonfinite(both, params, BIG).layer == "params['net']['last']"
-    tied = {"net": {"first": {"w": BIG}, "last": {"w": BIG}}}
+    tied = {"net": {"first": {"w": 1e8 * BIG}, "last": {"w": 3e8 * BIG}}}
     found = first_nonfinite(lambda p: p["net"]["last"]["w"] * p["net"]["first"]["w"], tied)
     assert found.layer == "p['net']['first']"
+    found = first_nonfinite(lambda p: p["first"]["w"].at[:1].add(p["last"]["w"][:1]), tied["net"])
+    assert (found.operation, found.layer) == ("scatter-add", "p['first']")
     for fun in (sharded, jax.jit(sharded), looped):
         found = first_nonfinite(fun, params, BIG)
         assert found.operation == ("while" if fun is looped else "shard_map")

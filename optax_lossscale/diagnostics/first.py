@@ -247,7 +247,9 @@ class Search:
         # What `jax.checkpoint` computes a second time is the forward pass.
         is_backward = "transpose(" in scope.rpartition("rematted_computation")[2]
         leaf = variables[0].leaf if len(variables) == 1 else None
-        held = [each for inner in inner_jaxprs(eqn) for each in inner.eqns]
+        # What a scatter or a reduction holds only combines two numbers.
+        combines = eqn.primitive.name.startswith(("reduce", "scatter"))
+        held = [] if combines else [each for inner in inner_jaxprs(eqn) for each in inner.eqns]
         layer = layer_of(variables, time, is_backward=is_backward, holds_function=bool(held))
         origins = [x.origin for x in _selected(eqn, operands) if x.origin]
         if layer and layer[0] == time:
