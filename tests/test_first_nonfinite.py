@@ -17,7 +17,7 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale.diagnostics import first_nonfinite
 
-F16 = jnp.float16
+F16, F32 = jnp.float16, jnp.float32
 X = jax.random.normal(jax.random.key(0), (16, 8))
 NAN, INF = jnp.nan, jnp.inf
 CAST = "convert_element_type"
@@ -395,6 +395,10 @@ def through_small(p, x):
     return (p["a"]["w"] * (p["c"]["w"] * x) * p["b"]["w"]).sum()
 
 
+def through_a_custom_derivative(p, x):
+    return (p["c"]["w"] * straight(p["a"]["w"] * x)).sum()
+
+
 def after_the_backward_pass(p, x):
     a = 1e20 * (p["a"]["w"] * x)
     return a * jax.grad(through_all)(p, ONE)["a"]["w"]
@@ -407,6 +411,8 @@ def after_the_backward_pass(p, x):
         (cast_before_both_are_read, "a", False),
         (jax.grad(through_all), "b", True),  # the batch times what comes back from "b"
         (jax.grad(through_small), "c", True),  # the output of "c" times what comes back from "b"
+        # The rule divides what comes back from "c" by what it makes of the output of "a".
+        (jax.grad(through_a_custom_derivative), "a", True),
         (after_the_backward_pass, "b", False),
     ],
 )
@@ -419,6 +425,38 @@ def test_what_a_checkpoint_computes_a_second_time_is_the_forward_pass():
     loss_fn = lambda p, x: jax.checkpoint(silu)(p, x).sum()  # noqa: E731
     found = first_nonfinite(jax.grad(loss_fn, 1), {"w": ONE}, -100 * ONE)
     assert (found.operation, found.backward) == ("exp", False)
+
+
+CLOSED_OVER_BY = np.array([1e30, 1.0], np.float32)
+
+
+def masked(number, dtype=F16, mask=False):
+    def fun(p, x):
+        return jax.nn.softmax(jnp.where(mask, p["w"].astype(dtype), number)).astype(F32) * x
+
+    return fun
+
+
+@pytest.mark.parametrize(
+    ("fun", "says"),
+    [
+        # A row of which everything is masked: infinity less infinity.
+        (masked(-1e30), "-1e+30 is beyond float16; write `jnp.finfo(x.dtype).min`"),
+        (masked(7e4), "70000 is beyond float16; write `jnp.finfo(x.dtype).max`"),
+        (masked(500.0, jnp.float8_e4m3fn), "500 is beyond float8_e4m3fn; write"),
+        (lambda p, _: p["w"].astype(F16) * jnp.asarray(CLOSED_OVER_BY).astype(F16), None),
+    ],
+)
+def test_a_constant_that_a_cast_makes_infinite_is_named_with_its_line(fun, says):
+    found = first_nonfinite(fun, {"w": ONE}, ONE)
+    assert (found.operation, found.layer) == (CAST, "p['w']")
+    assert __file__ in found.source
+    assert (found.constant is None) == (says is None)
+    assert says is None or f"  constant: {says}" in str(found)
+
+
+def test_a_constant_that_masks_some_of_a_row_alone_is_harmless():
+    assert first_nonfinite(masked(-1e30, mask=np.array([True, False])), {"w": ONE}, ONE) is None
 
 
 def test_a_box_around_a_parameter_is_not_a_layer():

@@ -1,7 +1,9 @@
 """`precision_report` sees every matrix product that runs, and in which dtype."""
 
 import dataclasses
+from itertools import starmap
 from pathlib import Path
+from unittest.mock import ANY
 
 import equinox as eqx
 import flax.linen as nn
@@ -339,6 +341,15 @@ def test_the_dtype_with_the_most_operations_comes_first_and_is_written_first():
     assert first == "float32: 1 matrix product, 512 operations (66.7 %)"
     assert where == f"  the largest at {line_of('# in float32')}"
     assert second == "float16: 2 matrix products, 256 operations (33.3 %)"
+
+
+def test_products_that_are_scaled_by_blocks_are_counted():
+    given = [((1, 4, 32), "float8_e4m3fn"), ((1, 6, 32), "float8_e4m3fn")]
+    given += [((1, 4, 1), "float8_e8m0fnu"), ((1, 6, 1), "float8_e8m0fnu")]
+    (products,) = precision_report(
+        jax.nn.scaled_matmul, *starmap(jax.ShapeDtypeStruct, given)
+    ).items()
+    assert products == ("float8_e4m3fn", MatrixProducts(1, 2 * 4 * 6 * 32, ANY))
 
 
 def test_words_without_products_or_lines():

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import INT32_MAX
-from optax_lossscale._support.tree import PyTree, is_inexact, is_symbolic, readable
+from optax_lossscale._support.tree import PyTree, is_array, is_inexact, is_symbolic, readable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,15 +58,17 @@ def gradient_exponents(
         Leaves without floating-point or complex numbers are ignored. The real and the imaginary
         part of a complex number count separately.
       dtype: The floating-point dtype to round to, of at most 32 bits.
-      loss_scale: What to multiply by before rounding. `float32[]`. The histogram is that of
-        the gradients themselves.
+      loss_scale: The number to multiply by before rounding, between 2**-126 and 2**126.
+        `float32[]`; a traced one is not checked. The histogram is that of the gradients themselves.
 
     Returns:
       The counts. Numbers of a float64 beyond float32's exponents count at the histogram's ends.
 
     Raises:
-      TypeError: If `dtype` is not a floating-point dtype of at most 32 bits.
-      ValueError: If there are more than 2**31 - 1 elements, which an int32 cannot count.
+      TypeError: If `dtype` is not a floating-point dtype of at most 32 bits, or `loss_scale` not a
+        real number.
+      ValueError: If `loss_scale` is not within its bounds, so NaN or zero, or if there are more
+        than 2**31 - 1 elements, which an int32 cannot count.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -94,6 +97,9 @@ def gradient_exponents(
             "tree at a time, and add on the host: `jax.tree.map(np.int64, ...)`."
         )
     checks.scalar("loss_scale", loss_scale, "Look at one replica at a time.")
+    if not isinstance(loss_scale, Tracer):
+        number = jax.device_get(loss_scale).item() if is_array(loss_scale) else loss_scale
+        checks.scale_number("loss_scale", number)
     scale = jnp.asarray(loss_scale, jnp.float32)
     total = GradientExponents(
         jnp.zeros(EXPONENTS.size, jnp.int32),
@@ -183,8 +189,8 @@ def suggest_scale(
       2**24, which is the default, a `DynamicLossScale` needs a larger `max_scale`, too.
 
     Raises:
-      TypeError: If `exponents` is traced, `dtype` is not a floating-point dtype of at most 32 bits,
-        or `headroom` is not an integer.
+      TypeError: If `exponents` is not a `GradientExponents`, or is traced, `dtype` is not a
+        floating-point dtype of at most 32 bits, or `headroom` is not an integer.
       ValueError: If `headroom` is negative, or the histogram is empty, stacked or wrapped around.
 
     Warns:
@@ -223,6 +229,9 @@ def histogram_of(exponents: GradientExponents) -> np.ndarray:
     checks.concrete(
         "exponents", exponents, "Return them from the compiled step, and look at them outside."
     )
+    checks.expect_state(
+        exponents, GradientExponents, "exponents", "Count them with `gradient_exponents`."
+    )
     histogram = np.asarray(exponents.histogram)
     if histogram.shape != EXPONENTS.shape:
         raise ValueError(
@@ -255,8 +264,8 @@ def plot_gradient_exponents(
       The axes.
 
     Raises:
-      TypeError: If `exponents` is traced, or `dtype` is not a floating-point dtype of at most 32
-        bits.
+      TypeError: If `exponents` is not a `GradientExponents`, or is traced, or `dtype` is not a
+        floating-point dtype of at most 32 bits.
       ValueError: If the histogram is stacked or wrapped around.
     """
     dtype = checks.floating("dtype", dtype, most_bits=32)

@@ -157,7 +157,8 @@ def format_nonfinite_report(report: Mapping[str, NonfiniteCounts]) -> str:
       the larger share of bad elements come first.
 
     Raises:
-      TypeError: If `report` is traced, or holds the counts of several devices or steps.
+      TypeError: If `report` is not a dict of `NonfiniteCounts`, is traced, or holds the counts of
+        several devices or steps.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -169,6 +170,7 @@ def format_nonfinite_report(report: Mapping[str, NonfiniteCounts]) -> str:
         ['dense']: 1 NaN and 0 infinite of 2 elements (50 %)
     """
     checks.concrete("report", report, "Return it from the compiled step, and format it outside.")
+    checks.report("report", report, NonfiniteCounts, "Make it with `nonfinite_report`.")
     counts = {name: [int(count) for count in each] for name, each in report.items()}
     bad = {name: (nan + inf) / size for name, (nan, inf, size) in counts.items() if nan + inf}
     if not bad:

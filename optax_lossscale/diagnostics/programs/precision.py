@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from optax_lossscale._support import checks
 from optax_lossscale._support.products import Product, products_of, total_flops
 from optax_lossscale._support.tree import PyTree
 from optax_lossscale.diagnostics.programs.trace import trace
@@ -70,8 +71,7 @@ def precision_report(
       >>> {dtype: products.count for dtype, products in report.items()}
       {'float16': 2, 'float32': 2}
     """
-    if not callable(fun):
-        raise TypeError(f"`fun` must be a function, got {fun!r}. Give its arguments after it.")
+    checks.function("fun", fun, "Give its arguments after it.")
     try:
         closed, _ = trace(fun, *args, **kwargs)
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
@@ -103,6 +103,9 @@ def format_precision_report(report: Mapping[str, MatrixProducts]) -> str:
       For each dtype, a line with the number of products and their share of all operations, and a
       line that says where in your code most of them come from.
 
+    Raises:
+      TypeError: If `report` is not a dict of `MatrixProducts`.
+
     Examples:
       >>> import jax.numpy as jnp
       >>> import optax_lossscale as ols
@@ -111,6 +114,7 @@ def format_precision_report(report: Mapping[str, MatrixProducts]) -> str:
       >>> print(ols.diagnostics.format_precision_report(report).splitlines()[0])
       float32: 1 matrix product, 128 operations (100 %)
     """
+    checks.report("report", report, MatrixProducts, "Make it with `precision_report`.")
     total = max(1, sum(products.flops for products in report.values()))
     lines = []
     for dtype, products in report.items():
