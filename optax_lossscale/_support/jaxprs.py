@@ -17,7 +17,7 @@ Variable: TypeAlias = Any
 
 
 def argument_names(fun: Callable[..., Any], number: int) -> list[str]:
-    """Return what the signature of `fun` calls this many positional arguments."""
+    """Return the names of this many positional arguments in the signature of `fun`."""
     try:
         parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):  # of some functions written in C
@@ -30,7 +30,7 @@ def argument_names(fun: Callable[..., Any], number: int) -> list[str]:
 
 
 def is_literal(atom: Any) -> bool:
-    """Return whether what an equation reads is a number, and not a variable."""
+    """Return whether an operand of an equation is a number, and not a variable."""
     return hasattr(atom, "val")
 
 

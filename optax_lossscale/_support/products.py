@@ -88,7 +88,7 @@ def _used_of(inner: Jaxpr, equation: Equation, is_used: list[bool]) -> list[bool
     name = equation.primitive.name
     if name == "while" or len(inner.outvars) != len(is_used):
         return [True] * len(inner.outvars)
-    # What a scan carries, and does not stack, may be used in its next iteration.
+    # The next iteration of a scan may use a result that is carried, and so not stacked.
     ranks = zip(inner.outvars, equation.outvars, strict=True)
     carried = [name == "scan" and x.aval.ndim == y.aval.ndim for x, y in ranks]
     return [u or c for u, c in zip(is_used, carried, strict=True)]

@@ -26,6 +26,7 @@ from optax_lossscale.diagnostics.programs.first_values import (
     Origin,
     Place,
     Value,
+    constant_of,
     count_nonfinite,
     kinds_of,
     layer_of,
@@ -49,12 +50,14 @@ def first_nonfinite(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Fi
 
     `fun` is traced, and run on the host operation by operation in the order of the program. Of the
     operations that turn finite numbers into NaN or infinity, the earliest whose result reaches the
-    output is returned. What does not reach the output is harmless: `x / (1 + exp(-x))` is right
-    where `exp` overflows. Its derivative is not, so if the loss is finite and the gradients are
-    not, search `jax.grad(loss_fn)`.
+    output is returned. An infinity that does not reach the output is harmless: `x / (1 + exp(-x))`
+    is right where `exp` overflows. Its derivative is not, so if the loss is finite and the
+    gradients are not, search `jax.grad(loss_fn)`.
 
     Infinities that are written into the code (`jnp.where(mask, scores, -jnp.inf)`), and negative
-    ones in the arguments, are taken as meant. An operation that makes NaN of them is returned.
+    ones in the arguments, are taken as meant. An operation that makes NaN of them is returned. A
+    finite number that a small dtype makes infinite (the -1e30 of a mask, in float16) is returned
+    itself, as the cast of a constant: such a mask should be `jnp.finfo(x.dtype).min`.
 
     This is much slower than a compiled call: use it after training has failed. Each operation is
     rounded to its own dtype. A compiled function may keep more digits in between, and overflow
@@ -63,18 +66,18 @@ def first_nonfinite(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Fi
 
     Args:
       fun: The function: the loss, the model, or a gradient function for the backward pass. Any
-        framework's; hand the parameters or the module in as an argument, because layers are named
+        framework's; give the parameters or the module as an argument, because layers are named
         after the arguments' key paths.
-      *args: The arguments of `fun`, any pytrees. Arrays are traced, and every other leaf is handed
-        on as it is.
+      *args: The arguments of `fun`, any pytrees. Arrays are traced, and `fun` gets every other leaf
+        as it is.
       **kwargs: Its keyword arguments, likewise.
 
     Returns:
-      What made the first NaN or infinity, or None if the outputs are finite. If an argument holds
-      NaN or positive infinity that reaches the output, that argument.
+      The operation that made the first NaN or infinity, or None if the outputs are finite. If an
+      argument holds NaN or positive infinity that reaches the output, that argument.
 
     Raises:
-      TypeError: If an argument is traced: call it outside of `jax.jit`.
+      TypeError: If `fun` is not a function, or an argument is traced: call it outside of `jax.jit`.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -93,21 +96,21 @@ def first_nonfinite(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Fi
     checks.concrete(
         "args", arrays, "Call `first_nonfinite` outside of `jax.jit`; `fun` itself may be jitted."
     )
-    # NaN is what is looked for, and the user's own guards against it would stop the search.
+    # JAX's debugging flags would stop at the NaN that the search is for.
     with jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
         closed, arrays = trace(fun, *args, **kwargs)
         return Search(named).run_all(closed, arrays)
 
 
 class Search:
-    """An evaluation of a jaxpr that keeps, for each array, what is known of its past."""
+    """An evaluation of a jaxpr that keeps the history of each array."""
 
     def __init__(self, named: list[tuple[str, KeyPath]]) -> None:
         self._named = named
         self._clock = itertools.count()
 
     def run_all(self, closed: ClosedJaxpr, arrays: Sequence[Any]) -> FirstNonfinite | None:
-        """Evaluate the jaxpr, and return what made the first NaN or infinity in its outputs."""
+        """Evaluate the jaxpr, and return the origin of the first NaN or infinity in its outputs."""
         outputs = self._run(
             closed.jaxpr,
             [self._constant(const) for const in closed.consts],
@@ -189,12 +192,12 @@ class Search:
     def _step_by_step(self, eqn: Equation, operands: list[Value], place: Place) -> list[Value]:
         """Run a scan step by step, and return its results: of those that it stacks, one step.
 
-        That is the first step that makes NaN or infinity. Of what is carried it is the last, since
-        what a later step discards does not reach the output.
+        Of a stacked result, it is the first step that makes NaN or infinity. Of a carried one, it
+        is the last, since a number that a later step discards does not reach the output.
         """
         body = eqn.params["jaxpr"]
-        # What is sliced has one axis more outside of the body than inside: JAX's versions differ
-        # in how they say it.
+        # Sliced and stacked arrays have one axis more outside of the body than inside. (The
+        # parameters that say so have other names in other versions of JAX.)
         stacked = [
             outside.aval.ndim > inside.ndim
             for outside, inside in zip(eqn.invars, body.in_avals, strict=True)
@@ -242,7 +245,7 @@ class Search:
             variables and all(x.layer and not x.is_cotangent for x in variables)
         )
         leaf = variables[0].leaf if len(variables) == 1 else None
-        # What a scatter or a reduction holds only combines two numbers.
+        # The function inside of a scatter or a reduction only combines two numbers.
         combines = eqn.primitive.name.startswith(("reduce", "scatter"))
         held = [] if combines else [each for inner in inner_jaxprs(eqn) for each in inner.eqns]
         layer = layer_of(variables, time, is_backward=is_backward, holds_function=bool(held))
@@ -267,20 +270,18 @@ class Search:
                 return value  # infinities that are meant
             read = next((x.leaf.name for x in variables if x.leaf), "")
             is_cast = eqn.primitive.name == "convert_element_type"
-            number: Any = np.asarray(operands[0].array)
-            is_constant = is_cast and operands[0].is_constant and number.size == 1
-            is_constant &= not np.iscomplexobj(number)
+            constant = constant_of(operands[0]) if is_cast else None
             found = FirstNonfinite(
                 layer=layer[1] if layer else read or readable_scope(place.scope),
                 operation=eqn.primitive.name,
                 scope=readable_scope(place.scope),
                 backward=is_backward,
                 source=source_of(eqn, *held, *place.calls),
-                constant=number.item() if is_constant else None,
+                constant=constant,
                 **count_nonfinite(array),
             )
             cast = array if is_cast else None
-            return value._replace(origin=Origin(time, found, cast, is_constant))
+            return value._replace(origin=Origin(time, found, cast, constant is not None))
 
         return [result(array) for array in arrays]
 

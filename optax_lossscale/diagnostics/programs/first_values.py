@@ -1,4 +1,4 @@
-"""What is known of a number that is not finite: where it comes from, and which layer made it."""
+"""The history of numbers that are not finite: their origin, and the layer that made them."""
 
 import dataclasses
 import itertools
@@ -21,8 +21,8 @@ class FirstNonfinite:
     Attributes:
       layer: The layer: the key path, in the arguments of the function, of the parameters that were
         read last before the operation; for a cast of a layer's input, of that layer. Of an
-        operation that holds a function and reads several layers, what their paths share. Without
-        any, the named scope. For an argument that is not finite itself, its own key path.
+        operation that holds a function and reads several layers, the part that their paths share.
+        Without any, the named scope. For an argument that is not finite itself, its own key path.
       operation: The name of the operation in JAX, such as `"dot_general"` or
         `"convert_element_type"` (a cast). None for an argument.
       dtype: The type of the array that is not finite.
@@ -74,7 +74,7 @@ class Leaf(NamedTuple):
 
 @dataclasses.dataclass
 class Origin:
-    """When and by what the first NaN or infinity on the way to a value was made."""
+    """The operation that made the first NaN or infinity on the way to a value."""
 
     time: int
     found: FirstNonfinite
@@ -83,7 +83,7 @@ class Origin:
 
 
 class Value(NamedTuple):
-    """An array, and what is known of its past.
+    """An array and its history.
 
     Attributes:
       array: The array itself.
@@ -130,7 +130,7 @@ class Place(NamedTuple):
 
 
 def sliced(value: Value, step: int) -> Value:
-    """Return one step of what a scan slices."""
+    """Return one step of an array that a scan slices."""
     array = value.array[step]
     kinds = kinds_of(array)
     origin = value.origin if kinds else None
@@ -142,7 +142,7 @@ def layer_of(
 ) -> tuple[int, str] | None:
     """Return the layer that an operation belongs to."""
     read = [x.leaf for x in operands if x.leaf and x.leaf.is_parameter]
-    if read:  # parameters come before the batch, if they cannot be told apart
+    if read:  # parameters come before the batch, if the model is not known
         read.sort(key=lambda leaf: leaf.position)
         first, *others = (re.findall(r"\[[^\]]*\]|\.?[^\[.]+", leaf.layer) for leaf in read)
         # A function may read several layers, of which any may be the one that is looked for.
@@ -173,6 +173,13 @@ def kinds_of(array: Any) -> frozenset[str]:
     parts = (numbers.real, numbers.imag) if np.iscomplexobj(numbers) else (numbers,)
     tests = {"nan": np.isnan, "inf": lambda x: x == np.inf, "-inf": lambda x: x == -np.inf}
     return frozenset(name for name, test in tests.items() if any(test(x).any() for x in parts))
+
+
+def constant_of(value: Value) -> float | None:
+    """Return the number that a value is, if it is one real number in the code."""
+    if value.is_constant and np.size(value.array) == 1 and np.isrealobj(value.array):
+        return np.asarray(value.array).item()
+    return None
 
 
 def count_nonfinite(array: Any) -> dict[str, Any]:

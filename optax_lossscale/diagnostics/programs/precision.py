@@ -14,7 +14,7 @@ from optax_lossscale.diagnostics.programs.trace import trace
 
 @dataclasses.dataclass(frozen=True)
 class MatrixProducts:
-    """What `precision_report` says of the products whose operands have one dtype.
+    """The products whose operands have one dtype, as `precision_report` counts them.
 
     Attributes:
       count: How many products run.
@@ -46,7 +46,7 @@ def precision_report(
     Args:
       fun: The function: a whole training step, a gradient function, or the model. Any framework's.
       *args: The arguments of `fun`, any pytrees. Arrays, or `jax.ShapeDtypeStruct` in their place,
-        are traced, and every other leaf is handed on as it is.
+        are traced, and `fun` gets every other leaf as it is.
       **kwargs: Its keyword arguments, likewise.
 
     Returns:
@@ -77,7 +77,7 @@ def precision_report(
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
         raise TypeError(
             f"`fun` must be a function that JAX can trace, got {fun!r}, which reads the values of "
-            "arrays. Close over what decides about the program, or give it as a number of Python's."
+            "arrays. Close over the values that decide about the program, or give Python numbers."
         ) from error
     by_dtype: dict[str, list[Product]] = {}
     for product in products_of(closed):
