@@ -1,6 +1,5 @@
 """`assert_scaled_once` accepts right steps of every framework, and names each mistake."""
 
-
 import flax.linen as nn
 import flax.nnx
 import jax

@@ -9,8 +9,9 @@ from flax import struct
 from flax.training import dynamic_scale
 
 from optax_lossscale._policy import DynamicLossScale
+from optax_lossscale._step.differentiate import value_and_grad
 from optax_lossscale._step.finite import all_finite
-from optax_lossscale._step.scale import unscale_and_check, value_and_grad
+from optax_lossscale._step.scale import unscale_and_check
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import INT32_MAX, LARGEST_SCALE, SMALLEST_SCALE
 from optax_lossscale._support.tree import as_strong_array, is_array

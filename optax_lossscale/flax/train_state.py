@@ -12,11 +12,11 @@ from jax.typing import ArrayLike
 
 from optax_lossscale._policy import LossScaleLike, as_loss_scale
 from optax_lossscale._state import Guard, applied, loss_scale_state, refuse_guard
-from optax_lossscale._step.choose import tree_where
 from optax_lossscale._step.guard import with_loss_scaling
 from optax_lossscale._step.scale import scale_loss
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import AxisName
+from optax_lossscale._support.choose import tree_where
 from optax_lossscale._support.tree import (
     FP8_METADATA,
     PyTree,
@@ -204,7 +204,7 @@ def _without_fp8_metadata(
 
     def init_fn(params: Any) -> optax.OptState:
         state = inner.init(params["params"] if has_fp8_metadata(params) else params)
-        refuse_guard("tx", state, "TrainState.create(tx=inner, skip_if=rule, ...)")
+        refuse_guard("tx", state, "`TrainState.create(tx=inner, skip_if=rule, ...)`")
         return state
 
     def update_fn(
