@@ -10,7 +10,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._step.halves import HALF, is_same, join, move, widened
+from optax_lossscale._step.halves import (
+    HALF,
+    is_same,
+    join,
+    move_master,
+    move_remainder,
+    widened,
+)
 from optax_lossscale._support import checks
 from optax_lossscale._support.tree import (
     KeyPath,
@@ -126,7 +133,8 @@ def with_master_weights(
         for i, number in enumerate(numbers):
             if number is not None:
                 new = jnp.asarray(optax.apply_updates(weights[i], moves[i]), jnp.float32)
-                kept[number], moves[i] = move(new, kept[number], halves[i])
+                move = move_remainder if kept[number].dtype == jnp.int16 else move_master
+                kept[number], moves[i] = move(new, halves[i])
         state = MasterWeightsState(masters_def.unflatten(kept), inner_state)
         return params_def.unflatten(moves), state
 
