@@ -434,14 +434,10 @@ def test_tied_weights_of_nnx_stay_tied():
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(full))} == {jnp.dtype("float32")}
 
 
-def test_masters_may_be_in_a_state_whose_keys_have_no_names():
-    masters = ols.with_master_weights(optax.sgd(0.1))
-    tx = ols.skip_if(optax.GradientTransformation(lambda p: Keyless(masters.init(p)), None))
-    assert isinstance(tx.init({"w": jnp.ones(2, jnp.float16)}).inner_state, Keyless)
-
-
 @jax.tree_util.register_pytree_node_class
 class Keyless:
+    """A state whose keys have no names."""
+
     def __init__(self, state):
         self.state = state
 
@@ -453,17 +449,47 @@ class Keyless:
         return cls(*children)
 
 
-def test_masters_may_be_last_in_a_chain_and_anywhere_in_what_keeps_their_updates():
-    masters, clip = ols.with_master_weights(optax.sgd(0.1)), optax.clip(1.0)
-    for tx in (
-        optax.chain(clip, masters),
-        optax.named_chain(("z", clip), ("a", masters)),
-        optax.MultiSteps(optax.chain(clip, masters), 2),
-        optax.partition({"all": optax.chain(clip, optax.masked(masters, True))}, "all"),
-        optax.inject_hyperparams(lambda rate: optax.chain(clip, masters))(0.1),  # noqa: ARG005
-        optax.chain(masters),
-    ):
-        ols.skip_if(tx).init({"w": jnp.ones(2, jnp.float16)})
+MASTERS, CLIP = ols.with_master_weights(optax.sgd(0.1)), optax.clip(1.0)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(CLIP, MASTERS),
+        optax.named_chain(("z", CLIP), ("a", MASTERS)),
+        optax.MultiSteps(optax.chain(CLIP, MASTERS), 2),
+        optax.partition({"all": optax.chain(CLIP, optax.masked(MASTERS, True))}, "all"),
+        optax.inject_hyperparams(lambda rate: optax.chain(CLIP, MASTERS))(0.1),  # noqa: ARG005
+        optax.chain(MASTERS),
+    ],
+)
+def test_masters_may_be_in_what_is_known_to_hand_their_updates_through(tx):
+    ols.skip_if(tx).init({"w": jnp.ones(2, jnp.float16)})
+
+
+@pytest.mark.parametrize(
+    ("tx", "around"),
+    [
+        (optax.chain(MASTERS, CLIP), "tuple"),
+        (optax.named_chain(("z", MASTERS), ("a", CLIP)), "OrderedDict"),
+        (optax.contrib.schedule_free(MASTERS, 0.1), "ScheduleFreeState"),
+        (optax.contrib.mechanize(MASTERS), "MechanicState"),
+        (optax.contrib.sam(CLIP, MASTERS), "SAMState"),
+        (optax.lookahead(MASTERS, 5, 0.5), "LookaheadState"),
+        (optax.apply_if_finite(MASTERS, 5), "ApplyIfFiniteState"),
+        (optax.conditionally_transform(MASTERS, lambda _: True), "ConditionallyTransformState"),
+        (optax.GradientTransformation(lambda p: {"a": MASTERS.init(p)}, MASTERS.update), "dict"),
+        (optax.GradientTransformation(lambda p: Keyless(MASTERS.init(p)), None), "Keyless"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_masters_in_anything_else_are_refused(tx, around):
+    params = {"w": jnp.ones(2, jnp.float16)}
+    if around == "LookaheadState":
+        params = optax.LookaheadParams.init_synced(params)
+    for inner in (tx, optax.masked(tx, True)):
+        with pytest.raises(ValueError, match=f"inside of a {around} that may .*`with_master_weig"):
+            ols.skip_if(inner).init(params)
 
 
 def test_a_parameter_may_be_named_value():
@@ -493,3 +519,9 @@ def test_arrays_without_masters_are_handed_through_and_other_masters_are_refused
     remainder = state._replace(master_weights=state.master_weights | {"a": jnp.zeros(2, jnp.int16)})
     with pytest.raises(TypeError, match=r"got int16 for a float16 parameter at `\['a'\]`"):
         tx.update(params, remainder, params)
+
+
+def test_gradients_must_be_given():
+    state = MASTERS.init(jnp.float16(1))
+    with pytest.raises(ValueError, match=r"`updates` must be given .* Call `update\(grads"):
+        MASTERS.update(None, state, jnp.float16(1))

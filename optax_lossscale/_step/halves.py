@@ -64,6 +64,17 @@ def join(param: jax.Array, remainder: jax.Array) -> jax.Array:
     return with_derivative_of(param.astype(jnp.float32), whole)
 
 
+def start(param: jax.Array, kept: jax.Array) -> jax.Array:
+    """Return the float32 weight from which a step starts, of a parameter and its master."""
+    if kept.dtype == jnp.int16:
+        return join(param, kept)
+    # Compared as integers. Of a cast there and straight back, XLA:GPU takes neither (jaxlib 0.10.2,
+    # which allows excess precision by default: `xla_allow_excess_precision`), and XLA:CPU compares
+    # bfloat16 in float32, which it writes to memory. Zeros of both signs are the same.
+    is_its_own = is_same(kept.astype(param.dtype), param)
+    return jnp.where(is_its_own, kept, param.astype(jnp.float32))
+
+
 def upper_half(new: jax.Array, remainder: jax.Array) -> jax.Array:
     """Return the bfloat16 that is nearest to a float32, in float32."""
     # Of the forms tried, this one alone is fused into one loop by XLA:TPU (libtpu 0.0.42).
@@ -90,7 +101,7 @@ def move_master(new: jax.Array, param: jax.Array) -> tuple[jax.Array, jax.Array]
         largest = jnp.finfo(jnp.float16).max.astype(jnp.float32)
         new = jnp.where(jax.lax.is_finite(new), jax.lax.clamp(-largest, new, largest), new)
     half = new.astype(param.dtype)
-    # Of a cast there and straight back, XLA:GPU takes neither (see `masters.py`). It keeps both
+    # Of a cast there and straight back, XLA:GPU takes neither (see `start`). It keeps both
     # with a choice in between.
     is_nothing = is_zero(half)
     rounded = jnp.where(is_nothing, jnp.ones_like(half), half).astype(jnp.float32)
