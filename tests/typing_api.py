@@ -106,7 +106,7 @@ def other_wrappers(params: Params, x: jax.Array) -> None:
     assert isinstance(opt_state, ols.SkipIfState)
     assert_type(opt_state.total_skipped, jax.Array)
     assert isinstance(opt_state.inner_state, ols.MasterWeightsState)
-    ols.master_weights(opt_state, params)
+    assert_type(ols.master_weights(opt_state, params), Params)
     assert_type(ols.cast(params, jnp.float16, keep=lambda path: "norm" in path), Params)
     ols.grad(loss_fn, has_aux=True, compute_dtype="float16")(ols.init(), params, x)
     assert_type(diagnostics.is_stalled(opt_state, max_consecutive_skipped=9), jax.Array)
