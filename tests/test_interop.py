@@ -181,10 +181,22 @@ def test_a_count_beyond_the_interval_grows_on_the_next_finite_step():
         assert d["_growth_tracker"] == d["growth_interval"] - 1
 
 
-def test_an_interval_of_zero_is_one():
-    for cls in (DynamicScale, OurDynamicScale):
-        policy, _ = interop.from_flax_dynamic_scale(cls(growth_interval=0))
-        assert policy.growth_interval == 1
+@pytest.mark.parametrize(
+    ("cls", "given", "late"),
+    [
+        (DynamicScale, {}, 1),
+        (DynamicScale, {"grows_late": True}, 1),
+        (DynamicScale, {"grows_late": False}, 0),
+        (OurDynamicScale, {}, 0),
+        (OurDynamicScale, {"grows_late": False}, 0),
+    ],
+)
+def test_flax_may_grow_late_and_ours_does_not(cls, given, late):
+    for interval, expected in ((5, 5 + late), (0, 1)):
+        policy, _ = interop.from_flax_dynamic_scale(cls(growth_interval=interval), **given)
+        assert policy.growth_interval == expected
+    with pytest.raises(ValueError, match="`growth_interval` must be at least 1"):
+        interop.from_flax_dynamic_scale(cls(growth_interval=-1), **given)
 
 
 def test_an_interval_beyond_an_int32_never_comes():
