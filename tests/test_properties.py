@@ -5,8 +5,6 @@ subnormal numbers, negative zeros, the largest finite numbers, and NaN with any 
 the oracle. Each tree is compiled once and then filled with many numbers.
 """
 
-import dataclasses
-import functools
 import itertools
 from typing import Any, NamedTuple
 
@@ -97,15 +95,6 @@ class Pair(NamedTuple):
     second: Any
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["weights"], meta_fields=["activation"]
-)
-@dataclasses.dataclass
-class Layer:
-    weights: Any
-    activation: str = "tanh"
-
-
 OVERWRITE = "_overwrite_with_gradient"
 
 
@@ -118,7 +107,7 @@ def draw_tree(rng):
     each = [draw(dtype, [(3,), (2, 3)]) for dtype in rng.permutation(DTYPES)]
     small = [draw(dtype, [(), (0,), (2, 0)]) for dtype in DTYPES]
     return {
-        "each": Pair(each[::2], Layer(tuple(map(jnp.asarray, each[1::2])))),
+        "each": Pair(each[::2], tuple(map(jnp.asarray, each[1::2]))),
         "large": draw(rng.choice(DTYPES), LARGE),
         "others": [*NOT_NUMBERS.values(), None, 1.5, {}, small],
         OVERWRITE: {"w": draw(rng.choice(DTYPES), [(3,)])},
