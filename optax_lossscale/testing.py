@@ -21,10 +21,10 @@ _STEP = 4.0
 
 _MISTAKES = {
     0: "not scaled, or unscaled before `tx.update`, which unscales. Differentiate "
-    "`scale_loss(loss, state)`, or use `value_and_grad`, and hand on what comes out",
+    "`scale_loss(loss, state)`, or use `value_and_grad`, and pass its gradients on as they are",
     2: "scaled twice. Multiply by the loss scale in one place",
-    -1: "not scaled, but unscaled. Differentiate `scale_loss(loss, state)`, and hand on what comes "
-    "out: `tx.update` unscales it",
+    -1: "not scaled, but unscaled. Differentiate `scale_loss(loss, state)`, and pass the gradients "
+    "on as they are: `tx.update` unscales them",
 }
 
 
@@ -45,7 +45,7 @@ def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any
       state: A `LossScaleState`, or any pytree that holds exactly one: an optimizer's state, a
         Flax TrainState, an `nnx.Optimizer`. `grad_fn` is given copies of it with
         other loss scales.
-      *args: The rest of what `grad_fn` takes.
+      *args: The other arguments of `grad_fn`.
 
     Raises:
       TypeError: If the gradients are traced.
@@ -71,7 +71,7 @@ def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any
     raise AssertionError(
         f"The gradients must grow with the loss scale to the power of 1, got {k:.2f} at {name} "
         f"({len(wrong)} of {len(powers)} arrays are wrong): "
-        + (mistake or "they depend on it in some other way. Look for what underflows in float16")
+        + (mistake or "they depend on it in some other way. Look for an underflow in float16")
         + "."
     )
 
@@ -95,7 +95,7 @@ def _powers(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any) -> dict[s
 
 
 def _with_scale(state: Tree, loss_scale: float) -> Tree:
-    """Return a copy of `state`, in whatever containers, with another loss scale."""
+    """Return a copy of `state` with another loss scale. It may be nested in any containers."""
     old, new = loss_scale_state(state).loss_scale, jnp.asarray(loss_scale, jnp.float32)
     return jax.tree.map(lambda leaf: new if leaf is old else leaf, state)
 

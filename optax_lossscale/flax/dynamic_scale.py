@@ -15,7 +15,7 @@ from optax_lossscale._support import checks
 from optax_lossscale._support.checks import INT32_MAX, LARGEST_SCALE, SMALLEST_SCALE
 from optax_lossscale._support.tree import as_strong_array, is_array
 
-#: What `DynamicScale.value_and_grad` returns: Flax's own class.
+#: The result of `DynamicScale.value_and_grad`: Flax's own class.
 DynamicScaleResult = dynamic_scale.DynamicScaleResult
 
 
@@ -89,8 +89,8 @@ class DynamicScale(dynamic_scale.DynamicScale):
 
         Returns:
           A function of the arguments of `fun` that returns a `DynamicScaleResult`: the next
-          `dynamic_scale`, whether all gradients are `finite` (`bool[]`), `aux`, which is what
-          `fun` returned, and `grad`, the true gradients, in float32 or wider.
+          `dynamic_scale`, whether all gradients are `finite` (`bool[]`), `aux`, the result of
+          `fun`, and `grad`, the true gradients, in float32 or wider.
 
         Raises:
           TypeError: If `axis_name` cannot be the name of an axis; from the function returned, if
@@ -126,7 +126,7 @@ class DynamicScale(dynamic_scale.DynamicScale):
 
 
 class _UncheckedLossScale(DynamicLossScale):
-    """The rule of `DynamicLossScale` with whatever hyper-parameters Flax takes."""
+    """The rule of `DynamicLossScale` with any hyper-parameters that Flax takes."""
 
     def __post_init__(self) -> None:
         """Check nothing."""

@@ -118,10 +118,10 @@ class TrainState(train_state.TrainState):
 
     @property
     def applied(self) -> jax.Array:
-        """Whether the last step was applied, whatever skipped it; true before the first. `bool[]`.
+        """Whether the last step was applied; true before the first. `bool[]`.
 
-        For what is computed from the result of a step, such as an average of the parameters, use
-        `tree_where(state.applied, new, old)`.
+        To keep a value that is computed from the result of a step, such as an average of the
+        parameters, on a skipped step: `tree_where(state.applied, new, old)`.
         """
         return applied(self.opt_state)
 
@@ -139,8 +139,8 @@ class TrainState(train_state.TrainState):
             `params.fast` for `optax.lookahead`.
           value: The loss, unscaled. If given, it is passed to the optimizer, and a loss that is
             itself NaN or infinite skips the step; see `optax_lossscale.update`.
-          **kwargs: New values of other fields, such as `batch_stats`. On a skipped step, whatever
-            skipped it, each keeps its old value.
+          **kwargs: New values of other fields, such as `batch_stats`. On a skipped step, each
+            keeps its old value.
 
         Returns:
           The state after the step, of the same type.

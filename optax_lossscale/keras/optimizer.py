@@ -55,12 +55,12 @@ def loss_scale_optimizer(
       dynamic_growth_steps: Finite steps in a row after which the loss scale doubles; 2000 by
         default.
       dynamic: Whether the loss scale changes. If false, a step that is not finite is still skipped.
-      learning_rate: What `weight_decay` is multiplied by: a number, or a schedule of the number of
+      learning_rate: The number that `weight_decay` is multiplied by, or a schedule of the number of
         applied steps. By default the inner optimizer's hyper-parameter of this name is read at
-        each step, if `optax.inject_hyperparams` injected one. It is not handed to the inner
-        optimizer, which has a rate of its own.
+        each step, if `optax.inject_hyperparams` injected one. The inner optimizer does not
+        receive it: it has its own.
       weight_decay: At each applied step, `learning_rate * weight_decay * params` is subtracted from
-        the params, besides what the inner optimizer does to them.
+        the params, in addition to the inner optimizer's update.
       clipnorm: Each leaf of the gradients is scaled down to at most this norm.
       clipvalue: Each element of the gradients is clipped to plus or minus this value.
       global_clipnorm: All gradients together are scaled down to at most this norm.
@@ -80,7 +80,7 @@ def loss_scale_optimizer(
         `unscale_and_check`.
 
     Returns:
-      What `with_loss_scaling` returns.
+      An optimizer whose state is a `WithLossScalingState`, as `with_loss_scaling` returns.
 
     Raises:
       TypeError: If an argument is of the wrong type.

@@ -45,7 +45,7 @@ class EmaParamsState(NamedTuple):
 def without_masters(
     inner: optax.GradientTransformation, argument: str
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `inner`, which must keep no masters that would undo what `argument` does to params."""
+    """Return `inner`; refuse master weights in it, which would undo the effect of `argument`."""
     inner = checks.transformation("inner_optimizer", inner)
 
     def init_fn(params: optax.Params) -> optax.OptState:
@@ -75,7 +75,7 @@ def decayed(
     weight_decay: float,
     learning_rate: float | optax.Schedule | None,
 ) -> optax.GradientTransformation:
-    """Return `inner` with decoupled weight decay, at a rate of its own."""
+    """Return `inner` with decoupled weight decay at `learning_rate`."""
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: optax.Params) -> DecayedState:
