@@ -222,6 +222,27 @@ def test_a_step_is_that_of_flax_on_the_true_gradients():
         assert int(ours.step) == theirs.step
 
 
+def test_flaxs_own_train_state_skips_with_the_wrapper_as_tx():
+    tx = ols.with_loss_scaling(optax.adam(0.1), ols.DynamicLossScale(2.0**10, growth_interval=2))
+    state = train_state.TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx)
+    traces = []
+
+    @jax.jit
+    def step(state, x):
+        def loss_fn(params):
+            return ols.scale_loss(jnp.sum((params["w"] * x) ** 2), state.opt_state)
+
+        traces.append(1)
+        return state.apply_gradients(grads=jax.grad(loss_fn)(state.params))
+
+    for x in (1, jnp.inf, jnp.inf, 1):
+        old, state = state, step(state, jnp.float32(x))
+        moved = [(s.params["w"].tolist(), s.opt_state.inner_state[0].count) for s in (old, state)]
+        assert (moved[0] == moved[1]) == (x == jnp.inf)
+    assert [int(n) for n in ols.loss_scale_state(state.opt_state)] == [2**8, 1, 1, 0, 2]
+    assert len(traces) == 1
+
+
 def test_the_value_is_handed_to_the_optimizer_and_decides_whether_to_skip():
     def update(updates, state, params=None, *, value):
         del params
