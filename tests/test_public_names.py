@@ -92,7 +92,6 @@ DIAGNOSTICS = {
     "LossScaleStalledError": None,
     "MatrixProducts": "(count, flops, source)",
     "NonfiniteCounts": "(nan, inf, size)",
-    "calibrate": "(grad_fn, state, *args, loss_scale='dynamic', axis_name=None)",
     "check_health": "(opt_state, *, max_consecutive_skipped=50, loss_scale=None)",
     "first_nonfinite": "(fun, *args, **kwargs)",
     "format_nonfinite_report": "(report)",
