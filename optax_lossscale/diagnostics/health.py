@@ -140,8 +140,8 @@ _LARGE = (
     "summing it, normalize the data, or lower `min_scale`, below 1 if need be."
 )
 _DESCENT = (
-    "The loss scale started too large and is still on its way down. Start from `calibrate`, or "
-    "with a smaller `initial_scale`, or allow for more with `max_consecutive_skipped`."
+    "The loss scale started too large and is still on its way down. Start with "
+    "a smaller `initial_scale`, or allow for more with `max_consecutive_skipped`."
 )
 _FIXED = (
     "The loss scale is too large, and does not move. Take the one that `suggest_scale` returns, or "
