@@ -1,9 +1,7 @@
 """The wheel and the sdist: their contents, their metadata, and their use without the checkout."""
 
-import os
 import re
 import shutil
-import subprocess
 import tarfile
 import tomllib
 import zipfile
@@ -179,29 +177,6 @@ def test_every_action_of_a_workflow_is_a_commit():
     assert re.findall(MOVABLE, f"uses: a/b@v4\nuses: a/c@{40 * 'f'} # v1.2\n") == ["uses: a/b@v4"]
     for path in (ROOT / ".github/workflows").glob("*.yml"):
         assert re.findall(MOVABLE, path.read_text("utf-8")) == [], path.name
-
-
-def test_a_release_is_built_from_a_clean_checkout_at_its_tag(tmp_path):
-    (tmp_path / NAME).mkdir()
-    for name in ("Makefile", f"{NAME}/__init__.py"):
-        shutil.copy(ROOT / name, tmp_path / name)
-    who = {
-        f"GIT_{who}_{what}": "a" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")
-    }
-
-    def run(*command):
-        env = os.environ | who
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)  # noqa: PLW1510, S603
-        return done.returncode == 0
-
-    assert run("git", "init", "-q")
-    assert run("git", "add", ".")
-    assert run("git", "commit", "-qm", "all")
-    assert not run("make", "tagged")
-    assert run("git", "tag", f"v{ols.__version__}")
-    assert run("make", "tagged")
-    (tmp_path / NAME / "stray.py").touch()
-    assert not run("make", "tagged")
 
 
 def test_documents_name_the_packages_version_and_address():
