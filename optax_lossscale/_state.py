@@ -228,22 +228,5 @@ def current_scale(argument: str, tree: PyTree) -> jax.Array:
     return jax.lax.stop_gradient(as_field("loss_scale", loss_scale))
 
 
-def with_scale(tree: Any, loss_scale: Any) -> Any:  # TODO: goes with testing.py
-    """Return a state, or a tree that holds one, with another loss scale."""
-    from optax_lossscale._support.tree import read_as
-
-    def replace(node: Any) -> Any:
-        if read_as(LossScaleState, node) is None:
-            return node
-        new = jnp.asarray(loss_scale, jnp.float32)
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: new if "loss_scale" in jax.tree_util.keystr(path) else leaf, node
-        )
-
-    return jax.tree.map(
-        replace, tree, is_leaf=lambda node: read_as(LossScaleState, node) is not None
-    )
-
-
 for _state in (LossScaleState, WithLossScalingState, SpikeState):
     _state.__module__ = "optax_lossscale"  # the name in pickles, which outlives that of this file

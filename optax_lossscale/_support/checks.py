@@ -155,14 +155,6 @@ def same_structure(name: str, tree: PyTree, expected: PyTree, remedy: str) -> No
         )
 
 
-def known_place(name: str, path: KeyPath | None, remedy: str, *, known: bool) -> None:
-    """Refuse a leaf where there should be none, or none where there should be one."""
-    if not known:
-        raise ValueError(
-            f"`{name}` must keep its structure, got another at {path_name(path)}. {remedy}"
-        )
-
-
 def same_shape(name: str, path: KeyPath, leaf: Any, expected: Any, remedy: str) -> None:
     """Refuse a leaf of another shape, which would be broadcast."""
     if np.shape(leaf) != np.shape(expected):
