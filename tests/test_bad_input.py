@@ -262,6 +262,9 @@ TABLE = {
         *given(DynamicLossScale, "min_scale", 2.0**16),
         *given(DynamicLossScale, "max_scale", 2.0**14),
     ],
+    'TypeError: `{name}` must be a policy, "dynamic" or a dict from `get_config`, got {got}...': [
+        *given(functools.partial(check_health, STATE), "policy", 8.0, 8, True, jnp.float32(8)),
+    ],
     "TypeError: `{name}` must be a dict from `get_config`, got {got}. Use `as_loss_scale` ...": [
         *given(FixedLossScale.from_config, "config", None, "x", []),
     ],
@@ -276,7 +279,6 @@ TABLE = {
         *given(ols.update, "loss_scale", "x", state=STATE, grads_finite=True),
         *given(ols.with_loss_scaling, "loss_scale", "x", inner=SGD),
         *given(train_state, "loss_scale", "x", tx=SGD),
-        *given(check_health, "loss_scale", "x", opt_state=STATE),
     ],
     "TypeError: `{name}` must be a policy ..., or a dict from `get_config`; got {got}.": [
         *given(ols.as_loss_scale, "loss_scale", True, 1j, [8], jnp.float32(8), FixedLossScale),
@@ -510,7 +512,7 @@ TABLE = {
             for x in (NAN, INF, 0, -8, 2.0**127)
         ),
         (
-            lambda: check_health(having(loss_scale=0.5), loss_scale="dynamic"),
+            lambda: check_health(having(loss_scale=0.5), policy="dynamic"),
             "1 and 1.67772e+07",
             "0.5 and ...",
         ),
@@ -518,6 +520,12 @@ TABLE = {
             (lambda n=n: health(**{n: jnp.int32(-1)}), RANGE, f"8 and ...'{n}': -1...")
             for n in COUNTS
         ),
+    ],
+    "ValueError: `opt_state` must hold a loss scale of {name}, that of ..., got {got}. Rest...": [
+        (lambda: check_health(STATE, policy=FixedLossScale(16)), "16", "8 and ..."),
+    ],
+    "ValueError: `opt_state` must hold counts of at least 0, got {got} of the inner state. ...": [
+        (lambda: skip_health(inner_state={"count": -1}), "", "-1 at `['count']`"),
     ],
     "ValueError: `opt_state` must hold a Spike with at most the 128 ..., got {got}. Restore ...": [
         (lambda: spike_health(held=jnp.int32(129)), "", "{'held': 129, ...} at the root ..."),
