@@ -11,6 +11,7 @@ from optax_lossscale._policy import (
     update,
 )
 from optax_lossscale._state import LossScaleState, SkipIfState, applied, loss_scale_state
+from optax_lossscale._step.bfloat16_state import Bfloat16State, with_bfloat16_state
 from optax_lossscale._step.cast import cast
 from optax_lossscale._step.choose import tree_where
 from optax_lossscale._step.finite import all_finite
@@ -26,6 +27,7 @@ from optax_lossscale._step.scale import grad, scale_loss, unscale_and_check, val
 __version__ = "0.1.0"
 
 __all__ = [
+    "Bfloat16State",
     "DynamicLossScale",
     "FixedLossScale",
     "LossScale",
@@ -50,6 +52,7 @@ __all__ = [
     "unscale_and_check",
     "update",
     "value_and_grad",
+    "with_bfloat16_state",
     "with_loss_scaling",
     "with_master_weights",
 ]
