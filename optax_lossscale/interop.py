@@ -238,7 +238,7 @@ def _convert(
     max_scale = max(max_scale, min_scale)
     try:
         policy = DynamicLossScale(
-            # The state may be below the floor: the next overflow lifts it, here as there.
+            # The state may be below the floor: the next step lifts it, there the next overflow.
             initial_scale=min(max(loss_scale, min_scale), max_scale),
             growth_interval=int(min(growth_interval, INT32_MAX)),
             min_scale=min_scale,
