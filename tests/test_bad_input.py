@@ -54,7 +54,6 @@ having = STATE._replace
 fixed_update, dynamic_update = FixedLossScale(8).update, DynamicLossScale().update
 scale_loss = functools.partial(ols.scale_loss, 1.0)
 unscale = functools.partial(ols.unscale_and_check, PARAMS)
-calibrate = functools.partial(diag.calibrate, lambda state: state.loss_scale)
 check_health = diag.check_health
 suggest_scale = functools.partial(diag.suggest_scale, EXPONENTS)
 plot = functools.partial(diag.plot_gradient_exponents, EXPONENTS)
@@ -193,9 +192,7 @@ TABLE = {
         *given(optimizer, "weight_decay", jnp.sin, learning_rate=0.1),
         *given(optimizer, "learning_rate", "x", weight_decay=0.1),
         *given(optimizer, "ema_momentum", "x"),
-        *each(
-            (scale_loss, calibrate, *READERS[:2]), having(loss_scale="x"), "state.loss_scale", "'x'"
-        ),
+        *each((scale_loss, *READERS[:2]), having(loss_scale="x"), "state.loss_scale", "'x'"),
         (lambda: fixed_update(having(loss_scale="x"), True), "state.loss_scale", "'x'"),
         (lambda: dynamic_update(having(loss_scale="x"), True), "state.loss_scale", "'x'"),
     ],
@@ -276,7 +273,6 @@ TABLE = {
         *given(ols.with_loss_scaling, "loss_scale", "x", inner=SGD),
         *given(train_state, "loss_scale", "x", tx=SGD),
         *given(check_health, "loss_scale", "x", opt_state=STATE),
-        *given(calibrate, "loss_scale", "x", state=STATE),
     ],
     "TypeError: `{name}` must be a policy ..., or a dict from `get_config`; got {got}.": [
         *given(ols.as_loss_scale, "loss_scale", True, 1j, [8], jnp.float32(8), FixedLossScale),
@@ -328,7 +324,7 @@ TABLE = {
         (lambda: differentiate(jnp.sum, PARAMS), "state", NOWHERE),
         (lambda: ols.loss_scale_state(SGD), "opt_state", "0 in a Gradient..., found at: nowhere"),
         (lambda: assert_scaled_once(apply, PARAMS), "opt_state", NOWHERE),
-        *each((calibrate, to_torch), PARAMS, "opt_state", NOWHERE),
+        *each([to_torch], PARAMS, "opt_state", NOWHERE),
         (
             lambda: ols.loss_scale_state({"a": OPT_STATE, "b": [STATE]}),
             "opt_state",
@@ -356,7 +352,6 @@ TABLE = {
     ],
     "ValueError: `{name}` must be the name of a mapped axis, ..., got {got}. Call the ...": [
         *given(unscale, "axis_name", "x", ("x", "y"), state=STATE),
-        *given(calibrate, "axis_name", "x", state=STATE),
         *given(take, "axis_name", "x"),
     ],
     "TypeError: `{name}` must be an optax.Gr... or an optax.Mu..., got {got}. Call ...": [
@@ -563,15 +558,6 @@ TABLE = {
     ],
     "ValueError: `exponents` must count at least one ..., got an empty histogram. Count ...": [
         (lambda: diag.suggest_scale(diag.gradient_exponents([0.0, NAN, INF])), "", ""),
-    ],
-    "TypeError: `{name}` must have `min_scale` and `max_scale` ..., got {got}. Calibrate ...": [
-        *given(calibrate, "loss_scale", FixedLossScale(8), state=STATE),
-    ],
-    "ValueError: `{name}` must have a power of two between its bounds, got {got}. Widen them.": [
-        *given(calibrate, "loss_scale", DynamicLossScale(3, 1, 2, 0.5, 3, 3.5), state=STATE),
-    ],
-    "ValueError: `grad_fn` must return gradients, got a tree without ...: {got}. Return ...": [
-        (lambda: diag.calibrate(returning({"a": 1}), STATE), "", "PyTreeDef(...)"),
     ],
     "ValueError: `grad_fn` must return gradients that are finite and not all zero, ... Choo...": [
         (lambda x=x: assert_scaled_once(returning(x), STATE), "", "")

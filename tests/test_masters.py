@@ -1,5 +1,6 @@
 """Float32 masters: after every step the parameters are those of the float32 run, rounded."""
 
+import functools
 import warnings
 
 import jax
@@ -120,6 +121,19 @@ def test_parameter_and_remainder_are_the_master_for_every_upper_half(sign):
     assert_same_bits(params[~is_nan], jnp.asarray(rounded_away(singles[~is_nan])))
 
 
+def test_a_float32_is_put_together_of_its_halves_to_the_bit():
+    # Subnormal numbers too, whose halves no arithmetic may touch.
+    random = np.random.default_rng(2).integers(2**32, size=2**20)
+    words = np.r_[random, np.arange(2**16), 2**31 + np.arange(2**16)].astype(np.uint32)
+    words = words[~np.isnan(words.view(np.float32))]
+    lower = words.astype(np.int16)
+    upper = ((words - lower.astype(np.int32).view(np.uint32)) >> 16).astype(np.uint16)
+    params = jnp.asarray(upper.view(jnp.bfloat16.dtype))
+    state = ols.MasterWeightsState(jnp.asarray(lower), optax.EmptyState())
+    found = np.asarray(jax.jit(ols.master_weights)(state, params))
+    np.testing.assert_array_equal(found.view(np.uint32), words)
+
+
 @pytest.mark.slow
 def test_masters_with_and_without_remainders_are_the_same_over_500_steps():
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
@@ -208,20 +222,69 @@ def test_a_replaced_parameter_leaves_no_number_that_no_remainder_makes():
     assert_same_bits(ols.master_weights(state, params), jnp.array(expected, jnp.float32))
 
 
+def forward_over_reverse(f, x, along):
+    return jax.jvp(jax.grad(f), x, along)[1]
+
+
+def reverse_over_forward(f, x, along):
+    return jax.grad(lambda *x: jax.jvp(f, x, along)[1])(*x)
+
+
+def twice_forward(f, x, along):
+    return jax.jvp(lambda *x: jax.jvp(f, x, along)[1], x, along)[1]
+
+
+DERIVATIVES = {
+    "forward": lambda f, x, along: jax.jvp(f, x, along)[1],
+    "reverse": lambda f, x, _: jax.grad(f, (0, 1))(*x),
+    "forward over reverse": forward_over_reverse,
+    "reverse over forward": reverse_over_forward,
+    "twice forward": twice_forward,
+}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("remainders", [False, True])
-def test_the_derivative_by_the_initial_parameters_passes_through_the_masters(remainders):
-    tx = ols.with_master_weights(optax.sgd(0.1), remainders=remainders)
+@pytest.mark.parametrize("how", ["loop", "scan", "jit of scan"])
+@pytest.mark.parametrize("mode", DERIVATIVES)
+def test_derivatives_pass_through_the_masters(mode, how, remainders):
+    # By the learning rate and by the initial parameters, one of which is zero.
+    inputs = jnp.linspace(-1, 1, 8).reshape(2, 4)
 
-    def last(params):
-        state = tx.init(params)
-        for _ in range(3):
-            updates, state = tx.update(2 * params, state, params)
-            params = optax.apply_updates(params, updates)
-        return jnp.sum(params.astype(jnp.float32))
+    def loss(w):
+        return jnp.mean((jnp.tanh(inputs @ w) - 0.3) ** 2)
 
-    params = jnp.array([1.0, -2.0], jnp.bfloat16)
-    found = jax.jit(jax.grad(last))(params).astype(jnp.float32)
-    np.testing.assert_allclose(found, 0.8**3, rtol=1e-2)
+    def final(tx_of, params_of, rate, w):
+        tx = tx_of(optax.sgd(rate))
+
+        def step(carry, _=None):
+            w, state = carry
+            updates, state = tx.update(jax.grad(loss)(params_of(state, w)), state, w)
+            return (optax.apply_updates(w, updates), state), None
+
+        carry = w, tx.init(w)
+        if how == "loop":
+            for _ in range(3):
+                carry, _ = step(carry)
+        else:
+            carry, _ = jax.lax.scan(step, carry, length=3)
+        return loss(params_of(carry[1], carry[0]))
+
+    def with_masters(rate, w):
+        masters = functools.partial(ols.with_master_weights, remainders=remainders)
+        return final(masters, ols.master_weights, rate, w.astype(jnp.bfloat16))
+
+    def in_float32(rate, w):
+        return final(lambda tx: tx, lambda _, w: w, rate, w)
+
+    compiled = jax.jit if how == "jit of scan" else lambda f: f
+    at = jnp.float32(0.5), jnp.array([0.5, 0.0, 1.0, -1.5])
+    found, expected = (
+        compiled(functools.partial(DERIVATIVES[mode], f))(at, jax.tree.map(jnp.ones_like, at))
+        for f in (with_masters, in_float32)
+    )
+    # The parameters' own tangents are in bfloat16.
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0.03), found, expected)
 
 
 @pytest.mark.parametrize("remainders", [False, True])
@@ -371,14 +434,10 @@ def test_tied_weights_of_nnx_stay_tied():
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(full))} == {jnp.dtype("float32")}
 
 
-def test_masters_may_be_in_a_state_whose_keys_have_no_names():
-    masters = ols.with_master_weights(optax.sgd(0.1))
-    tx = ols.skip_if(optax.GradientTransformation(lambda p: Keyless(masters.init(p)), None))
-    assert isinstance(tx.init({"w": jnp.ones(2, jnp.float16)}).inner_state, Keyless)
-
-
 @jax.tree_util.register_pytree_node_class
 class Keyless:
+    """A state whose keys have no names."""
+
     def __init__(self, state):
         self.state = state
 
@@ -390,17 +449,47 @@ class Keyless:
         return cls(*children)
 
 
-def test_masters_may_be_last_in_a_chain_and_anywhere_in_what_keeps_their_updates():
-    masters, clip = ols.with_master_weights(optax.sgd(0.1)), optax.clip(1.0)
-    for tx in (
-        optax.chain(clip, masters),
-        optax.named_chain(("z", clip), ("a", masters)),
-        optax.MultiSteps(optax.chain(clip, masters), 2),
-        optax.partition({"all": optax.chain(clip, optax.masked(masters, True))}, "all"),
-        optax.inject_hyperparams(lambda rate: optax.chain(clip, masters))(0.1),  # noqa: ARG005
-        optax.chain(masters),
-    ):
-        ols.skip_if(tx).init({"w": jnp.ones(2, jnp.float16)})
+MASTERS, CLIP = ols.with_master_weights(optax.sgd(0.1)), optax.clip(1.0)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(CLIP, MASTERS),
+        optax.named_chain(("z", CLIP), ("a", MASTERS)),
+        optax.MultiSteps(optax.chain(CLIP, MASTERS), 2),
+        optax.partition({"all": optax.chain(CLIP, optax.masked(MASTERS, True))}, "all"),
+        optax.inject_hyperparams(lambda rate: optax.chain(CLIP, MASTERS))(0.1),  # noqa: ARG005
+        optax.chain(MASTERS),
+    ],
+)
+def test_masters_may_be_in_what_is_known_to_hand_their_updates_through(tx):
+    ols.skip_if(tx).init({"w": jnp.ones(2, jnp.float16)})
+
+
+@pytest.mark.parametrize(
+    ("tx", "around"),
+    [
+        (optax.chain(MASTERS, CLIP), "tuple"),
+        (optax.named_chain(("z", MASTERS), ("a", CLIP)), "OrderedDict"),
+        (optax.contrib.schedule_free(MASTERS, 0.1), "ScheduleFreeState"),
+        (optax.contrib.mechanize(MASTERS), "MechanicState"),
+        (optax.contrib.sam(CLIP, MASTERS), "SAMState"),
+        (optax.lookahead(MASTERS, 5, 0.5), "LookaheadState"),
+        (optax.apply_if_finite(MASTERS, 5), "ApplyIfFiniteState"),
+        (optax.conditionally_transform(MASTERS, lambda _: True), "ConditionallyTransformState"),
+        (optax.GradientTransformation(lambda p: {"a": MASTERS.init(p)}, MASTERS.update), "dict"),
+        (optax.GradientTransformation(lambda p: Keyless(MASTERS.init(p)), None), "Keyless"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_masters_in_anything_else_are_refused(tx, around):
+    params = {"w": jnp.ones(2, jnp.float16)}
+    if around == "LookaheadState":
+        params = optax.LookaheadParams.init_synced(params)
+    for inner in (tx, optax.masked(tx, True)):
+        with pytest.raises(ValueError, match=f"inside of a {around} that may .*`with_master_weig"):
+            ols.skip_if(inner).init(params)
 
 
 def test_a_parameter_may_be_named_value():
@@ -430,3 +519,9 @@ def test_arrays_without_masters_are_handed_through_and_other_masters_are_refused
     remainder = state._replace(master_weights=state.master_weights | {"a": jnp.zeros(2, jnp.int16)})
     with pytest.raises(TypeError, match=r"got int16 for a float16 parameter at `\['a'\]`"):
         tx.update(params, remainder, params)
+
+
+def test_gradients_must_be_given():
+    state = MASTERS.init(jnp.float16(1))
+    with pytest.raises(ValueError, match=r"`updates` must be given .* Call `update\(grads"):
+        MASTERS.update(None, state, jnp.float16(1))

@@ -17,6 +17,7 @@ from jax.experimental import pallas
 from jax.sharding import PartitionSpec
 
 import optax_lossscale as ols
+from optax_lossscale._support.products import products_of
 from optax_lossscale.diagnostics import (
     MatrixProducts,
     format_precision_report,
@@ -27,6 +28,7 @@ from optax_lossscale.diagnostics import (
 pytestmark = pytest.mark.integration
 F16, F32 = jnp.float16, jnp.float32
 X, W = jnp.ones((4, 8), F16), jnp.ones((8, 8), F16)
+CLOSED_OVER = np.ones((8, 8), np.float32)
 ONE = 2 * 4 * 8 * 8  # the operations of X @ W
 
 
@@ -346,3 +348,22 @@ def test_words_without_products_or_lines():
     assert "0 operations (0 %)" in format_precision_report(empty)
     report = {"float16": MatrixProducts(count=1, flops=2, source="")}
     assert format_precision_report(report) == "float16: 1 matrix product, 2 operations (100 %)"
+
+
+def test_the_products_of_a_gradient_that_is_traced_anyway_are_counted():
+    def loss_fn(x, w):
+        x = lax.scan(lambda x, _: (jnp.tanh(doubled(x, w) @ w), None), x, length=3)[0]
+        x = jax.checkpoint(lambda x: jnp.sin(x @ w))(x)
+        return jnp.mean((x.astype(F32) @ CLOSED_OVER) ** 2), "aux"  # closes over float32
+
+    def found(x, w):
+        _, pullback, _ = jax.vjp(loss_fn, x, w, has_aux=True)
+        wide, *rest = products_of(pullback.jaxpr)
+        assert (wide.dtype, wide.itemsize, wide.flops) == ("float32", 4, ONE)
+        assert wide.source() == line_of("# closes over float32")
+        # Two products of each in float16: what is differentiated by `x` and by `w`.
+        return {(p.dtype, p.itemsize, p.times) for p in rest}
+
+    expected = {("float16", 2, 1), ("float16", 2, 3)}
+    assert found(X, W) == expected
+    assert jax.jit(lambda *args: found(*args) == expected)(X, W)

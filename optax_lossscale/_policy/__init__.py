@@ -1,6 +1,14 @@
 """Policies: when the loss scale changes."""
 
-from optax_lossscale._policy.convert import LossScale, LossScaleLike, as_loss_scale, init, update
+from optax_lossscale._policy.convert import (
+    LossScale,
+    LossScaleLike,
+    PolicyLike,
+    as_loss_scale,
+    as_policy,
+    init,
+    update,
+)
 from optax_lossscale._policy.policies import DynamicLossScale, FixedLossScale
 
 __all__ = [
@@ -8,7 +16,9 @@ __all__ = [
     "FixedLossScale",
     "LossScale",
     "LossScaleLike",
+    "PolicyLike",
     "as_loss_scale",
+    "as_policy",
     "init",
     "update",
 ]

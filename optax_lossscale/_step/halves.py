@@ -22,6 +22,20 @@ def widened(param: Any) -> Any:
     return jnp.asarray(param, jnp.float32)
 
 
+def with_derivative_of(x: jax.Array, value: jax.Array) -> jax.Array:
+    """Return the float32 `value`, bit for bit, with the derivative of `x`, of which it is made.
+
+    A rounding has no derivative, nor has a bitcast. A `custom_jvp` would give it one, but jax
+    0.10.2 loses such a rule in `scan`, forward over reverse.
+    """
+    value = jax.lax.stop_gradient(value)
+    # Positive zero, which is subtracted because `-0.0 - 0.0` is -0.0, and `-0.0 + 0.0` is not.
+    zero = jax.lax.stop_gradient(x) - x
+    # Arithmetic flushes subnormal numbers on XLA:CPU. They are told by their bits.
+    is_subnormal = (jax.lax.bitcast_convert_type(value, jnp.uint32) << 1) - 1 < 2**24 - 1
+    return jnp.where(jax.lax.is_finite(x) & ~is_subnormal, value - zero, value)
+
+
 def bits(half: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(half, jnp.uint16)
 
@@ -39,7 +53,6 @@ def is_infinite(half: jax.Array) -> jax.Array:
     return bits(half) << 1 == np.array(np.inf, half.dtype).view(np.uint16) << 1
 
 
-@jax.custom_jvp
 def join(param: jax.Array, remainder: jax.Array) -> jax.Array:
     """Return the float32 of which `param` is the upper half."""
     word = jax.lax.bitcast_convert_type(bits(param).astype(jnp.uint32) << 16, jnp.int32)
@@ -47,19 +60,26 @@ def join(param: jax.Array, remainder: jax.Array) -> jax.Array:
     # No number leaves these, but a parameter may have been replaced.
     is_foreign = (is_zero(param) & (remainder < 0)) | (is_infinite(param) & (remainder > 0))
     word += jnp.where(is_foreign, 0, remainder)
-    return jax.lax.bitcast_convert_type(word, jnp.float32)
+    whole = jax.lax.bitcast_convert_type(word, jnp.float32)
+    return with_derivative_of(param.astype(jnp.float32), whole)
 
 
-@jax.custom_jvp
+def start(param: jax.Array, kept: jax.Array) -> jax.Array:
+    """Return the float32 weight from which a step starts, of a parameter and its master."""
+    if kept.dtype == jnp.int16:
+        return join(param, kept)
+    # Compared as integers. Of a cast there and straight back, XLA:GPU takes neither (jaxlib 0.10.2,
+    # which allows excess precision by default: `xla_allow_excess_precision`), and XLA:CPU compares
+    # bfloat16 in float32, which it writes to memory. Zeros of both signs are the same.
+    is_its_own = is_same(kept.astype(param.dtype), param)
+    return jnp.where(is_its_own, kept, param.astype(jnp.float32))
+
+
 def upper_half(new: jax.Array, remainder: jax.Array) -> jax.Array:
     """Return the bfloat16 that is nearest to a float32, in float32."""
     # Of the forms tried, this one alone is fused into one loop by XLA:TPU (libtpu 0.0.42).
     word = jax.lax.bitcast_convert_type(new, jnp.int32) - remainder.astype(jnp.int32)
-    return jax.lax.bitcast_convert_type(word, jnp.float32)
-
-
-join.defjvps(lambda tangent, *_: tangent.astype(jnp.float32), None)
-upper_half.defjvps(lambda tangent, *_: tangent, None)
+    return with_derivative_of(new, jax.lax.bitcast_convert_type(word, jnp.float32))
 
 
 def remainder_of(new: jax.Array) -> jax.Array:
@@ -68,39 +88,32 @@ def remainder_of(new: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(new), jnp.zeros_like(lower), lower)
 
 
-def written_once(new: jax.Array, remainder: jax.Array) -> jax.Array:
-    """Return `new`, which XLA:CPU writes to memory.
-
-    Parameter and remainder are both computed from it. XLA:CPU (seen in jaxlib 0.10.2) would compute
-    it in both loops, and copy the old parameter and the old remainder for the second. It does not
-    compute a division twice, and what it divides by here is an odd number modulo 2.
-    """
-    one = (2 * remainder.astype(jnp.int32) + 1) & 1
-    return jax.lax.platform_dependent(
-        new, one.astype(jnp.float32), cpu=jax.lax.div, default=lambda new, _: new
-    )
+def move_remainder(new: jax.Array, param: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the remainder of a new master, and the update that leads to its parameter."""
+    remainder = remainder_of(new)
+    rounded = upper_half(new, remainder)
+    return remainder, _update_to(new, rounded, rounded == 0, param)
 
 
-def move(new: jax.Array, kept: jax.Array, param: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return what the state keeps of a new master, and the update that leads to its parameter."""
+def move_master(new: jax.Array, param: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the master that the state keeps, and the update that leads to its parameter."""
+    if param.dtype == jnp.float16:  # from infinity, no addition leads back
+        largest = jnp.finfo(jnp.float16).max.astype(jnp.float32)
+        new = jnp.where(jax.lax.is_finite(new), jax.lax.clamp(-largest, new, largest), new)
+    half = new.astype(param.dtype)
+    # Of a cast there and straight back, XLA:GPU takes neither (see `start`). It keeps both
+    # with a choice in between.
+    is_nothing = is_zero(half)
+    rounded = jnp.where(is_nothing, jnp.ones_like(half), half).astype(jnp.float32)
+    return new, _update_to(new, rounded, is_nothing, param)
+
+
+def _update_to(
+    new: jax.Array, rounded: jax.Array, rounds_to_zero: jax.Array, param: jax.Array
+) -> jax.Array:
+    """Return what to add to a parameter in float32 for `rounded`, or for a zero of `new`'s sign."""
     start = param.astype(jnp.float32)
-    if kept.dtype == jnp.int16:
-        new = written_once(new, kept)
-        kept = remainder_of(new)
-        rounded = upper_half(new, kept)
-        rounds_to_zero = rounded == 0
-        is_there = rounds_to_zero & is_zero(param) & (jnp.signbit(new) == jnp.signbit(start))
-    else:
-        if param.dtype == jnp.float16:  # from infinity, no addition leads back
-            largest = jnp.finfo(jnp.float16).max.astype(jnp.float32)
-            new = jnp.where(jax.lax.is_finite(new), jax.lax.clamp(-largest, new, largest), new)
-        kept, half = new, new.astype(param.dtype)
-        rounds_to_zero = is_zero(half)
-        is_there = rounds_to_zero & (bits(half) == bits(param))
-        # Of a cast there and straight back, XLA:GPU takes neither (see `masters.py`). It keeps both
-        # with a choice in between.
-        rounded = jnp.where(rounds_to_zero, jnp.ones_like(half), half).astype(jnp.float32)
-    end = jnp.where(rounds_to_zero, new, rounded)  # of zero it has the sign
-    return kept, jnp.where(
-        is_there | ~jax.lax.is_finite(start), jnp.full_like(start, -0.0), end - start
-    )
+    end = jnp.where(rounds_to_zero, new, rounded)
+    is_there = rounds_to_zero & is_zero(param) & (jnp.signbit(new) == jnp.signbit(start))
+    stays = is_there | ~jax.lax.is_finite(start)
+    return jnp.where(stays, jnp.full_like(start, -0.0), end - start)

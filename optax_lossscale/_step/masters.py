@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._step.halves import HALF, is_same, join, move, widened
+from optax_lossscale._step import halves
 from optax_lossscale._support import checks
 from optax_lossscale._support.tree import (
     KeyPath,
     PyTree,
+    Tree,
     at_least_float32,
     children,
     has_fp8_metadata,
@@ -36,6 +37,9 @@ class MasterWeightsState(NamedTuple):
 
     master_weights: PyTree
     inner_state: optax.OptState
+
+
+MasterWeightsState.__module__ = "optax_lossscale"  # as pickles name it
 
 
 def with_master_weights(
@@ -101,23 +105,24 @@ def with_master_weights(
 
     def init_fn(params: optax.Params) -> MasterWeightsState:
         masters = jax.tree.map(functools.partial(_master, remainders=remainders), params)
-        return MasterWeightsState(masters, inner.init(jax.tree.map(widened, params)))
+        return MasterWeightsState(masters, inner.init(jax.tree.map(halves.widened, params)))
 
     def update_fn(
-        updates: optax.Updates,
+        updates: optax.Updates | None,
         state: optax.OptState,
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, MasterWeightsState]:
         masters, inner_state = checks.expect_state(state, MasterWeightsState)
-        if params is None:
-            raise ValueError(
-                "`params` must be given to `update`, got None: the updates lead from the "
-                "parameters to the rounded masters. Call `update(grads, state, params)`."
-            )
+        for name, given in (("updates", updates), ("params", params)):
+            if given is None:
+                raise ValueError(
+                    f"`{name}` must be given to `update`, got None: the updates lead from the "
+                    "parameters to the rounded masters. Call `update(grads, state, params)`."
+                )
         numbers, weights = _weights(masters, params)
         kept, masters_def = jax.tree.flatten(masters, is_leaf=_is_missing)
-        halves, params_def = jax.tree.flatten(params)
+        old, params_def = jax.tree.flatten(params)
         grads = jax.tree.map(at_least_float32, updates)
         updates, inner_state = inner.update(
             grads, inner_state, params_def.unflatten(weights), **extra_args
@@ -126,14 +131,16 @@ def with_master_weights(
         for i, number in enumerate(numbers):
             if number is not None:
                 new = jnp.asarray(optax.apply_updates(weights[i], moves[i]), jnp.float32)
-                kept[number], moves[i] = move(new, kept[number], halves[i])
+                has_remainder = kept[number].dtype == jnp.int16
+                move = halves.move_remainder if has_remainder else halves.move_master
+                kept[number], moves[i] = move(new, old[i])
         state = MasterWeightsState(masters_def.unflatten(kept), inner_state)
         return params_def.unflatten(moves), state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def master_weights(opt_state: PyTree, params: optax.Params) -> optax.Params:
+def master_weights(opt_state: PyTree, params: Tree) -> Tree:
     """Return the parameters in full precision, to evaluate or export them.
 
     Args:
@@ -196,29 +203,33 @@ def warn_without_masters(params: optax.Params, opt_state: optax.OptState) -> Non
 
 
 def refuse_changed_updates(inner_state: optax.OptState) -> None:
-    """Refuse masters to whose updates more is done: parameters would not be the masters, rounded.
-
-    That is so in a chain that goes on after them, and in optimizers that have a base optimizer.
-    """
+    """Refuse masters around which stands more than is known to hand their updates through."""
     for path, _ in leaves_of_type(inner_state, MasterWeightsState):
-        node: PyTree = inner_state
+        around, node = None, inner_state
         for key in path:
             found = {own: child for (own,), child in children(node)[0]}
             is_chain = type(node) in (tuple, collections.OrderedDict)  # of `named_chain`
-            is_last = not is_chain or key == [*found][-1]
-            if not is_last or _names((key,)) == ("base_optimizer_state",):
+            is_group = isinstance(around, optax.MultiTransformState)  # a dict of states by label
+            is_last = is_chain and key == [*found][-1]
+            if not (is_last or is_group or isinstance(node, _HAND_THROUGH)):
                 raise ValueError(
                     "`inner` must leave the updates of `with_master_weights` as they are, got a "
-                    f"MasterWeightsState at {path_name(path)} of its state, with more after it. "
-                    "Keep the masters around the whole optimizer: "
-                    "`with_master_weights(optax.chain(...))`."
+                    f"MasterWeightsState at {path_name(path)} of its state, inside of a "
+                    f"{type(node).__name__} that may change them. Keep the masters around the "
+                    "whole optimizer: `with_master_weights(inner)`."
                 )
-            node = found[key]
+            around, node = node, found[key]
+
+
+_HAND_THROUGH = (
+    *(optax.MaskedState, optax.MultiTransformState, optax.MultiStepsState),
+    *(optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState),
+)
 
 
 def _master(param: Any, *, remainders: bool) -> Any:
     """Return what the state holds for a parameter."""
-    master = widened(param)
+    master = halves.widened(param)
     if master is param:
         return optax.MaskedNode()
     if not (remainders and param.dtype == jnp.bfloat16):
@@ -233,63 +244,57 @@ def _is_missing(master: Any) -> bool:
 
 
 def _weights(
-    masters: PyTree, params: optax.Params, *, others: bool = False
+    masters: PyTree, params: PyTree, *, others: bool = False
 ) -> tuple[list[int | None], list[Any]]:
-    """Return the leaves of `params` in float32 where they have masters, and which those are.
+    """Return for each leaf of `params` the number of its master, or None, and it or its master.
 
-    Args:
-      masters: A tree of masters, with a `MaskedNode` where one parameter, or all below, have none.
-      params: The parameters, in any container.
-      others: Whether `params` may hold arrays of which `masters` does not know.
-
-    Returns:
-      For each leaf of `params`, the number of its master among the leaves of `masters`, or None;
-      and the leaf, or its master.
+    A `MaskedNode` among the masters says that one parameter has none, or all below. With `others`,
+    `params` may hold arrays of which `masters` does not know.
     """
     kept = jax.tree_util.tree_leaves_with_path(masters, is_leaf=_is_missing)
-    known = {_names(path): number for number, (path, _) in enumerate(kept)}
+    missing = {_names(path) for path, master in kept if _is_missing(master)}
+    places = {_names(path): i for i, (path, master) in enumerate(kept) if not _is_missing(master)}
     numbers: list[int | None] = []
     weights: list[Any] = []
+    strangers: list[KeyPath] = []
     for path, param in jax.tree_util.tree_leaves_with_path(params):
         names = _names(path)
-        # The array in an nnx.Variable has one name more, in the parameters or in the masters.
-        places = names, (*names, "value"), *(names[:end] for end in reversed(range(len(names))))
-        number = next((known[place] for place in places if place in known), None)
-        checks.known_place("params", path, _INITIALIZED, known=others or number is not None)
-        if number is not None and _is_missing(kept[number][1]):
-            number = None
+        number = places.pop(names, None)
+        above = (names[:end] for end in range(len(names) + 1))
+        if number is None and not (others or any(each in missing for each in above)):
+            strangers.append(path)
         numbers.append(number)
         weights.append(param if number is None else _weight(path, kept[number][1], param))
-    for number, (path, master) in enumerate(kept):
-        is_known = number in numbers or _is_missing(master)
-        checks.known_place("params", path, _INITIALIZED, known=is_known)
+    for path in [*strangers, *(kept[number][0] for number in places.values())]:
+        where = path_name(path)
+        raise ValueError(
+            f"`params` must keep its structure, got another at {where}. {_INITIALIZED}"
+        )
     return numbers, weights
 
 
 def _names(path: KeyPath) -> tuple[Any, ...]:
-    """Return the keys of a path, whatever containers they are keys of."""
-    keys = (getattr(key, "key", getattr(key, "name", getattr(key, "idx", None))) for key in path)
-    return tuple(keys)
+    """Return the keys of a path, in any container.
+
+    The array in an `nnx.Variable` is at `.value`, in the parameters or in the masters. A last key
+    of this name is left out everywhere. No two leaves of a tree become the same by that.
+    """
+    keys = [getattr(key, "key", getattr(key, "name", getattr(key, "idx", None))) for key in path]
+    return tuple(keys[:-1] if keys[-1:] == ["value"] else keys)
 
 
 def _weight(path: KeyPath, master: Any, param: jax.Array) -> jax.Array:
     """Return the float32 weight from which a step starts."""
     checks.same_shape("params", path, param, master, _INITIALIZED)
-    if (param.dtype, master.dtype) not in _STORED:
+    if (param.dtype.name, master.dtype.name) not in _STORED:
         raise TypeError(
             "`opt_state` must hold float32 masters of float16 and bfloat16 parameters, or int16 "
             f"remainders of bfloat16 ones, got {master.dtype} for a {param.dtype} parameter at "
             f"{path_name(path)}. {_INITIALIZED}"
         )
-    if master.dtype == jnp.int16:
-        return join(param, master)
-    # Compared as integers. Of a cast there and straight back, XLA:GPU takes neither (jaxlib 0.10.2,
-    # which allows excess precision by default: `xla_allow_excess_precision`), and XLA:CPU compares
-    # bfloat16 in float32, which it writes to memory. Zeros of both signs are the same.
-    rounded = master.astype(param.dtype)
-    return jnp.where(is_same(rounded, param), master, param.astype(jnp.float32))
+    return halves.start(param, master)
 
 
 # The dtypes of a parameter and of its master.
-_STORED = {(half, jnp.dtype("float32")) for half in HALF} | {(HALF[1], jnp.dtype("int16"))}
+_STORED = {("float16", "float32"), ("bfloat16", "float32"), ("bfloat16", "int16")}
 _INITIALIZED = "Give the parameters that the state was initialized with."

@@ -1,43 +1,19 @@
-"""Functions as JAX traces them."""
+"""Reading jaxprs, the programs that JAX traces."""
 
 import inspect
 import linecache
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import jax
-
-from optax_lossscale._support.tree import PyTree, is_array
 
 # `jax.extend.core` has these classes. Importing it takes as long as all else of the package.
 Jaxpr: TypeAlias = Any
 ClosedJaxpr: TypeAlias = Any
 Equation: TypeAlias = Any
 Variable: TypeAlias = Any
-
-
-def trace(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> tuple[ClosedJaxpr, list[Any]]:
-    """Trace a function of any arguments, and return the arrays among them, too.
-
-    Arrays and `jax.ShapeDtypeStruct`s are traced; every other leaf is handed on as it is. What the
-    function writes into its arguments, such as modules of `flax.nnx`, is among its results.
-    """
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    is_traced = [is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
-
-    def on_arrays(arrays: Sequence[Any]) -> PyTree:
-        replaced = iter(arrays)
-        both = [next(replaced) if t else x for x, t in zip(leaves, is_traced, strict=True)]
-        inner_args, inner_kwargs = jax.tree.unflatten(treedef, both)
-        results = jax.tree.leaves(fun(*inner_args, **inner_kwargs))
-        given = set(map(id, both))
-        written = [x for x in jax.tree.leaves((inner_args, inner_kwargs)) if id(x) not in given]
-        return [x for x in [*results, *written] if is_array(x)]
-
-    arrays = [x for x, t in zip(leaves, is_traced, strict=True) if t]
-    return jax.make_jaxpr(on_arrays)(arrays), arrays
 
 
 def argument_names(fun: Callable[..., Any], number: int) -> list[str]:

@@ -5,14 +5,12 @@ loss itself broken, why does nothing learn, what runs in float16. Functions of g
 `jax.jit` and never wait for the device. Functions that return text or draw plots run on the host.
 """
 
-from optax_lossscale.diagnostics.calibration import calibrate
 from optax_lossscale.diagnostics.exponents import (
     GradientExponents,
     gradient_exponents,
     plot_gradient_exponents,
     suggest_scale,
 )
-from optax_lossscale.diagnostics.first import FirstNonfinite, first_nonfinite
 from optax_lossscale.diagnostics.health import LossScaleStalledError, check_health
 from optax_lossscale.diagnostics.logs import (
     NonfiniteCounts,
@@ -21,8 +19,10 @@ from optax_lossscale.diagnostics.logs import (
     metrics,
     nonfinite_report,
 )
-from optax_lossscale.diagnostics.precision import (
+from optax_lossscale.diagnostics.programs import (
+    FirstNonfinite,
     MatrixProducts,
+    first_nonfinite,
     format_precision_report,
     precision_report,
 )
@@ -33,7 +33,6 @@ __all__ = [
     "LossScaleStalledError",
     "MatrixProducts",
     "NonfiniteCounts",
-    "calibrate",
     "check_health",
     "first_nonfinite",
     "format_nonfinite_report",

@@ -8,9 +8,14 @@ import jax
 import numpy as np
 
 from optax_lossscale._policy import FixedLossScale, LossScale, LossScaleLike, as_loss_scale, init
-from optax_lossscale._state import WRAP_ONCE, LossScaleState, SkipIfState, SpikeState, as_field
+from optax_lossscale._state import (
+    WRAP_ONCE,
+    LossScaleState,
+    SpikeState,
+    WithLossScalingState,
+    as_field,
+)
 from optax_lossscale._step.finite import all_finite
-from optax_lossscale._step.guard import WithLossScalingState
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import LARGEST_SCALE, SMALLEST_SCALE
 from optax_lossscale._support.tree import (
@@ -18,7 +23,6 @@ from optax_lossscale._support.tree import (
     is_inexact,
     leaves_of_type,
     path_name,
-    read_as,
 )
 
 
@@ -65,11 +69,10 @@ def check_health(
     """
     limit = checks.count("max_consecutive_skipped", max_consecutive_skipped, least=0)
     policy = None if loss_scale is None else as_loss_scale(loss_scale)
-    kinds = (WithLossScalingState, SkipIfState, LossScaleState)
-    _, guard = checks.only_one("opt_state", opt_state, kinds, WRAP_ONCE)
-    counts = read_as(kinds, getattr(guard, "loss_scale_state", guard))
-    state = _read(counts, *(name for name in LossScaleState._fields if hasattr(counts, name)))
-    rule_state = getattr(guard, "rule_state", None)
+    _, counts = checks.only_one("opt_state", opt_state, LossScaleState, WRAP_ONCE)
+    guard = next((g for _, g in leaves_of_type(opt_state, WithLossScalingState)), None)
+    state = _read(counts, *LossScaleState._fields)
+    rule_state = getattr(guard, "rule_state", ())
     _refuse_impossible(state, rule_state, getattr(guard, "inner_state", ()), bounds_of(policy))
     if state["consecutive_skipped"] > limit:
         causes = _likely_causes(state, rule_state, policy)
@@ -140,8 +143,8 @@ _LARGE = (
     "summing it, normalize the data, or lower `min_scale`, below 1 if need be."
 )
 _DESCENT = (
-    "The loss scale started too large and is still on its way down. Start from `calibrate`, or "
-    "with a smaller `initial_scale`, or allow for more with `max_consecutive_skipped`."
+    "The loss scale started too large and is still on its way down. Start with "
+    "a smaller `initial_scale`, or allow for more with `max_consecutive_skipped`."
 )
 _FIXED = (
     "The loss scale is too large, and does not move. Take the one that `suggest_scale` returns, or "

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._state import LossScaleState, loss_scale_state, skip_counts, strongly_typed
+from optax_lossscale._state import loss_scale_state, strongly_typed
+from optax_lossscale._step.outside import warn_of_what_stands_outside
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import INT32_MAX
-from optax_lossscale._support.tree import PyTree, is_inexact, is_symbolic, leaves_of_type, readable
+from optax_lossscale._support.tree import PyTree, is_inexact, is_symbolic, readable
 
 
 def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
@@ -43,16 +44,14 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
       consecutive_skipped 1
       total_skipped 1
     """
-    counts = skip_counts(opt_state)
-    is_applied = {"applied": counts["consecutive_skipped"] == 0}
-    if not any(leaves_of_type(opt_state, LossScaleState)):
-        return is_applied | counts
+    warn_of_what_stands_outside(opt_state)
     state = strongly_typed(loss_scale_state(opt_state))
     return {
         "loss_scale": state.loss_scale,
-        **is_applied,
+        "applied": state.consecutive_skipped == 0,
         "growth_count": state.growth_count,
-        **counts,
+        "consecutive_skipped": state.consecutive_skipped,
+        "total_skipped": state.total_skipped,
     }
 
 
@@ -81,7 +80,7 @@ def is_stalled(opt_state: PyTree, *, max_consecutive_skipped: int = 50) -> jax.A
       True
     """
     limit = checks.count("max_consecutive_skipped", max_consecutive_skipped, least=0)
-    return skip_counts(opt_state)["consecutive_skipped"] > limit
+    return strongly_typed(loss_scale_state(opt_state)).consecutive_skipped > limit
 
 
 class NonfiniteCounts(NamedTuple):

@@ -6,7 +6,6 @@ Needs the group `docs`, which `make test` does not install.
 import inspect
 import json
 import re
-import shutil
 import zlib
 from pathlib import Path
 
@@ -131,15 +130,3 @@ def test_pictures_have_words_and_nothing_is_loaded_from_another_host(site):
     loads = r"""<(?:img|link|script|iframe)\b[^>]*\b(?:src|href)=["']|url\(["']?|@import\s*["']"""
     assert re.findall(rf"(?:{loads})(?:data:|[\w./])", text)
     assert re.findall(rf"(?:{loads})(?:https?:)?//[^>\s]*", text) == []
-
-
-def test_a_page_with_a_link_to_nowhere_is_not_built(python, tmp_path):
-    source = tmp_path / "docs"
-    for name in ("_static", "images"):
-        shutil.copytree(DOCS / name, source / name)
-    for name in ("conf.py", "notebooks.py"):
-        shutil.copy(DOCS / name, source)
-    (source / "index.md").write_text("# A page\n\n[One](#a-page), and [another](#nowhere).\n")
-    _, said = python(*SPHINX, source, tmp_path / "site", cwd=DOCS.parent, status=1)
-    assert "'nowhere'" in said
-    assert said.count("WARNING") == 1

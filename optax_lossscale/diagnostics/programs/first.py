@@ -19,10 +19,9 @@ from optax_lossscale._support.jaxprs import (
     inner_jaxprs,
     is_literal,
     source_of,
-    trace,
 )
 from optax_lossscale._support.tree import KeyPath, PyTree, is_array, is_inexact
-from optax_lossscale.diagnostics.first_values import (
+from optax_lossscale.diagnostics.programs.first_values import (
     FirstNonfinite,
     Leaf,
     Origin,
@@ -34,6 +33,7 @@ from optax_lossscale.diagnostics.first_values import (
     readable_scope,
     sliced,
 )
+from optax_lossscale.diagnostics.programs.trace import trace
 
 _TIME = operator.attrgetter("time")
 
