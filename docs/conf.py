@@ -3,6 +3,7 @@
 import re
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from docutils import nodes
@@ -60,8 +61,18 @@ pygments_style = "friendly"
 pygments_dark_style = "native"
 
 # Public names are known where they are imported from, not in the module that defines them, whose
-# source is shown.
+# source is shown. Public states and policies name the package as their module, for pickles.
 SOURCES = {}
+
+
+def defines(module: ModuleType, name: str, value: object) -> bool:
+    """Return whether a module of ours holds the source of a name."""
+    if not module.__name__.startswith("optax_lossscale.") or vars(module).get(name) is not value:
+        return False
+    source = Path(str(module.__file__)).read_text("utf-8")
+    return re.search(rf"^(class|def) {name}\b", source, re.MULTILINE) is not None
+
+
 for room in (
     optax_lossscale,
     optax_lossscale.diagnostics,
@@ -70,8 +81,8 @@ for room in (
 ):
     for name in room.__all__:
         value = getattr(room, name)
-        if getattr(value, "__module__", "").startswith("optax_lossscale."):
-            SOURCES[room.__name__, name] = value.__module__
+        for module in [module for module in sys.modules.values() if defines(module, name, value)]:
+            SOURCES[room.__name__, name] = module.__name__
             value.__module__ = room.__name__
 
 # What is linked wherever it stands in backticks: `ols.init`, and `scale_loss` without more; but not
