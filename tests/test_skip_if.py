@@ -356,7 +356,7 @@ def test_metrics_health_and_the_flag_for_loops_count_the_skips():
     ols.diagnostics.check_health(healthy)
     ols.diagnostics.check_health(stalled, max_consecutive_skipped=51)
     with pytest.raises(
-        ols.diagnostics.LossScaleStalledError, match=r"(?s)last 51 steps \(52 .*A rule"
+        ols.diagnostics.LossScaleStalledError, match=r"(?s)last 51 steps were skipped \(52 .*A rule"
     ):
         ols.diagnostics.check_health(stalled)
 
