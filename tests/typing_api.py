@@ -152,7 +152,7 @@ def keras_arguments(params: Params) -> None:
 def diagnose(opt_state: optax.OptState, params: Params, x: jax.Array) -> None:
     assert_type(ols.diagnostics.metrics(opt_state), dict[str, jax.Array])
     with contextlib.suppress(diagnostics.LossScaleStalledError):
-        diagnostics.check_health(opt_state, max_consecutive_skipped=20, loss_scale="dynamic")
+        diagnostics.check_health(opt_state, max_consecutive_skipped=20, policy="dynamic")
     report = diagnostics.nonfinite_report(params)
     assert_type(report, dict[str, diagnostics.NonfiniteCounts])
     assert_type(diagnostics.format_nonfinite_report(report), str)
