@@ -69,7 +69,7 @@ def pure_functions(params: Params, x: jax.Array) -> None:
     grads, grads_finite = ols.unscale_and_check(params, state)
     assert_type((grads, grads_finite), tuple[Params, jax.Array])
     assert_type(ols.update(state, grads_finite, "dynamic"), ols.LossScaleState)
-    ols.update(state, grads_finite=True, loss_scale=ols.DynamicLossScale(), loss_finite=False)
+    ols.update(state, grads_finite=True, policy=ols.DynamicLossScale(), loss_finite=False)
     assert_type(ols.all_finite(grads), jax.Array)
     assert_type(ols.applied(state), jax.Array)
     assert_type(ols.tree_where(grads_finite, grads, params), Params)
@@ -78,6 +78,7 @@ def pure_functions(params: Params, x: jax.Array) -> None:
     ols.value_and_grad(loss_fn, argnums=(0, 1), has_aux=False, transform=jax.value_and_grad)
 
     ols.update(state, grads_finite)  # pyright: ignore[reportCallIssue]
+    ols.update(state, grads_finite, 8.0)  # pyright: ignore[reportArgumentType]
     ols.update(state.loss_scale, grads_finite, "dynamic")  # pyright: ignore[reportArgumentType]
     ols.update(state, grads_finite, "dynamic", True)  # pyright: ignore[reportCallIssue]
     ols.unscale_and_check(grads, state, "data")  # pyright: ignore[reportCallIssue]
@@ -103,8 +104,9 @@ def other_wrappers(params: Params, x: jax.Array) -> None:
     assert_type(tx, optax.GradientTransformationExtraArgs)
     ols.skip_if(optax.MultiSteps(tx, 2), lambda *_, **__: x > 1, axis_name="data")
     opt_state = tx.init(params)
-    assert isinstance(opt_state, ols.SkipIfState)
-    assert_type(opt_state.total_skipped, jax.Array)
+    assert isinstance(opt_state, ols.WithLossScalingState)
+    assert_type(opt_state.rule_state, tuple[Any, ...])
+    assert isinstance(opt_state.rule_state[0], ols.SpikeState)
     assert isinstance(opt_state.inner_state, ols.MasterWeightsState)
     assert_type(ols.master_weights(opt_state, params), Params)
     assert_type(ols.cast(params, jnp.float16, keep=lambda path: "norm" in path), Params)
