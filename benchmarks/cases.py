@@ -32,7 +32,10 @@ GUARDS = (
     "Optax", "Control", "SkipIf", "IfFinite", "Spike", "SpikeByHand", "SpikeNorm",
     "SpikeNormByHand", "MaxText", "Levanter",
 )  # fmt: skip
-REMAINDERS = "MastersByHand", "Masters", "Remainders", "SkipIfRemainders"
+REMAINDERS = (
+    "MastersByHand", "Masters", "Remainders", "SkipIfRemainders", "RemaindersBfloat16State",
+    "SpikeRemaindersBfloat16State",
+)  # fmt: skip
 
 
 class Case(NamedTuple):
@@ -72,6 +75,9 @@ CASES = {
         contenders=("Optax", "Where", "Functional", "Ours", "Jmp"),
     ),
     "guards": Case("12 arrays, skips without scaling", _wide(), contenders=GUARDS),
+    "state": Case(
+        "12 arrays, state in two bytes", _wide(), contenders=("Optax", "Control", "Bfloat16State")
+    ),
     "sgd": Case("12 arrays, `sgd`", _wide(), "sgd"),
     "momentum": Case("12 arrays, `sgd` with momentum", _wide(), "sgd, momentum"),
     "lion": Case("12 arrays, `lion`", _wide(), "lion"),

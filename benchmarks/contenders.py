@@ -365,6 +365,7 @@ def _stack(tx: Optimizer, **axis: str) -> Optimizer:
 _SCALED = functools.partial(ols.with_loss_scaling, loss_scale=POLICY)
 _FIXED = ols.FixedLossScale(LOSS_SCALE, skip_nonfinite=False)
 _REMAINDERS = functools.partial(ols.with_master_weights, remainders=True)
+_TWO_BYTES = lambda tx: _REMAINDERS(ols.with_bfloat16_state(tx))  # noqa: E731
 _IF_FINITE = functools.partial(optax.apply_if_finite, max_consecutive_errors=100)
 _LIBRARY = {"scales": True, "skips": True}
 _VALUE = {"arguments": lambda _grads, loss: {"value": loss}}
@@ -389,6 +390,7 @@ CONTENDERS: dict[str, Contender] = {
     "Where": Functional("ours, pure functions and tree_where", **_LIBRARY),
     "Functional": Functional("ours, pure functions", ols.skip_if, selects=False, **_LIBRARY),
     # Without loss scaling.
+    "Bfloat16State": Ours("ours, state in two bytes", ols.with_bfloat16_state),
     "SkipIf": Ours("ours, skip_if", ols.skip_if, skips=True),
     "Spike": Ours("ours, Spike()", lambda t: ols.skip_if(t, ols.Spike()), skips=True, **_VALUE),
     "SpikeByHand": ByHand("by hand, spikes of the loss", skips=True, spike="loss"),
@@ -408,6 +410,13 @@ CONTENDERS: dict[str, Contender] = {
     "Remainders": Ours("ours, remainders", _REMAINDERS),
     "SkipIfRemainders": Ours(
         "ours, skip_if and remainders", lambda tx: ols.skip_if(_REMAINDERS(tx)), skips=True
+    ),
+    "RemaindersBfloat16State": Ours("ours, remainders and state in two bytes", _TWO_BYTES),
+    "SpikeRemaindersBfloat16State": Ours(
+        "the same with Spike()",
+        lambda tx: ols.skip_if(_TWO_BYTES(tx), ols.Spike()),
+        skips=True,
+        **_VALUE,
     ),
     "Stack": Ours("optax_lossscale", _stack, **_LIBRARY, **_VALUE),
     "StackByHand": ByHand("by hand", spike="loss", **_LIBRARY),

@@ -17,6 +17,7 @@ from optax_lossscale._state import (
     applied,
     loss_scale_state,
 )
+from optax_lossscale._step.bfloat16_state import Bfloat16State, with_bfloat16_state
 from optax_lossscale._step.cast import cast
 from optax_lossscale._step.differentiate import grad, value_and_grad
 from optax_lossscale._step.finite import all_finite
@@ -33,6 +34,7 @@ from optax_lossscale._support.choose import tree_where
 __version__ = "0.1.0"
 
 __all__ = [
+    "Bfloat16State",
     "DynamicLossScale",
     "FixedLossScale",
     "LossScale",
@@ -57,6 +59,7 @@ __all__ = [
     "unscale_and_check",
     "update",
     "value_and_grad",
+    "with_bfloat16_state",
     "with_loss_scaling",
     "with_master_weights",
 ]

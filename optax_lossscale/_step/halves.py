@@ -117,3 +117,38 @@ def _update_to(
     is_there = rounds_to_zero & is_zero(param) & (jnp.signbit(new) == jnp.signbit(start))
     stays = is_there | ~jax.lax.is_finite(start)
     return jnp.where(stays, jnp.full_like(start, -0.0), end - start)
+
+
+def rounded_at_random(x: jax.Array, count: jax.Array, place: int) -> jax.Array:
+    """Return one of the two nearest bfloat16 numbers; the expectation is the number itself.
+
+    The random bits are those of the step `count`, of the array at a `place` and of each element.
+    """
+    x = x.astype(jnp.float32)
+    # The lower half carries into the upper one as often as it is large, but for the largest number,
+    # which has no lower half, and so does not become infinite.
+    largest = jnp.finfo(jnp.bfloat16).max.astype(jnp.float32)
+    word = jax.lax.bitcast_convert_type(jax.lax.clamp(-largest, x, largest), jnp.uint32)
+    word += _random_bits(x.shape, count, place) >> 16
+    upper = jax.lax.bitcast_convert_type(word & np.uint32(0xFFFF0000), jnp.float32)
+    zero = jax.lax.stop_gradient(x) - x  # has the derivative, as in `with_derivative_of`
+    return jnp.where(jax.lax.is_finite(x), upper - zero, x).astype(jnp.bfloat16)
+
+
+def _random_bits(shape: tuple[int, ...], count: jax.Array, place: int) -> jax.Array:
+    """Return 32 bits for each element. Nothing is stored or read."""
+    # XLA:GPU (jaxlib 0.10.2) would make a kernel for each array of a hash of the count alone, and
+    # one of indices that arrays of one shape share. So the count is mixed in with the elements, and
+    # each array starts at its own index: by the golden ratio, far from the others.
+    start = np.uint32(place * 0x9E3779B9 % 2**32)
+    index = jnp.full(shape, start)
+    for axis, size in enumerate(shape):
+        index = index * size + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+    return _mixed(_mixed(index) + start + count)
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+    """Return a hash of 32 bits, of which no two numbers have the same."""
+    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
+    return x ^ (x >> 16)

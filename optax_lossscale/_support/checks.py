@@ -8,7 +8,7 @@ import inspect
 import math
 import numbers
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -176,13 +176,16 @@ def only_one(name: str, tree: PyTree, kind: type[Tree], remedy: str) -> tuple[Ke
     return found[0]
 
 
-def expect_state(state: object, kind: type[Tree], name: str = "state") -> Tree:
-    """Return `state` if it is what `init` makes."""
+def expect_state(
+    state: object,
+    kind: type[Tree],
+    name: str = "state",
+    remedy: str = "Make it with `init` of this transformation; put the state of a plain optimizer "
+    "into its `inner_state`.",
+) -> Tree:
+    """Return `state` if it is a `kind`."""
     if not isinstance(state, kind):
-        raise TypeError(
-            f"`{name}` must be a {kind.__name__}, got {type(state).__name__}. Make it with `init` "
-            "of this transformation; put the state of a plain optimizer into its `inner_state`."
-        )
+        raise TypeError(f"`{name}` must be a {kind.__name__}, got {type(state).__name__}. {remedy}")
     return state
 
 
@@ -233,3 +236,14 @@ def transformation(
             f"{optimizer!r}. Call the optimizer's factory first, for example `optax.adam(1e-3)`."
         )
     return optax.with_extra_args_support(optimizer)
+
+
+def report(name: str, value: object, kind: type, remedy: str) -> None:
+    """Refuse anything but a dict of a `kind`."""
+    wrong = value
+    if isinstance(value, Mapping):
+        wrong = next((entry for entry in value.values() if not isinstance(entry, kind)), None)
+    if wrong is not None:
+        raise TypeError(
+            f"`{name}` must be a dict of {kind.__name__}, got {type(wrong).__name__}. {remedy}"
+        )

@@ -17,7 +17,7 @@ Variable: TypeAlias = Any
 
 
 def argument_names(fun: Callable[..., Any], number: int) -> list[str]:
-    """Return what the signature of `fun` calls this many positional arguments."""
+    """Return the names of this many positional arguments in the signature of `fun`."""
     try:
         parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):  # of some functions written in C
@@ -30,7 +30,7 @@ def argument_names(fun: Callable[..., Any], number: int) -> list[str]:
 
 
 def is_literal(atom: Any) -> bool:
-    """Return whether what an equation reads is a number, and not a variable."""
+    """Return whether an operand of an equation is a number, and not a variable."""
     return hasattr(atom, "val")
 
 
@@ -47,13 +47,15 @@ def inner_jaxprs(equation: Equation) -> Iterator[Jaxpr]:
             yield getattr(param, "jaxpr", param)
 
 
-def source_of(eqn: Equation) -> str:
-    """Return the innermost line that is not of an installed package."""
-    traceback = eqn.source_info.traceback
-    frames = list(traceback.frames) if traceback else []
+def source_of(*equations: Equation) -> str:
+    """Return the innermost line that is not of an installed package, of the first that has one.
+
+    JAX forgets where the caller of some functions stands: of `jnp.where`, of a `jax.checkpoint`.
+    """
     libraries = map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))
     installed = (*libraries, str(Path(__file__).parents[1]))
-    for frame in frames:
+    tracebacks = (equation.source_info.traceback for equation in equations)
+    for frame in (frame for traceback in tracebacks if traceback for frame in traceback.frames):
         if not frame.file_name.startswith(installed):
             line = linecache.getline(frame.file_name, frame.line_num).strip()
             return f"{frame.file_name}:{frame.line_num}" + (f": {line}" if line else "")

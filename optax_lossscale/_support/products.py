@@ -35,8 +35,7 @@ class Product(NamedTuple):
 
     def source(self) -> str:
         """Return the line of the user's code that it comes from, with its file; `""` if none."""
-        # JAX forgets where the caller of a function with `jax.checkpoint` stands.
-        return next(filter(None, map(source_of, self.equations)), "")
+        return source_of(*self.equations)
 
 
 def products_of(jaxpr: Jaxpr | ClosedJaxpr) -> list[Product]:
@@ -89,7 +88,7 @@ def _used_of(inner: Jaxpr, equation: Equation, is_used: list[bool]) -> list[bool
     name = equation.primitive.name
     if name == "while" or len(inner.outvars) != len(is_used):
         return [True] * len(inner.outvars)
-    # What a scan carries, and does not stack, may be used in its next iteration.
+    # The next iteration of a scan may use a result that is carried, and so not stacked.
     ranks = zip(inner.outvars, equation.outvars, strict=True)
     carried = [name == "scan" and x.aval.ndim == y.aval.ndim for x, y in ranks]
     return [u or c for u, c in zip(is_used, carried, strict=True)]
@@ -126,8 +125,13 @@ def _of_convolution(params: Mapping[str, Any], _: Any, kernel: Any, result: Any)
     return 2 * result.size * kernel.size // channels // zeros
 
 
+def _of_scaled_product(_: Mapping[str, Any], lhs: Any, __: Any, result: Any) -> int:
+    return 2 * result.size * lhs.shape[-1]
+
+
 _FLOPS = {
     "dot_general": _of_dot,
     "ragged_dot_general": _of_dot,
     "conv_general_dilated": _of_convolution,
+    "scaled_matmul_wrapper": _of_scaled_product,  # `jax.nn.scaled_matmul`, scaled by blocks
 }

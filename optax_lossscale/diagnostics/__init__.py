@@ -1,8 +1,9 @@
 """Diagnostics for training that fails.
 
 There is one function for each question: which layer overflowed, is the loss scale too small, is the
-loss itself broken, why does nothing learn, what runs in float16. Functions of gradients run inside
-`jax.jit` and never wait for the device. Functions that return text or draw plots run on the host.
+loss itself broken, why does nothing learn, which part runs in float16. Functions of gradients run
+inside `jax.jit` and never wait for the device. Functions that return text or draw plots run on the
+host.
 """
 
 from optax_lossscale.diagnostics.exponents import (

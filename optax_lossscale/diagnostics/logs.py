@@ -1,4 +1,4 @@
-"""What to log: how training goes, and which arrays are not finite."""
+"""Numbers to log: how training goes, and which arrays are not finite."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from optax_lossscale._support.tree import PyTree, is_inexact, is_symbolic, reada
 
 
 def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
-    """Return what is worth logging at every step.
+    """Return the numbers to log at every step.
 
     It copies nothing and does not wait. Call it in the compiled step and return its result; between
     two steps it works too, unless the next step is given the state's buffers to overwrite
@@ -27,8 +27,8 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
 
     Returns:
       `loss_scale` (float32[]), `applied` (bool[], whether the last step was applied),
-      `growth_count`, `consecutive_skipped` and `total_skipped` (int32[]). Of `skip_if`, which has
-      no loss scale: `applied` and the two counts of skipped steps.
+      `growth_count`, `consecutive_skipped` and `total_skipped` (int32[]). The loss scale of
+      `skip_if` is 1.
 
     Raises:
       ValueError: If `opt_state` holds no such state, or several.
@@ -84,7 +84,7 @@ def is_stalled(opt_state: PyTree, *, max_consecutive_skipped: int = 50) -> jax.A
 
 
 class NonfiniteCounts(NamedTuple):
-    """What `nonfinite_report` says of one array.
+    """The counts of one array in a `nonfinite_report`.
 
     Attributes:
       nan: Elements that are NaN. `int32[]`.
@@ -156,7 +156,8 @@ def format_nonfinite_report(report: Mapping[str, NonfiniteCounts]) -> str:
       the larger share of bad elements come first.
 
     Raises:
-      TypeError: If `report` is traced, or holds the counts of several devices or steps.
+      TypeError: If `report` is not a dict of `NonfiniteCounts`, is traced, or holds the counts of
+        several devices or steps.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -168,6 +169,7 @@ def format_nonfinite_report(report: Mapping[str, NonfiniteCounts]) -> str:
         ['dense']: 1 NaN and 0 infinite of 2 elements (50 %)
     """
     checks.concrete("report", report, "Return it from the compiled step, and format it outside.")
+    checks.report("report", report, NonfiniteCounts, "Make it with `nonfinite_report`.")
     counts = {name: [int(count) for count in each] for name, each in report.items()}
     bad = {name: (nan + inf) / size for name, (nan, inf, size) in counts.items() if nan + inf}
     if not bad:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from optax_lossscale._support import checks
 from optax_lossscale._support.products import Product, products_of, total_flops
 from optax_lossscale._support.tree import PyTree
 from optax_lossscale.diagnostics.programs.trace import trace
@@ -13,7 +14,7 @@ from optax_lossscale.diagnostics.programs.trace import trace
 
 @dataclasses.dataclass(frozen=True)
 class MatrixProducts:
-    """What `precision_report` says of the products whose operands have one dtype.
+    """The products whose operands have one dtype, as `precision_report` counts them.
 
     Attributes:
       count: How many products run.
@@ -45,7 +46,7 @@ def precision_report(
     Args:
       fun: The function: a whole training step, a gradient function, or the model. Any framework's.
       *args: The arguments of `fun`, any pytrees. Arrays, or `jax.ShapeDtypeStruct` in their place,
-        are traced, and every other leaf is handed on as it is.
+        are traced, and `fun` gets every other leaf as it is.
       **kwargs: Its keyword arguments, likewise.
 
     Returns:
@@ -70,14 +71,13 @@ def precision_report(
       >>> {dtype: products.count for dtype, products in report.items()}
       {'float16': 2, 'float32': 2}
     """
-    if not callable(fun):
-        raise TypeError(f"`fun` must be a function, got {fun!r}. Give its arguments after it.")
+    checks.function("fun", fun, "Give its arguments after it.")
     try:
         closed, _ = trace(fun, *args, **kwargs)
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
         raise TypeError(
             f"`fun` must be a function that JAX can trace, got {fun!r}, which reads the values of "
-            "arrays. Close over what decides about the program, or give it as a number of Python's."
+            "arrays. Close over the values that decide about the program, or give Python numbers."
         ) from error
     by_dtype: dict[str, list[Product]] = {}
     for product in products_of(closed):
@@ -103,6 +103,9 @@ def format_precision_report(report: Mapping[str, MatrixProducts]) -> str:
       For each dtype, a line with the number of products and their share of all operations, and a
       line that says where in your code most of them come from.
 
+    Raises:
+      TypeError: If `report` is not a dict of `MatrixProducts`.
+
     Examples:
       >>> import jax.numpy as jnp
       >>> import optax_lossscale as ols
@@ -111,6 +114,7 @@ def format_precision_report(report: Mapping[str, MatrixProducts]) -> str:
       >>> print(ols.diagnostics.format_precision_report(report).splitlines()[0])
       float32: 1 matrix product, 128 operations (100 %)
     """
+    checks.report("report", report, MatrixProducts, "Make it with `precision_report`.")
     total = max(1, sum(products.flops for products in report.values()))
     lines = []
     for dtype, products in report.items():

@@ -1,12 +1,12 @@
-"""Trace a function of any arguments."""
+"""Trace a function of any arguments, and name the arrays among them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from optax_lossscale._support.jaxprs import ClosedJaxpr
-from optax_lossscale._support.tree import PyTree, is_array
+from optax_lossscale._support.jaxprs import ClosedJaxpr, argument_names
+from optax_lossscale._support.tree import KeyPath, PyTree, is_array
 
 
 def trace(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> tuple[ClosedJaxpr, list[Any]]:
@@ -29,3 +29,18 @@ def trace(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> tuple[Closed
 
     arrays = [x for x, t in zip(leaves, is_traced, strict=True) if t]
     return jax.make_jaxpr(on_arrays)(arrays), arrays
+
+
+def named_arrays(
+    fun: Callable[..., PyTree], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[tuple[str, KeyPath]]:
+    """Return the argument and the key path within it of each array, in the order of the tree."""
+    given = dict(sorted(kwargs.items()))  # as JAX flattens dicts
+    names = [*argument_names(fun, len(args)), *given]
+    roots = zip(names, [*args, *given.values()], strict=True)
+    return [
+        (name, path)
+        for name, tree in roots
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if is_array(leaf)
+    ]
