@@ -113,6 +113,12 @@ def other_wrappers(params: Params, x: jax.Array) -> None:
     ols.grad(loss_fn, has_aux=True, compute_dtype="float16")(ols.init(), params, x)
     assert_type(diagnostics.is_stalled(opt_state, max_consecutive_skipped=9), jax.Array)
 
+    small = ols.with_bfloat16_state(optax.adam(1e-3), keep=lambda path: "nu" in path)
+    assert_type(small, optax.GradientTransformationExtraArgs)
+    small_state = small.init(params)
+    assert isinstance(small_state, ols.Bfloat16State)
+    assert_type(small_state.rounding_count, jax.Array)
+
     ols.Spike(3)  # pyright: ignore[reportArgumentType]
     ols.Spike("value", 64)  # pyright: ignore[reportCallIssue]
 
@@ -154,7 +160,7 @@ def keras_arguments(params: Params) -> None:
 def diagnose(opt_state: optax.OptState, params: Params, x: jax.Array) -> None:
     assert_type(ols.diagnostics.metrics(opt_state), dict[str, jax.Array])
     with contextlib.suppress(diagnostics.LossScaleStalledError):
-        diagnostics.check_health(opt_state, max_consecutive_skipped=20, loss_scale="dynamic")
+        diagnostics.check_health(opt_state, max_consecutive_skipped=20, policy="dynamic")
     report = diagnostics.nonfinite_report(params)
     assert_type(report, dict[str, diagnostics.NonfiniteCounts])
     assert_type(diagnostics.format_nonfinite_report(report), str)
