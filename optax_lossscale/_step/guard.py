@@ -212,7 +212,9 @@ def _guard(
         new_scale_state = policy.update(scale_state, grads_finite, loss_finite=loss_finite)
         scale_state = count_step(new_scale_state, scale_state, applied)
         if not is_scaled:  # the state of a guard that scales may have been restored
-            scale_state = scale_state._replace(loss_scale=jnp.ones((), jnp.float32))
+            # Counts are never negative. On a GPU, a constant takes a kernel of its own.
+            one = jnp.where(scale_state.growth_count < 0, loss_scale, 1)
+            scale_state = scale_state._replace(loss_scale=one)
         return updates, WithLossScalingState(scale_state, rule_state, inner_state)
 
     return Guard(init_fn, update_fn)
