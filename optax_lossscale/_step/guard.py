@@ -239,7 +239,7 @@ def _decide(
     value = extra_args.get("value")
     checks.loss("value", value)
     flags = [finite, all_finite(value)]
-    measures = measures_of(rules, all_true(flags), grads, params, extra_args)
+    measures = measures_of(rules, flags[0] & flags[1], grads, params, extra_args)
     (grads_finite, loss_finite), measures = agree(flags, axis_name, measures)
     finite = grads_finite & loss_finite
     keeps, rule_state = judge(rules, rule_state, measures, finite)
