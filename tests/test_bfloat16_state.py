@@ -93,29 +93,18 @@ def test_the_expectation_is_the_number_at_every_exponent(share):
 
 @pytest.mark.slow
 def test_the_bits_are_uniform_and_of_each_step_array_and_element_on_its_own():
-    # In halves between two neighbours, the highest bit decides; elsewhere, all sixteen do.
     n, arrays, shape = 2**20, 3, (1024, 1024)
     rising = np.arange(1, 64) * 2**10
     ups = [rounds_up(0x3F800000 + int(lower), jnp.zeros(shape)).mean() for lower in rising]
     counts = n * np.diff([0, *ups, 1])
     assert ((counts - n / 64) ** 2 / (n / 64)).sum() < 140  # of chi-square with 63 degrees: 1e-7
-    half = functools.partial(rounds_up, 0x3F808000)
-    signs = np.array(
-        [
-            [np.where(a, 1, -1) for a in half([jnp.zeros(shape)] * arrays, steps=steps)]
-            for steps in (1, 2, 3)
-        ]
-    )
-    flat = signs.reshape(9, -1).astype(np.float64)
-    correlations = flat @ flat.T / n
-    assert np.abs(correlations - np.eye(9)).max() < 5 / np.sqrt(n)
-    rows = signs.reshape(9, *shape).astype(np.float64)
-    for step in (1, 2, 3, 64, 512):
-        for one, other in (
-            (rows[:, step:], rows[:, :-step]),
-            (rows[..., step:], rows[..., :-step]),
-        ):
-            assert np.abs((one * other).mean((1, 2))).max() < 5 / np.sqrt(n / 2)
+    ups = [rounds_up(0x3F808000, [jnp.zeros(shape)] * arrays, steps=steps) for steps in (1, 2, 3)]
+    signs = np.where(np.reshape(ups, (-1, n)), np.float32(1), np.float32(-1))
+    for shift in (0, 1, 2, 3, 32, 1024, 4096):  # of neighbours, rows, and a few more
+        correlations = signs[:, shift:] @ signs[:, : n - shift].T / n
+        if shift == 0:
+            correlations -= np.eye(len(signs))
+        assert np.abs(correlations).max() < 5 / np.sqrt(n)
 
 
 def test_a_long_decay_follows_float32():
