@@ -246,38 +246,6 @@ def test_arrays_that_the_optimizer_itself_keeps_in_bfloat16_are_widened_for_it()
     assert 0 < jnp.sum(state != 1) < 64
 
 
-@pytest.mark.parametrize(
-    ("build", "error", "match"),
-    [
-        (
-            lambda: ols.with_bfloat16_state(optax.adam(0.1), keep="norm"),
-            TypeError,
-            "`keep` must be",
-        ),
-        (lambda: ols.with_bfloat16_state(optax.adam), TypeError, "`inner` must be an optax"),
-        (
-            lambda: ols.with_bfloat16_state(ols.with_master_weights(optax.sgd(0.1))),
-            ValueError,
-            r"got a MasterWeightsState .*`with_master_weights\(with_bfloat16_state\(inner\)\)`",
-        ),
-        (
-            lambda: ols.with_bfloat16_state(optax.chain(optax.clip(1.0), ADAM)),
-            ValueError,
-            r"got a Bfloat16State at `\[1\]`",
-        ),
-        (
-            lambda: ols.with_bfloat16_state(ols.skip_if(optax.sgd(0.1))),
-            ValueError,
-            r"`with_loss_scaling\(with_bfloat16_state\(inner\)\)`",
-        ),
-    ],
-    ids=["keep", "inner", "masters", "twice", "guard"],
-)
-def test_mistakes_are_refused_with_the_line_to_write(build, error, match):
-    with pytest.raises(error, match=match):
-        build().init(PARAMS)
-
-
 def test_init_takes_shapes():
     params = {
         "w": jax.ShapeDtypeStruct((64, 64), FLOAT32),

@@ -33,6 +33,7 @@ OPEN_ROOMS = {"_support", "_state"}  # every other room may use their names
 # The imports of a module other than JAX, NumPy and the standard library.
 LIBRARIES = {
     "_state": {"optax"},
+    "_step.bfloat16_state": {"optax"},
     "_step.guard": {"optax"},
     "_step.keep": {"optax"},
     "_step.masters": {"optax"},
@@ -47,6 +48,7 @@ LIBRARIES = {
 FLOAT16 = "<class 'jax.numpy.float16'>"
 # The signature of each name; for a state its fields, which are part of checkpoints.
 TOP_LEVEL = {
+    "Bfloat16State": "(rounding_count, inner_state)",
     "DynamicLossScale": (
         "(initial_scale=32768.0, growth_interval=2000, growth_factor=2.0, backoff_factor=0.5, "
         "min_scale=1.0, max_scale=16777216.0, hysteresis=1, consecutive_hysteresis=False, "
@@ -83,6 +85,7 @@ TOP_LEVEL = {
         "(fun, argnums=0, has_aux=False, *, compute_dtype=None, keep=None, "
         "transform=value_and_grad, **kwargs)"
     ),
+    "with_bfloat16_state": "(inner, *, keep=None)",
     "with_loss_scaling": "(inner, loss_scale='dynamic', *, skip_if=None, axis_name=None)",
     "with_master_weights": "(inner, *, remainders=False)",
 }
