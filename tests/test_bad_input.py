@@ -44,6 +44,7 @@ SKIPS = ols.skip_if(SGD)
 SKIPPED = SKIPS.init(PARAMS)
 SPIKES = ols.Spike().init(PARAMS)
 MASTERS = ols.with_master_weights(SGD)
+TWO_BYTES = ols.with_bfloat16_state(SGD)
 STATES, STACKED = jax.tree.map(lambda x: jnp.stack([x, x]), (STATE, EXPONENTS))
 TORCH = interop.to_torch_state_dict(DynamicLossScale(), STATE)
 DECAY = {"weight_decay": 0.1, "learning_rate": 0.1}
@@ -323,6 +324,7 @@ TABLE = {
         (lambda: SKIPS.update(PARAMS, STATE), "SkipIfState", "LossScaleState. Make it ..."),
         (lambda: SKIPS.update(PARAMS, OPT_STATE), "SkipIfState", "WithLossScalingState. Make ..."),
         (lambda: MASTERS.update(PARAMS, STATE), "MasterWeightsState", "LossScaleState. Make ..."),
+        (lambda: TWO_BYTES.update(PARAMS, STATE), "Bfloat16State", "LossScaleState. Make ..."),
     ],
     "ValueError: `{name}` must hold exactly one LossScaleState, got {got}. Wrap the whole ...": [
         (lambda: scale_loss(None), "state", "0 in a NoneType, found at: nowhere"),
@@ -364,6 +366,7 @@ TABLE = {
         *given(ols.with_loss_scaling, "inner", None, "x", optax.sgd, OPT_STATE),
         *given(ols.skip_if, "inner", optax.sgd),
         *given(ols.with_master_weights, "inner", optax.sgd),
+        *given(ols.with_bfloat16_state, "inner", optax.sgd),
         *given(train_state, "tx", optax.sgd),
         (lambda: keras.loss_scale_optimizer(optax), "inner", "<module ..."),
         (lambda: keras.loss_scale_optimizer(optax, **DECAY), "inner_optimizer", "<module ..."),
@@ -436,7 +439,17 @@ TABLE = {
             "`.base_optimizer_state`",
         ),
     ],
+    "ValueError: `{name}` must be the optimizer alone, got a {got} of its state. Keep ...": [
+        *(
+            (lambda tx=tx: ols.with_bfloat16_state(tx).init(PARAMS), "inner", f"{got} at ...")
+            for tx, got in ((MASTERS, "MasterWeightsState"), (TWO_BYTES, "Bfloat16State"))
+        ),
+    ],
+    "TypeError: `keep` must be a function from a path to a bool, got {got}. Name ...": [
+        (lambda: ols.with_bfloat16_state(SGD, keep="norm"), "", "'norm'"),
+    ],
     "ValueError: `{name}` must not decide about steps itself, got a ... at {got} of ... Use ...": [
+        (lambda: ols.with_bfloat16_state(TX).init(PARAMS), "inner", "`.loss_scale_state`"),
         (lambda: ols.with_loss_scaling(TX).init(PARAMS), "inner", "`.loss_scale_state`"),
         (lambda: ols.skip_if(TX).init(PARAMS), "inner", "`.loss_scale_state`"),
         (lambda: ols.with_loss_scaling(SKIPS).init(PARAMS), "inner", "the root of the tree"),

@@ -3,7 +3,8 @@
     python -m benchmarks.fidelity --pages docs
 
 Each part of the pages is measured anew: `fidelity`, `parameters` and `edge` of training.md,
-`spikes` of skipping.md, and `reinforce` of reinforcement_learning.md.
+`memory`, `state` and `optimizers` of bfloat16_state.md, `spikes` of skipping.md, and `reinforce` of
+reinforcement_learning.md.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from benchmarks import page, reinforcement, spikes
-from benchmarks.fidelity import edge, parameters, report, training
+from benchmarks.fidelity import edge, parameters, report, state, training
 from benchmarks.fidelity.tasks import all_tasks
 
 
@@ -27,6 +28,9 @@ PARTS: dict[str, tuple[str, Callable[..., page.Report]]] = {
     "fidelity": ("training", fidelity),
     "parameters": ("training", parameters.measure),
     "edge": ("training", edge.measure),
+    "memory": ("bfloat16_state", state.memory),
+    "state": ("bfloat16_state", state.measure),
+    "optimizers": ("bfloat16_state", state.measure_each),
     "spikes": ("skipping", spikes.measure),
     "reinforce": ("reinforcement_learning", reinforcement.measure),
 }

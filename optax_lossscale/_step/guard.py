@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_lossscale._policy import FixedLossScale, LossScale, LossScaleLike, as_loss_scale, init
@@ -85,6 +86,7 @@ def with_loss_scaling(
 
     Examples:
       >>> import jax.numpy as jnp
+import numpy as np
       >>> import optax
       >>> import optax_lossscale as ols
       >>> tx = ols.with_loss_scaling(optax.sgd(0.5), ols.DynamicLossScale(initial_scale=8))
@@ -148,6 +150,7 @@ def skip_if(
 
     Examples:
       >>> import jax.numpy as jnp
+import numpy as np
       >>> import optax
       >>> import optax_lossscale as ols
       >>> tx = ols.skip_if(optax.sgd(1.0), lambda grads, params, *, value: value > 10)
@@ -209,7 +212,7 @@ def _guard(
                 applied, inner, grads, inner_state, params, extra_args=extra_args
             )
         else:
-            applied = grads_finite = loss_finite = jnp.asarray(True)
+            applied, grads_finite, loss_finite = jnp.asarray(True), np.True_, np.True_
             updates, inner_state = take_step(inner, grads, inner_state, params, extra_args)
         new_scale_state = policy.update(scale_state, grads_finite, loss_finite=loss_finite)
         scale_state = count_step(new_scale_state, scale_state, applied)

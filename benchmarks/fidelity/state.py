@@ -1,0 +1,196 @@
+"""The state of optimizers in bfloat16: what it saves, and what training learns."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from sklearn.datasets import load_digits
+
+import optax_lossscale as ols
+from benchmarks.fidelity.tasks import Task, all_tasks, supervised
+from benchmarks.fidelity.training import facts
+from benchmarks.page import Report, circumstances, compared, environment, interval, table
+
+Wrap = Callable[[Any], Any]
+
+
+def nearest(inner: Any) -> optax.GradientTransformationExtraArgs:
+    """Store what `with_bfloat16_state` stores in bfloat16, rounded to the nearest."""
+    inner = optax.with_extra_args_support(inner)
+    chosen: Any = ols.with_bfloat16_state(inner)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        wide = jax.tree.map(lambda x: jnp.float32(x) if x.dtype == jnp.bfloat16 else x, state)
+        updates, new = inner.update(updates, wide, params, **extra_args)
+        return updates, jax.tree.map(lambda x, old: x.astype(old.dtype), new, state)
+
+    return optax.GradientTransformationExtraArgs(
+        lambda params: chosen.init(params).inner_state, update
+    )
+
+
+# How the state is stored: in float32, rounded stochastically, or rounded to the nearest.
+WAYS: dict[str, Wrap] = {
+    "float32": optax.with_extra_args_support,
+    "bfloat16, stochastic": ols.with_bfloat16_state,
+    "bfloat16, nearest": nearest,
+}
+
+
+def autoencoder(*, batch: int = 128, features: int = 256, steps: int = 6000) -> Task:
+    """Compress handwritten digits to 16 numbers."""
+    images = jnp.asarray(load_digits(return_X_y=True)[0] / 16, jnp.float32)
+
+    def squares(outputs: jax.Array, images: jax.Array) -> jax.Array:
+        return jnp.mean((outputs - images) ** 2)
+
+    return supervised(
+        widths=(64, features, 16, features, 64),
+        loss=squares,
+        score=squares,
+        data=(images, images, images, images),
+        batch=batch,
+        name="autoencoder",
+        metric="training loss",
+        decimals=5,
+        steps=steps,
+        tx=optax.adam(1e-3),
+    )
+
+
+def in_float32(tx: Any) -> Any:
+    """Leave an optimizer as it is."""
+    return tx
+
+
+def stack(tx: Any) -> Any:
+    """Keep the masters of bfloat16 parameters as remainders, and skip spikes of the loss."""
+    return ols.skip_if(ols.with_master_weights(tx, remainders=True), ols.Spike())
+
+
+def train(task: Task, tx: Any, seed: int, *, params_dtype: Any = jnp.float32) -> float:
+    """Train from a seed, and return the metric of the float32 weights after the last step."""
+
+    @jax.jit
+    def run(data: Any, key: jax.Array) -> jax.Array:
+        init_key, key = jax.random.split(key)
+        params = ols.cast(task.init(init_key), params_dtype)
+
+        def step(carry: Any, key: jax.Array) -> Any:
+            params, opt_state = carry
+            loss_fn = task.loss_with(data, jnp.float32)
+            loss, grads = jax.value_and_grad(loss_fn)(ols.cast(params, jnp.float32), key)
+            extra = {"value": loss, "grad": grads, "value_fn": lambda p: loss_fn(p, key)}
+            updates, opt_state = tx.update(grads, opt_state, params, **extra)
+            return (optax.apply_updates(params, updates), opt_state), None
+
+        carry = params, tx.init(params)
+        (params, opt_state), _ = jax.lax.scan(step, carry, jax.random.split(key, task.steps))
+        if params_dtype != jnp.float32:
+            params = ols.master_weights(opt_state, params)
+        return task.evaluate(params, data)
+
+    return float(run(task.data, jax.random.key(seed)))
+
+
+def measure(*, quick: bool) -> Report:
+    """Return the table of three trainings: float32's result, and the differences from it."""
+    seeds = range(2 if quick else 4)
+    digits, characters = all_tasks(("digits", "characters"), quick=quick)
+    first = autoencoder(features=64, steps=4) if quick else autoencoder()
+    both = digits._replace(name="digits, remainders and Spike")
+    trainings = (first, in_float32), (both, stack), (characters, in_float32)
+    rows = []
+    for task, around in trainings:
+        dtype = jnp.bfloat16 if around is stack else jnp.float32
+        ends = {
+            way: np.array(
+                [train(task, around(wrap(task.tx)), seed, params_dtype=dtype) for seed in seeds]
+            )
+            for way, wrap in WAYS.items()
+        }
+        rows.append(compared(facts(task), ends))
+    about = circumstances(environment("jax", "jaxlib", "optax", "scikit-learn"))
+    sizes = "; ".join(f"{task.name} {task.steps:,} steps" for task, _ in trainings)
+    return Report(f"{table(['task', *WAYS], rows)}\n\n{len(seeds)} seeds. {about}. {sizes}.")
+
+
+# By name, an optimizer at a rate at which it learns.
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "AdamW": lambda: optax.adamw(1e-3),
+    "AMSGrad": lambda: optax.amsgrad(1e-3),
+    "AdaBelief": lambda: optax.adabelief(1e-3),
+    "Adan": lambda: optax.adan(1e-3),
+    "RMSprop": lambda: optax.rmsprop(1e-3),
+    "Adagrad": lambda: optax.adagrad(3e-2),
+    "Lion": lambda: optax.lion(1e-4),
+    "SGD with momentum": lambda: optax.sgd(0.3, momentum=0.9),
+    "Adafactor, factored": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=16, momentum=0.9),
+    "SM3": lambda: optax.sm3(1e-1),
+    "Muon": lambda: optax.contrib.muon(1e-2),
+    "MADGRAD": lambda: optax.contrib.madgrad(1e-3),
+    "schedule_free_adamw": lambda: optax.contrib.schedule_free_adamw(3e-3),
+    "Prodigy": optax.contrib.prodigy,
+    "mechanize(Adam)": lambda: optax.contrib.mechanize(optax.adam(1.0)),
+    "DoWG": optax.contrib.dowg,
+    "COCOB": optax.contrib.cocob,
+    "D-Adaptation": optax.contrib.dadapt_adamw,
+    "L-BFGS": optax.lbfgs,
+    "MultiSteps(Adam) inside": lambda: optax.MultiSteps(optax.adam(1e-3), 4),
+}
+
+
+def measure_each(*, quick: bool) -> Report:
+    """Return the table of optimizers: the loss in float32, and by how much it is more, in %."""
+    seeds = range(2 if quick else 3)
+    task = autoencoder(features=64, steps=4) if quick else autoencoder(steps=1000)
+    rows = []
+    for name, make in list(OPTIMIZERS.items())[: 2 if quick else None]:
+        tx = make()
+        tx = tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
+        plain, *others = (
+            np.array([train(task, wrap(tx), seed) for seed in seeds]) for wrap in WAYS.values()
+        )
+        shown = (interval(100 * (other / plain - 1)) for other in others)
+        rows.append([name, f"{plain.mean():.5f}", *(f"{a:+.1f} ± {b:.1f} %" for a, b in shown)])
+        print(*rows[-1], flush=True)
+    return Report(table(["optimizer", *WAYS], rows))
+
+
+PLANS: dict[str, tuple[Any, Wrap]] = {
+    "float32": (jnp.float32, in_float32),
+    "float32, state in two bytes": (jnp.float32, ols.with_bfloat16_state),
+    "bfloat16 with masters": (jnp.bfloat16, ols.with_master_weights),
+    "with remainders": (jnp.bfloat16, lambda tx: ols.with_master_weights(tx, remainders=True)),
+    "with both": (
+        jnp.bfloat16,
+        lambda tx: ols.with_master_weights(ols.with_bfloat16_state(tx), remainders=True),
+    ),
+}
+SAVED = {
+    "AdamW": lambda: optax.adamw(1e-3),
+    "Lion": lambda: optax.lion(1e-4),
+    "SGD with momentum": lambda: optax.sgd(0.1, momentum=0.9),
+    "Adafactor": lambda: optax.adafactor(1e-3),
+    "Adafactor with momentum": lambda: optax.adafactor(1e-3, momentum=0.9),
+}
+
+
+def bytes_per_parameter(tx: Any, dtype: Any) -> float:
+    """Return the size of parameters and state, for each of 2**24 parameters in four matrices."""
+    params = [jax.ShapeDtypeStruct((2048, 2048), dtype)] * 4
+    arrays = jax.tree.leaves((params, jax.eval_shape(tx.init, params)))
+    return sum(a.size * a.dtype.itemsize for a in arrays) / sum(p.size for p in params)
+
+
+def memory(*, quick: bool) -> Report:
+    """Return the table of bytes per parameter."""
+    del quick
+    rows = [
+        [name, *(f"{bytes_per_parameter(wrap(tx()), dtype):.1f}" for dtype, wrap in PLANS.values())]
+        for name, tx in SAVED.items()
+    ]
+    return Report(table(["parameters and state", *PLANS], rows))

@@ -1,0 +1,469 @@
+"""The state in two bytes: rounded to a neighbour, unbiased, by bits that depend on nothing else."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.core import FrozenDict
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from optimizers import OPTIMIZERS, tiers
+from plain_where import assert_same_bits, types
+from test_checkpoints import FORMATS
+from test_masters import DERIVATIVES
+
+import optax_lossscale as ols
+from optax_lossscale import diagnostics
+from optax_lossscale.keras import loss_scale_optimizer
+
+pytestmark = pytest.mark.integration
+
+LEAST = 4096
+PARAMS = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
+BF16, FLOAT32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
+# An optimizer whose state is the gradients that it is given, so that any numbers can be rounded.
+STORE = optax.GradientTransformation(
+    lambda params: jax.tree.map(jnp.zeros_like, params), lambda grads, *_: (grads, grads)
+)
+ADAM = ols.with_bfloat16_state(optax.adam(0.1))
+
+
+def stored(grads, *, steps=1):
+    """Return what is stored of gradients in the last of some steps."""
+    tx = ols.with_bfloat16_state(STORE)
+    update = jax.jit(lambda grads, state: tx.update(grads, state)[1])
+    state = tx.init(grads)
+    for _ in range(steps):
+        state = update(grads, state)
+    return state.inner_state
+
+
+def words(array):
+    return np.asarray(array).view({2: np.uint16, 4: np.uint32}[array.dtype.itemsize])
+
+
+def rounds_up(word, like, **kwargs):
+    """Return where the float32 of a word, in arrays like these, is stored as the upper one."""
+    number = float(np.uint32(word).view(np.float32))
+    found = stored(jax.tree.map(lambda a: jnp.full_like(a, number), like), **kwargs)
+    return jax.tree.map(lambda a: words(a) != word >> 16, found)
+
+
+# Rounding.
+
+
+@pytest.mark.slow
+def test_what_is_stored_is_one_of_the_two_neighbours_and_special_numbers_stay():
+    random = np.random.default_rng(0).integers(2**32, size=2**21).astype(np.uint32)
+    special = [2.0**-126, float(jnp.finfo(BF16).max), float(jnp.finfo(FLOAT32).max), np.inf]
+    quiet_and_other_nans = np.array([0x7F800001, 0x7F8FFFFF, 0x7FC00000, 0x7FFFFFFF], np.uint32)
+    given = np.r_[random, np.float32(special).view(np.uint32), 0, quiet_and_other_nans]
+    given = np.r_[given, given | 2**31].astype(np.uint32)
+    x = given.view(np.float32)
+    found = words(stored(jnp.asarray(x)))
+    is_nan = np.isnan(x)
+    assert np.isnan(found[is_nan].view(BF16).astype(np.float32)).all()
+    is_normal = ~is_nan & ((np.abs(x) >= 2.0**-126) | (x == 0))
+    below = (given >> 16).astype(np.uint16)
+    is_below, is_above = found == below, found == below + 1
+    is_exact = (given & 0xFFFF) == 0
+    beyond = np.isfinite(x) & (np.abs(x) >= float(jnp.finfo(BF16).max))
+    assert (is_below | (is_above & ~is_exact & ~beyond))[is_normal].all()
+    assert 0.4 < is_above[is_normal].mean() < 0.6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.25, 0.9])
+def test_the_expectation_is_the_number_at_every_exponent(share):
+    exponents = np.arange(-103, 128)
+    lower = int(share * 2**16)
+    word = (exponents + 127 << 23) + lower + (0x7E << 16)  # of the last, close to the largest
+    n = 2**14
+    found = stored(jnp.asarray(np.repeat(word, n).astype(np.uint32).view(np.float32)))
+    ups = words(found).reshape(-1, n) == (word >> 16)[:, None] + 1
+    z = (ups.mean(1) - lower / 2**16) / np.sqrt(share * (1 - share) / n)
+    assert np.abs(z).max() < 4.5
+    assert np.abs(z.mean()) < 4.5 / np.sqrt(len(z))
+
+
+@pytest.mark.slow
+def test_the_bits_are_uniform_and_of_each_step_array_and_element_on_its_own():
+    n, arrays, shape = 2**20, 3, (1024, 1024)
+    rising = np.arange(1, 64) * 2**10
+    ups = [rounds_up(0x3F800000 + int(lower), jnp.zeros(shape)).mean() for lower in rising]
+    counts = n * np.diff([0, *ups, 1])
+    assert ((counts - n / 64) ** 2 / (n / 64)).sum() < 140  # of chi-square with 63 degrees: 1e-7
+    ups = [rounds_up(0x3F808000, [jnp.zeros(shape)] * arrays, steps=steps) for steps in (1, 2, 3)]
+    signs = np.where(np.reshape(ups, (-1, n)), np.float32(1), np.float32(-1))
+    for shift in (0, 1, 2, 3, 32, 1024, 4096):  # of neighbours, rows, and a few more
+        correlations = signs[:, shift:] @ signs[:, : n - shift].T / n
+        if shift == 0:
+            correlations -= np.eye(len(signs))
+        assert np.abs(correlations).max() < 5 / np.sqrt(n)
+
+
+def test_a_long_decay_follows_float32():
+    tx = ols.with_bfloat16_state(
+        optax.GradientTransformation(lambda p: p * 1, lambda g, s, _: (g, 0.999 * s))
+    )
+    start = tx.init(jnp.ones(2 * LEAST))
+    end, _ = jax.lax.scan(lambda s, _: (tx.update(None, s, None)[1], None), start, length=1000)
+    mean = jnp.mean(end.inner_state.astype(jnp.float32))
+    np.testing.assert_allclose(mean, 0.999**1000, rtol=5e-3)
+    assert jnp.bfloat16(0.999 * jnp.ones((), BF16)) == 1  # to the nearest, it would not move
+
+
+# What is stored in two bytes.
+
+
+def test_arrays_of_4096_elements_are_stored_in_two_bytes_unless_kept():
+    params = {"a": jnp.ones(LEAST), "b": jnp.ones(LEAST - 1), "norm": jnp.ones((LEAST, 1))}
+    params |= {"f16": jnp.ones(LEAST, jnp.float16), "n": jnp.ones(LEAST, jnp.int32)}
+    state = ols.with_bfloat16_state(STORE, keep=lambda path: "norm" in path).init(params)
+    dtypes = {name: str(array.dtype) for name, array in state.inner_state.items()}
+    expected = {"a": "bfloat16", "b": "float32", "norm": "float32", "f16": "float16", "n": "int32"}
+    assert dtypes == expected
+    assert types(state.rounding_count) == ((), jnp.uint32)
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        self.w, self.b = nnx.Param(PARAMS["w"]), nnx.Param(PARAMS["b"])
+
+
+class Module(eqx.Module):
+    w: jax.Array
+    b: jax.Array
+
+
+@pytest.mark.parametrize(
+    ("params", "name"),
+    [
+        (PARAMS, "['w']"),
+        (FrozenDict(PARAMS), "['w']"),
+        (nnx.state(Model()), "['w']"),
+        (Module(**PARAMS), ".w"),
+    ],
+    ids=["dict", "FrozenDict", "nnx", "Equinox"],
+)
+def test_a_path_is_the_same_in_every_container(params, name):
+    seen = []
+    tx = ols.with_bfloat16_state(optax.adam(0.1), keep=lambda path: seen.append(path) or True)
+    tx.init(params)
+    assert seen == [f"[0].{moment}{name}" for moment in ("mu", "nu")]
+
+
+def test_keep_that_names_nothing_is_warned_of():
+    tx = ols.with_bfloat16_state(optax.adam(0.1), keep=lambda path: "norm" in path)
+    with pytest.warns(UserWarning, match=r"`keep` names none .*\[0\]\.mu\['w'\], \[0\]\.nu"):
+        tx.init(PARAMS)
+
+
+# A part of the paths of the large arrays that stay in float32.
+COPIES = {
+    "contrib.cocob": ".init_particles",
+    "contrib.dog": ".init_params",
+    "contrib.dowg": ".init_params",
+    "contrib.madgrad": ".x0",
+    "contrib.mechanize": ".x0",
+    "contrib.prodigy": ".params0",
+    "contrib.sam": ".cache",
+    "contrib.schedule_free": ".z",
+    "contrib.schedule_free_adamw": ".z",
+    "contrib.schedule_free_sgd": ".z",
+    "lbfgs": "",  # all
+    "lbfgs: backtracking": "",
+    "lbfgs: learning rate": "",
+}
+
+
+@pytest.mark.parametrize("name", tiers([*COPIES, "adamw", "MultiSteps"]))
+def test_any_optimizer_keeps_its_kinds_of_arrays_and_copies_of_parameters_in_float32(name):
+    optimizer = OPTIMIZERS[name]
+    small = optimizer.params()
+    if name == "contrib.split_real_and_imaginary" or not any(
+        a.ndim == 2 for a in jax.tree.leaves(small)
+    ):
+        pytest.skip("it has no float32 matrix")
+    tx = ols.with_bfloat16_state(optimizer.make())
+    params = jax.tree.map(lambda p: jnp.tile(p, (64, 32)) if p.ndim == 2 else p, small)
+    states = [tx.init(params), jax.jit(tx.init)(params)]
+    before = states[0]
+    for step in range(2):
+        grads = optimizer.grads(params, step)
+        extra = optimizer.extra_args(step, value=1.0 + step, grad=grads)
+        updates, state = jax.jit(lambda g, s, p, e=extra: tx.update(g, s, p, **e))(
+            grads, states[-1], params
+        )
+        params = optax.apply_updates(params, updates)
+        states.append(state)
+    assert all(types(state) == types(before) for state in states)
+    plain = jax.tree_util.tree_leaves_with_path(optimizer.plain().init(params))
+    large = [
+        (jax.tree_util.keystr(path), array.dtype)
+        for (path, single), array in zip(plain, jax.tree.leaves(before.inner_state), strict=True)
+        if single.dtype == FLOAT32 and single.size >= LEAST
+    ]
+    kept = {path for path, dtype in large if dtype == FLOAT32}
+    assert kept == {path for path, _ in large if COPIES.get(name, "nothing") in path}
+    assert bool(kept) == (name in COPIES)
+
+
+def test_a_line_search_hands_back_the_gradient_as_it_was():
+    def loss(w):
+        return jnp.sum((w - jnp.arange(LEAST) / LEAST) ** 2)
+
+    def last(tx):
+        params = jnp.zeros(LEAST)
+        state = tx.init(params)
+        value_and_grad = optax.value_and_grad_from_state(loss)
+        for _ in range(3):
+            value, grad = value_and_grad(params, state=state)
+            updates, state = tx.update(grad, state, params, value=value, grad=grad, value_fn=loss)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    assert_same_bits(last(ols.with_bfloat16_state(optax.lbfgs())), last(optax.lbfgs()))
+
+
+def test_arrays_that_the_optimizer_itself_keeps_in_bfloat16_are_widened_for_it():
+    seen = []
+
+    def update(grads, state, params=None):
+        del params
+        seen.append(state.dtype)
+        return grads, 0.999 * state  # in float32, of which bfloat16 would keep nothing
+
+    inner = optax.GradientTransformation(lambda p: jnp.ones(p.shape, BF16), update)
+    tx = ols.with_bfloat16_state(inner)
+    state = tx.update(None, tx.init(jnp.ones(64)))[1].inner_state
+    assert (seen, state.dtype) == ([FLOAT32], BF16)
+    assert 0 < jnp.sum(state != 1) < 64
+
+
+def test_init_takes_shapes():
+    params = {
+        "w": jax.ShapeDtypeStruct((64, 64), FLOAT32),
+        "h": jax.ShapeDtypeStruct((64, 64), BF16),
+    }
+    copy = optax.GradientTransformation(lambda params: params, STORE.update)
+    inner = ols.with_bfloat16_state(optax.chain(optax.scale_by_adam(), copy))
+    tx = ols.with_master_weights(inner, remainders=True)
+    arrays = jax.tree.map(lambda p: jnp.ones(p.shape, p.dtype), params)
+    found = [tx.init(params), jax.eval_shape(tx.init, params), tx.init(arrays)]
+    assert types(found[0]) == types(found[1]) == types(found[2])
+    assert {a.dtype for a in jax.tree.leaves(found[0].inner_state.inner_state[1])} == {FLOAT32}
+
+
+# A pure function of the state.
+
+
+def after(tx, state, params):
+    """Return the state after two steps."""
+    for _ in range(2):
+        grads = jax.tree.map(lambda p: jnp.sin(jnp.arange(p.size)).reshape(p.shape), params)
+        _, state = jax.jit(tx.update)(grads, state, params)
+    return state
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [P("x"), P("x", "y"), P(None, "y")], ids=str)
+def test_the_bits_are_those_of_any_sharding(axis_type, spec):
+    mesh = jax.make_mesh((2, 2), ("x", "y"), (axis_type,) * 2, devices=jax.devices()[:4])
+    with jax.sharding.use_mesh(mesh) if hasattr(jax.sharding, "use_mesh") else jax.set_mesh(mesh):
+        params = jax.device_put(jnp.ones((64, 128)), NamedSharding(mesh, spec))
+        tx = ols.with_bfloat16_state(optax.trace(0.9))
+        state = after(tx, tx.init(params), params)
+        assert state.inner_state.trace.sharding.is_equivalent_to(params.sharding, 2)
+    plain = jnp.ones((64, 128))
+    assert_same_bits(jax.device_get(state), jax.device_get(after(tx, tx.init(plain), plain)))
+
+
+def test_steps_are_the_same_one_by_one_in_scan_and_after_a_restart(tmp_path):
+    tx = ols.with_loss_scaling(ols.with_bfloat16_state(optax.sgd(0.1, momentum=0.9)), 8.0)
+    grads = jax.random.normal(jax.random.key(0), (4, 64, 64))
+    update = jax.jit(tx.update)
+    state = start = tx.init(grads[0])
+    for i, grad in enumerate(grads):
+        _, state = update(grad, state, grad)
+        if i == 1:
+            for name, (save, restore) in FORMATS.items():
+                save(tmp_path / name, state)
+                assert_same_bits(restored := restore(tmp_path / name, state), state)
+                state = restored
+    scanned, _ = jax.lax.scan(lambda s, g: (tx.update(g, s, g)[1], None), start, grads)
+    assert_same_bits(state, scanned)
+    assert int(state.inner_state.rounding_count) == 4
+
+
+def test_a_skipped_step_leaves_state_and_count():
+    tx = ols.with_loss_scaling(ADAM, 8.0)
+    state = after(tx, tx.init(PARAMS), PARAMS)
+    grads = jax.tree.map(lambda p: p.at[0].set(jnp.inf), PARAMS)
+    for update in (tx.update, jax.jit(tx.update)):
+        _, skipped = update(grads, state, PARAMS)
+        assert_same_bits(skipped.inner_state, state.inner_state)
+    with pytest.raises(diagnostics.LossScaleStalledError, match="1 since"):
+        diagnostics.check_health(skipped, max_consecutive_skipped=0)
+    diagnostics.check_health(state)
+    bad = state.inner_state.inner_state[0].nu["w"].at[0, 0].set(jnp.nan)
+    adam = state.inner_state.inner_state[0]._replace(nu=PARAMS | {"w": bad})
+    broken = state._replace(
+        inner_state=state.inner_state._replace(inner_state=(adam, optax.EmptyState()))
+    )
+    with pytest.raises(ValueError, match=r"nu\['w'\]"):
+        diagnostics.check_health(broken)
+
+
+@pytest.mark.parametrize("guard", [lambda tx, **_: tx, ols.skip_if, ols.with_loss_scaling])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_state_made_outside_is_updated_inside_of_shard_map(guard, check_vma):
+    # A shard is smaller than what init leaves in float32.
+    mesh = jax.make_mesh((4,), ("i",), (AxisType.Auto,), devices=jax.devices()[:4])
+    axis = {} if guard.__name__ == "<lambda>" else {"axis_name": "i"}
+    tx = guard(ols.with_bfloat16_state(STORE), **axis)
+    params = jnp.full((64, 64), 1 + 2.0**-8)  # halfway between two neighbours
+    state = tx.init(params)
+    specs = jax.tree.map(lambda a: P("i") if a.ndim else P(), state)
+    scale = ols.loss_scale_state(state).loss_scale if guard is ols.with_loss_scaling else 1
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P("i"), specs), out_specs=specs, check_vma=check_vma
+    )
+    def step(params, state):
+        return tx.update(params * scale, state, params)[1]
+
+    found = getattr(step(params, state), "inner_state", None)
+    found = found if isinstance(found, jax.Array) else found.inner_state
+    assert types(step(params, state)) == types(state)
+    values, counts = np.unique(np.float32(found), return_counts=True)
+    assert values.tolist() == [1, 1 + 2.0**-7]
+    assert counts.min() > 1500
+
+
+@pytest.mark.parametrize("guard", [lambda tx, **_: tx, ols.skip_if, ols.with_loss_scaling])
+def test_a_state_made_outside_is_updated_inside_of_vmap(guard):
+    tx = guard(ols.with_bfloat16_state(optax.trace(0.9)))
+    params = jnp.ones((4, LEAST))
+    state = jax.vmap(tx.init)(params)
+    stepped = jax.jit(jax.vmap(tx.update))(params / 3, state, params)[1]
+    assert types(stepped) == types(state)
+    alone = jax.jit(tx.update)(params[0] / 3, tx.init(params[0]), params[0])[1]
+    assert_same_bits(jax.tree.map(lambda a: a[2], stepped), alone)
+    # Of a state for all members, each has fewer elements than init leaves in float32.
+    axis = {} if guard.__name__ == "<lambda>" else {"axis_name": "i"}
+    whole = guard(ols.with_bfloat16_state(STORE), **axis)
+    state = whole.init(jnp.ones((4, 1024)))
+    axes = jax.tree.map(lambda a: 0 if a.ndim == 2 else None, state)
+    step = jax.vmap(
+        lambda g, s: whole.update(g, s, g)[1], in_axes=(0, axes), out_axes=axes, axis_name="i"
+    )
+    assert types(jax.jit(step)(jnp.ones((4, 1024)) / 3, state)) == types(state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["loop", "scan", "jit of scan"])
+@pytest.mark.parametrize("mode", DERIVATIVES)
+def test_derivatives_pass_through_the_rounding(mode, how):
+    def final(wrap, rate, w):
+        tx = wrap(optax.sgd(rate, momentum=0.9))
+
+        def step(carry, _=None):
+            w, state = carry
+            updates, state = tx.update(jnp.cos(3 * w), state, w)
+            return (optax.apply_updates(w, updates), state), None
+
+        carry = w, tx.init(w)
+        if how == "loop":
+            for _ in range(3):
+                carry, _ = step(carry)
+        else:
+            carry, _ = jax.lax.scan(step, carry, length=3)
+        return jnp.mean(jnp.sin(carry[0]))
+
+    compiled = jax.jit if how == "jit of scan" else lambda f: f
+    at = jnp.float32(0.1), jnp.linspace(-2, 2, LEAST)
+    along = jax.tree.map(jnp.ones_like, at)
+    found, expected = (
+        compiled(functools.partial(DERIVATIVES[mode], functools.partial(final, wrap)))(at, along)
+        for wrap in (ols.with_bfloat16_state, optax.with_extra_args_support)
+    )
+    # The stored tangents are in bfloat16.
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0.02, atol=0.02 * float(jnp.abs(b).max()))
+
+
+# With what is public, beside what `test_pairs.py` combines.
+
+
+def quadratic(params):
+    return sum(jnp.sum((p.astype(jnp.float32) - 0.3) ** 2) for p in jax.tree.leaves(params))
+
+
+WITH = {
+    "lookahead": lambda tx: optax.lookahead(tx, 2, 0.5),
+    "MultiSteps inside": None,
+    "MultiSteps outside": lambda tx: optax.MultiSteps(tx, 2),
+    "part of a chain": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+    "loss_scale_optimizer": lambda tx: loss_scale_optimizer(
+        tx, initial_scale=1, dynamic=False, global_clipnorm=1.0, gradient_accumulation_steps=2
+    ),
+    "masters": ols.with_master_weights,
+    "remainders": lambda tx: ols.with_master_weights(tx, remainders=True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITH)
+def test_training_is_that_of_float32(name):
+    def losses(two_bytes):
+        wrap = ols.with_bfloat16_state if two_bytes else lambda tx: tx
+        if name == "MultiSteps inside":
+            tx = wrap(optax.MultiSteps(optax.adam(0.1), 2))
+        else:
+            tx = WITH[name](wrap(optax.adam(0.1)))
+        params = ols.cast(PARAMS, BF16 if name in ("masters", "remainders") else FLOAT32)
+        params = optax.LookaheadParams.init_synced(params) if name == "lookahead" else params
+        weights_of = (lambda p: p.fast) if name == "lookahead" else lambda p: p
+
+        @jax.jit
+        def step(carry):
+            params, state = carry
+            loss, grads = jax.value_and_grad(quadratic)(weights_of(params))
+            updates, state = tx.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), loss
+
+        carry, found = (params, tx.init(params)), []
+        for _ in range(12):
+            carry, loss = step(carry)
+            found.append(loss)
+        stored = {a.dtype for a in jax.tree.leaves(carry[1]) if a.size >= LEAST}
+        assert (BF16 in stored) == two_bytes
+        return np.array(found)
+
+    expected = losses(two_bytes=False)
+    np.testing.assert_allclose(losses(two_bytes=True), expected, atol=0.02 * expected[0])
+    assert expected[-1] < 0.7 * expected[0]
+
+
+def test_a_step_is_exported_and_reported():
+    params = jax.ShapeDtypeStruct((64, 64), FLOAT32)
+    state = jax.eval_shape(ADAM.init, params)
+    leaves, treedef = jax.tree.flatten(state)
+
+    def step(grads, leaves):
+        return jax.tree.leaves(ADAM.update(grads, treedef.unflatten(leaves), grads))
+
+    exported = jax.export.export(jax.jit(step))(params, leaves)
+    grads = jnp.full((64, 64), 0.3)
+    start = jax.tree.leaves(ADAM.init(grads))
+    assert_same_bits(exported.call(grads, start), jax.jit(step)(grads, start))
+    product = lambda w, s: jnp.sum(w @ w) + jnp.sum(ADAM.update(w, s, w)[0])  # noqa: E731
+    assert list(diagnostics.precision_report(product, grads, ADAM.init(grads))) == ["float32"]
