@@ -85,8 +85,9 @@ def report(runs: dict[str, tuple], path: Path) -> None:
         right.plot(1 + np.arange(len(loss)), 100 * zeros, **FORMATS[name][2])
         ends = f"{loss[-1]:.2f}", f"{zeros.mean():.1%}", f"{skipped[-1]:.0f}", f"{scale[-1]:,.0f}"
         print(row(name, *ends, f"{stored:.1f}"))
-    left.set(title="Test loss", xlabel="step")
-    right.set(title="Zeros in the output layer's gradient, %", xlabel="step", ylim=(-3, 103))
+    axis = {"xlabel": "step", "xticks": len(loss) * np.arange(5) // 4}
+    left.set(title="Test loss", **axis)
+    right.set(title="Zeros in the output layer's gradient, %", ylim=(-3, 103), **axis)
     left.legend(frameon=False, fontsize="large")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
