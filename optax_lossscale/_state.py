@@ -53,8 +53,8 @@ class WithLossScalingState(NamedTuple):
     """
 
     loss_scale_state: LossScaleState
-    rule_state: tuple[PyTree, ...] = ()
-    inner_state: optax.OptState = ()
+    rule_state: tuple[PyTree, ...]
+    inner_state: optax.OptState
 
 
 class SpikeState(NamedTuple):

@@ -8,7 +8,9 @@ N-th finite step in a row, as this library does. Releases of Flax grow one step 
 beyond the interval, because the interval was shortened, grows on the next finite step here.
 
 They also differ in bounds: their only ceiling is the largest number of the loss scale's dtype, and
-torch has no floor. The counters of skipped steps start at 0, since the others do not keep them.
+torch has no floor. A loss scale beyond a bound moves to it on the next step here; in Flax and JMP,
+an overflow lifts it to the floor. The counters of skipped steps start at 0, since the others do not
+keep them.
 """
 
 from collections.abc import Mapping
@@ -238,7 +240,7 @@ def _convert(
     max_scale = max(max_scale, min_scale)
     try:
         policy = DynamicLossScale(
-            # The state may be below the floor: the next overflow lifts it, here as there.
+            # The state may be below the floor: the next step lifts it, and there the next overflow.
             initial_scale=min(max(loss_scale, min_scale), max_scale),
             growth_interval=int(min(growth_interval, INT32_MAX)),
             min_scale=min_scale,

@@ -274,6 +274,13 @@ def test_a_rule_is_named_where_it_may_have_skipped_and_first_where_it_has(
     assert_causes(stalled, causes, **({"policy": ols.as_loss_scale(policy)} if known else {}))
 
 
+def test_a_state_without_its_guard_or_with_the_policy_of_another_says_what_it_can():
+    assert_causes(state(growth=51, consecutive=51), [RULE])
+    assert_causes(state(growth=1, consecutive=51), [RULE, *OTHERS, UNKNOWN])
+    unscaled = trained(ols.skip_if(SGD, above_two), *NANS)
+    assert_causes(unscaled, [*OTHERS, LARGE, RULE], policy="dynamic")
+
+
 @pytest.mark.parametrize(
     "inner", [optax.adam(1.0), optax.MultiSteps(SGD, 2), optax.contrib.reduce_on_plateau()]
 )

@@ -5,7 +5,6 @@ from itertools import starmap
 from pathlib import Path
 from unittest.mock import ANY
 
-import equinox as eqx
 import flax.linen as nn
 import haiku as hk
 import jax
@@ -89,19 +88,6 @@ def test_nnx_with_the_module_as_an_argument_into_which_a_step_writes():
     assert counts(nnx.jit(nnx.value_and_grad(loss_fn)), model, x) == {"bfloat16": 2, "float32": 3}
     for fun in (step, nnx.jit(step)):
         assert counts(fun, model, optimizer, x) == {"bfloat16": 2, "float32": 2}
-
-
-@pytest.mark.slow
-def test_equinox_before_and_after_a_cast():
-    model = eqx.nn.MLP(8, 1, 8, 2, key=jax.random.key(0))
-
-    def loss_fn(model, x):
-        return jnp.mean(jax.vmap(model)(x).astype(F32))
-
-    assert counts(loss_fn, model, X) == {"float32": 3}
-    assert counts(loss_fn, ols.cast(model, F16), X) == {"float16": 3}
-    step = ols.grad(loss_fn, compute_dtype=F16, transform=eqx.filter_value_and_grad)
-    assert counts(step, ols.init(), model, X) == {"float16": 7}
 
 
 def test_haiku_whose_own_cast_promotes_everything_is_shown_for_what_it_is():

@@ -1,14 +1,6 @@
 """Policies: when the loss scale changes."""
 
-from optax_lossscale._policy.convert import (
-    LossScale,
-    LossScaleLike,
-    PolicyLike,
-    as_loss_scale,
-    as_policy,
-    init,
-    update,
-)
+from optax_lossscale._policy.convert import LossScale, LossScaleLike, as_loss_scale, init, update
 from optax_lossscale._policy.policies import DynamicLossScale, FixedLossScale
 
 __all__ = [
@@ -16,9 +8,7 @@ __all__ = [
     "FixedLossScale",
     "LossScale",
     "LossScaleLike",
-    "PolicyLike",
     "as_loss_scale",
-    "as_policy",
     "init",
     "update",
 ]

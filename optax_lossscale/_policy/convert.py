@@ -10,7 +10,6 @@ from jax.typing import ArrayLike
 from optax_lossscale._policy.policies import DynamicLossScale, FixedLossScale
 from optax_lossscale._state import LossScaleState, count_step, strongly_typed
 from optax_lossscale._support import checks
-from optax_lossscale._support.tree import is_array
 
 
 @runtime_checkable
@@ -112,24 +111,10 @@ def init(loss_scale: LossScaleLike = "dynamic") -> LossScaleState:
     return strongly_typed(as_loss_scale(loss_scale).init())
 
 
-#: What names the rule of a run, and not a loss scale.
-PolicyLike: TypeAlias = LossScale | Literal["dynamic"] | Mapping[str, Any] | None
-
-
-def as_policy(policy: PolicyLike) -> LossScale:
-    """Return the policy of a run. A number is refused, since it would fix the loss scale."""
-    if isinstance(policy, numbers.Real) or is_array(policy):
-        raise TypeError(
-            f'`policy` must be a policy, "dynamic" or a dict from `get_config`, got {policy!r}. '
-            "Give the policy of the run; for a loss scale x that never moves, `FixedLossScale(x)`."
-        )
-    return as_loss_scale(policy)
-
-
 def update(
     state: LossScaleState,
     grads_finite: ArrayLike,
-    policy: PolicyLike,
+    policy: LossScale | Literal["dynamic"] | Mapping[str, Any] | None,
     *,
     loss_finite: ArrayLike = True,
 ) -> LossScaleState:
@@ -157,7 +142,8 @@ def update(
       >>> float(state.loss_scale), int(state.total_skipped)
       (16384.0, 1)
     """
-    policy = as_policy(policy)
+    checks.policy(policy)
+    policy = as_loss_scale(policy)
     applied = checks.flag("grads_finite", grads_finite) & checks.flag("loss_finite", loss_finite)
     # In Python, `~True` is -2.
     flags = (np.bool_(f) if isinstance(f, bool) else f for f in (grads_finite, loss_finite))

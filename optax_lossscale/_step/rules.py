@@ -162,7 +162,7 @@ class Spike:
       >>> opt_state = tx.init(jnp.zeros(2))
       >>> for loss in [1.0, 1.1, 0.9, 1.0, 1.1, 7.0, 1.0]:
       ...     _, opt_state = tx.update(jnp.ones(2), opt_state, value=loss)
-      >>> print(opt_state.total_skipped)
+      >>> print(opt_state.loss_scale_state.total_skipped)
       1
     """
 

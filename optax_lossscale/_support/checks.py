@@ -222,6 +222,15 @@ def floating(name: str, dtype: DTypeLike | None, *, most_bits: int = 64) -> np.d
     return kind
 
 
+def policy(value: object) -> None:
+    """Refuse a number, which would fix the loss scale, where the rule of a run is meant."""
+    if isinstance(value, numbers.Real) or is_array(value):
+        raise TypeError(
+            f'`policy` must be a policy, "dynamic" or a dict from `get_config`, got {value!r}. '
+            "Give the policy of the run; for a loss scale x that never moves, `FixedLossScale(x)`."
+        )
+
+
 def transformation(
     name: str, optimizer: optax.GradientTransformation | optax.MultiSteps
 ) -> optax.GradientTransformationExtraArgs:

@@ -61,7 +61,7 @@ def _products(
         if not any(results) and not equation.effects:
             continue
         used.update(read_by([equation]))
-        name, path = equation.primitive.name, (equation, *within)
+        name, path = _name(equation), (equation, *within)
         if name in _FLOPS:
             lhs, rhs = (operand.aval for operand in equation.invars[:2])
             flops = _FLOPS[name](equation.params, lhs, rhs, equation.outvars[0].aval)
@@ -85,7 +85,7 @@ def _largest(branches: list[list[Product]]) -> Iterator[Product]:
 
 def _used_of(inner: Jaxpr, equation: Equation, is_used: list[bool]) -> list[bool]:
     """Return which results of a function are used, given those of the equation that runs it."""
-    name = equation.primitive.name
+    name = _name(equation)
     if name == "while" or len(inner.outvars) != len(is_used):
         return [True] * len(inner.outvars)
     # The next iteration of a scan may use a result that is carried, and so not stacked.
@@ -96,16 +96,22 @@ def _used_of(inner: Jaxpr, equation: Equation, is_used: list[bool]) -> list[bool
 
 def _run_by(equation: Equation) -> Iterator[Jaxpr]:
     """Yield the functions that an equation runs."""
-    if equation.primitive.name == "custom_linear_solve":  # it holds the product that it inverts
+    if _name(equation) == "custom_linear_solve":  # it holds the product that it inverts
         yield equation.params["jaxprs"].solve.jaxpr
     else:
         yield from inner_jaxprs(equation)
 
 
+def _name(equation: Equation) -> str:
+    # In the jaxpr that the function returned by `jax.vjp` holds, jax 0.12 calls a scan
+    # `vjp_node[scan]`.
+    return equation.primitive.name.removeprefix("vjp_node[").removesuffix("]")
+
+
 def _iterations(equation: Equation) -> int:
-    if equation.primitive.name == "pallas_call":
+    if _name(equation) == "pallas_call":
         return math.prod(equation.params["grid_mapping"].grid)
-    return equation.params["length"] if equation.primitive.name == "scan" else 1
+    return equation.params["length"] if _name(equation) == "scan" else 1
 
 
 def _of_dot(params: Mapping[str, Any], lhs: Any, rhs: Any, _: Any) -> int:

@@ -117,15 +117,16 @@ def read_as(kind: type[Tree], node: Any) -> Tree | None:
     """Return a node as a NamedTuple of a `kind`, or None if it is none.
 
     `flax.nnx.split`, Flax's `to_state_dict` and Orbax without a target make mappings of it, and may
-    leave out fields without arrays, which have defaults for that.
+    leave out fields that hold no arrays.
     """
     if isinstance(node, kind):
         return node
     named: Any = kind
     if isinstance(node, Mapping):
-        required = {*named._fields} - {*named._field_defaults}
-        if required <= node.keys() <= {*named._fields}:
-            return named(**node)
+        first, *rest = named._fields
+        required = {first, *(name for name in rest if named.__annotations__[name] is jax.Array)}
+        if required <= node.keys() <= {first, *rest}:
+            return named(**dict.fromkeys(rest, ()) | dict(node))
     return None
 
 

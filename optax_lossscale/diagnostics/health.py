@@ -2,13 +2,14 @@
 
 import re
 import warnings
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._policy import FixedLossScale, LossScale, PolicyLike, as_policy, init
+from optax_lossscale._policy import FixedLossScale, LossScale, as_loss_scale, init
 from optax_lossscale._state import SpikeState, WithLossScalingState, as_field, loss_scale_state
 from optax_lossscale._step.finite import all_finite
 from optax_lossscale._support import checks
@@ -29,7 +30,10 @@ class LossScaleStalledError(RuntimeError):
 
 
 def check_health(
-    opt_state: PyTree, *, max_consecutive_skipped: int = 50, policy: PolicyLike = None
+    opt_state: PyTree,
+    *,
+    max_consecutive_skipped: int = 50,
+    policy: LossScale | Literal["dynamic"] | Mapping[str, Any] | None = None,
 ) -> None:
     """Raise an error if training has stalled, and say why.
 
@@ -67,7 +71,8 @@ def check_health(
       >>> ols.diagnostics.check_health(ols.init())
     """
     limit = checks.count("max_consecutive_skipped", max_consecutive_skipped, least=0)
-    known = None if policy is None else as_policy(policy)
+    checks.policy(policy)
+    known = None if policy is None else as_loss_scale(policy)
     state = _read(loss_scale_state(opt_state)._asdict())
     guards = [guard for _, guard in leaves_of_type(opt_state, WithLossScalingState)]
     rule_state, inner_state = guards[0][1:] if guards else ((), ())

@@ -99,10 +99,9 @@ class DynamicScale(dynamic_scale.DynamicScale):
         """
         checks.axis_names(axis_name)
         rule = _flax_rule(self)
+        floor = _within_bounds(SMALLEST_SCALE if self.minimum_scale is None else self.minimum_scale)
         state = rule.init()._replace(
-            loss_scale=jnp.clip(
-                jnp.asarray(self.scale, jnp.float32), SMALLEST_SCALE, LARGEST_SCALE
-            ),
+            loss_scale=_within_bounds(self.scale),
             growth_count=jnp.asarray(self.fin_steps, jnp.int32),
         )
 
@@ -120,7 +119,10 @@ class DynamicScale(dynamic_scale.DynamicScale):
                 grad = jax.lax.pmean(grad, axis_name)
                 finite = all_finite(grad)
             new_state = rule.update(state, finite)
-            new_self = self.replace(fin_steps=new_state.growth_count, scale=new_state.loss_scale)
+            scale = new_state.loss_scale
+            # As in Flax, overflows alone meet the floor: below it, a loss scale grows from there.
+            scale = jnp.where(finite, scale, jnp.maximum(scale, floor))
+            new_self = self.replace(fin_steps=new_state.growth_count, scale=scale)
             return DynamicScaleResult(new_self, finite, aux, grad)
 
         return grad_fn_wrapper
@@ -135,7 +137,6 @@ class _UncheckedLossScale(DynamicLossScale):
 
 def _flax_rule(ds: dynamic_scale.DynamicScale) -> DynamicLossScale:
     interval: Any = ds.growth_interval
-    floor = SMALLEST_SCALE if ds.minimum_scale is None else ds.minimum_scale
     # Flax grows on every finite step if the interval is 0, and never if it is negative.
     if isinstance(interval, jax.Array):
         interval = jnp.where(interval < 0, INT32_MAX, jnp.maximum(interval, 1))
@@ -146,7 +147,11 @@ def _flax_rule(ds: dynamic_scale.DynamicScale) -> DynamicLossScale:
         # Scalars of any dtype would otherwise promote the loss scale.
         "growth_factor": jnp.asarray(ds.growth_factor, jnp.float32),
         "backoff_factor": jnp.asarray(ds.backoff_factor, jnp.float32),
-        "min_scale": jnp.clip(jnp.asarray(floor, jnp.float32), SMALLEST_SCALE, LARGEST_SCALE),
+        "min_scale": SMALLEST_SCALE,
         "max_scale": LARGEST_SCALE,
     }
     return _UncheckedLossScale(**hyperparams)
+
+
+def _within_bounds(scale: Any) -> jax.Array:
+    return jnp.clip(jnp.asarray(scale, jnp.float32), SMALLEST_SCALE, LARGEST_SCALE)

@@ -66,6 +66,7 @@ def test_a_public_name_leads_to_its_source_and_code_can_be_copied(site):
     assert 'href="../_modules/optax_lossscale/_step/guard.html#with_loss_scaling"' in page
     source = site / "_modules/optax_lossscale/_step/guard.html"
     assert 'id="with_loss_scaling"' in source.read_text("utf-8")
+    assert "_policy/policies.html#DynamicLossScale" in page  # which names the package as its module
     assert "_static/copy.js" in page
 
 
@@ -73,15 +74,25 @@ def test_a_public_name_leads_to_its_source_and_code_can_be_copied(site):
     ("word", "page"),
     [
         ("amp", "migration/torch"),
+        ("bf16", "install"),
         ("exponential moving average", "averages"),
         ("falls to 1", "diagnostics"),
+        ("fp16", "install"),
+        ("gradient clipping", "order"),
         ("lora", "fine_tuning"),
         ("migrate", "migration/index"),
         ("mixed precision", "casting"),
+        ("mu_dtype", "bfloat16_state"),
         ("nan", "diagnostics"),
+        ("nan loss", "diagnostics"),
+        ("optimizer memory", "bfloat16_state"),
         ("overflow", "diagnostics"),
         ("overhead", "performance"),
         ("pytorch", "migration/torch"),
+        ("remat", "recipes"),
+        ("resume", "checkpoints"),
+        ("rollout", "reinforcement_learning"),
+        ("stochastic rounding", "bfloat16_state"),
         ("trust", "trust"),
         ("two losses", "several_losses"),
         ("wandb", "logging"),
@@ -94,9 +105,9 @@ def test_a_word_that_is_searched_for_leads_to_its_page(site, word, page):
     assert found == [page]
 
 
-def test_every_example_is_in_the_gallery_with_its_notebook(site):
-    gallery = (site / "gallery.html").read_text("utf-8")
-    linked = re.findall(r'href="(_downloads/[^"]*\.py|notebooks/[^"]*)"', gallery)
+def test_every_example_is_among_the_recipes_with_its_notebook(site):
+    recipes = (site / "recipes.html").read_text("utf-8")
+    linked = re.findall(r'href="(_downloads/[^"]*\.py|notebooks/[^"]*)"', recipes)
     examples = {path.stem for path in (DOCS.parent / "examples").glob("*.py")}
     assert {Path(link).stem for link in linked if link.endswith(".py")} == examples
     assert {Path(link).stem for link in linked if link.endswith(".ipynb")} == examples

@@ -8,7 +8,6 @@ import jax
 import optax
 import optax.contrib
 
-from optax_lossscale._state import WithLossScalingState
 from optax_lossscale._support import checks
 from optax_lossscale._support.tree import KeyPath, PyTree, children, leaves_of_type
 
@@ -24,9 +23,9 @@ _INSIDE = {
 _CHAINS = (tuple, collections.OrderedDict)  # of `chain` and of `named_chain`
 
 
-def warn_of_what_stands_outside(opt_state: PyTree) -> None:
-    """Warn if an optimizer's state shows transformations around its guard or beside it."""
-    for path, _ in leaves_of_type(opt_state, WithLossScalingState):
+def warn_of_what_stands_outside(opt_state: PyTree, guard: type) -> None:
+    """Warn if a state shows transformations around that of a guard, which is of this type."""
+    for path, _ in leaves_of_type(opt_state, guard):
         if inside := next(_found(opt_state, path), None):
             checks.warn(
                 "Transformations stand outside of the guard. If any of them is more than an "
