@@ -42,10 +42,9 @@ def load_data() -> np.ndarray:
 
 def loss_fn(params: dict[str, jax.Array], batch: jax.Array) -> jax.Array:
     """Return the mean cross-entropy; the logits are computed in the dtype of the parameters."""
-    before, word = batch[:, :4], batch[:, 4]
-    hidden = jnp.tanh(params["words"][before].reshape(len(batch), -1) @ params["hidden"])
-    logits = (hidden @ params["output"]).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, word).mean()
+    before = params["words"][batch[:, :4]].reshape(len(batch), -1)
+    logits = (jnp.tanh(before @ params["hidden"]) @ params["output"]).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 4]).mean()
 
 
 def train(name: str, data: np.ndarray, steps: int, size: int) -> tuple[np.ndarray, float]:
