@@ -94,5 +94,5 @@ def cast_named(
 
 def _stays_whole(node: Any) -> bool:
     # Random streams have nothing to cast, and a copy would give the same numbers again.
-    is_state = read_as(LossScaleState, node) is not None
+    is_state = read_as((LossScaleState,), node) is not None
     return is_state or is_nnx(node, "Module", "Metric", "Rngs", "RngStream")

@@ -71,18 +71,10 @@ def value_and_grad(
       >>> loss_and_grads(ols.init(8), jnp.array([1.0, 2.0]))
       (Array(5., dtype=float32), Array([16., 32.], dtype=float32))
     """
-    checks.function("fun", fun, "Give the loss function itself, not what it returns.")
-    if compute_dtype is not None:
-        compute_dtype = checks.floating("compute_dtype", compute_dtype)
-        if keep is not None:
-            checks.function("keep", keep, 'For example `lambda path: "norm" in path`.')
-        if transform is jax.value_and_grad and not kwargs:
-            transform = _CountingProducts(compute_dtype)
-    elif keep is not None:
-        raise ValueError(
-            "`keep` must be given together with `compute_dtype`, got `keep` alone. Say what to "
-            "cast to, for example `compute_dtype=jnp.float16`."
-        )
+    checks.function("fun", fun, "Give the loss function itself, not its result.")
+    cast_arguments = _casting(fun, compute_dtype, keep)
+    if compute_dtype is not None and transform is jax.value_and_grad and not kwargs:
+        transform = _CountingProducts(jnp.dtype(compute_dtype))
     if argnums != 0:  # the default of every transform; Equinox's does not take the argument
         kwargs["argnums"] = argnums
     is_first_call = True
@@ -95,8 +87,7 @@ def value_and_grad(
             is_first_call = False
 
         def scaled(*args: Any, **kwds: Any) -> tuple[Any, Any]:
-            if compute_dtype is not None:
-                args, kwds = _cast_arguments(fun, args, kwds, compute_dtype, keep)
+            args, kwds = cast_arguments(args, kwds)
             value = fun(*args, **kwds)
             if has_aux and not (isinstance(value, (tuple, list)) and len(value) == 2):
                 raise TypeError(
@@ -119,18 +110,31 @@ def value_and_grad(
     return _with_signature_of(fun, scaled_value_and_grad)
 
 
-def _cast_arguments(
-    fun: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwds: dict[str, Any],
-    dtype: np.dtype,
-    keep: Callable[[str], bool] | None,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Cast the arguments of `fun`, in each of which paths begin with its name."""
-    names = [*argument_names(fun, len(args)), *kwds]
-    named = zip(names, [*args, *kwds.values()], strict=True)
-    cast_args = cast_named(named, dtype, keep)
-    return tuple(cast_args[: len(args)]), dict(zip(kwds, cast_args[len(args) :], strict=True))
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _casting(
+    fun: Callable[..., Any], dtype: DTypeLike | None, keep: Callable[[str], bool] | None
+) -> Callable[[tuple[Any, ...], dict[str, Any]], _Arguments]:
+    """Return what casts the arguments of `fun`, in each of which paths begin with its name."""
+    if dtype is None:
+        if keep is not None:
+            raise ValueError(
+                "`keep` must be given together with `compute_dtype`, got `keep` alone. Say what to "
+                "cast to, for example `compute_dtype=jnp.float16`."
+            )
+        return lambda args, kwds: (args, kwds)
+    kind = checks.floating("compute_dtype", dtype)
+    if keep is not None:
+        checks.function("keep", keep, 'For example `lambda path: "norm" in path`.')
+
+    def cast_arguments(args: tuple[Any, ...], kwds: dict[str, Any]) -> _Arguments:
+        names = [*argument_names(fun, len(args)), *kwds]
+        named = zip(names, [*args, *kwds.values()], strict=True)
+        cast_args = cast_named(named, kind, keep)
+        return tuple(cast_args[: len(args)]), dict(zip(kwds, cast_args[len(args) :], strict=True))
+
+    return cast_arguments
 
 
 class _CountingProducts:

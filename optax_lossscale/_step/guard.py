@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from optax_lossscale._policy import FixedLossScale, LossScale, LossScaleLike, as_loss_scale, init
@@ -21,7 +20,7 @@ from optax_lossscale._state import (
     refuse_guard,
 )
 from optax_lossscale._step.finite import agree, all_finite
-from optax_lossscale._step.keep import as_arrays, step_where
+from optax_lossscale._step.keep import as_arrays, step_where, take_step
 from optax_lossscale._step.masters import refuse_changed_updates, warn_without_masters
 from optax_lossscale._step.rules import Rule, as_rules, judge, measures_of
 from optax_lossscale._step.scale import unscale_by
@@ -190,29 +189,34 @@ def _guard(
         **extra_args: Any,
     ) -> tuple[optax.Updates, WithLossScalingState]:
         state = checks.expect_state(state, WithLossScalingState)
-        scale_state, rule_state, inner_state = state
+        scale_state = state.loss_scale_state
+        rule_state, inner_state = as_arrays(state.rule_state), as_arrays(state.inner_state)
         loss_scale = current_scale("state", scale_state)
         grads = unscale_by(updates, loss_scale, keep_dtypes=not is_scaled)
-        applied = grads_finite = loss_finite = np.True_
         if policy.skip_nonfinite or rules:
             # Of gradients that keep their dtype, those given: a check of them by hand is the same.
             finite = all_finite(grads if is_scaled else updates)
             applied, (grads_finite, loss_finite), rule_state = _decide(
                 finite,
                 rules,
-                as_arrays(rule_state),
+                rule_state,
                 grads,
                 params,
                 extra_args=extra_args,
                 axis_name=axis_name,
             )
-        updates, inner_state = step_where(
-            applied, inner, grads, inner_state, params, extra_args=extra_args
-        )
+            updates, inner_state = step_where(
+                applied, inner, grads, inner_state, params, extra_args=extra_args
+            )
+        else:
+            applied = grads_finite = loss_finite = jnp.asarray(True)
+            updates, inner_state = take_step(inner, grads, inner_state, params, extra_args)
         new_scale_state = policy.update(scale_state, grads_finite, loss_finite=loss_finite)
         scale_state = count_step(new_scale_state, scale_state, applied)
         if not is_scaled:  # the state of a guard that scales may have been restored
-            scale_state = scale_state._replace(loss_scale=jnp.ones((), jnp.float32))
+            # Counts are never negative. On a GPU, a constant takes a kernel of its own.
+            one = jnp.where(scale_state.growth_count < 0, loss_scale, 1)
+            scale_state = scale_state._replace(loss_scale=one)
         return updates, WithLossScalingState(scale_state, rule_state, inner_state)
 
     return Guard(init_fn, update_fn)
@@ -237,7 +241,7 @@ def _decide(
     value = extra_args.get("value")
     checks.loss("value", value)
     flags = [finite, all_finite(value)]
-    measures = measures_of(rules, all_true(flags), grads, params, extra_args)
+    measures = measures_of(rules, flags[0] & flags[1], grads, params, extra_args)
     (grads_finite, loss_finite), measures = agree(flags, axis_name, measures)
     finite = grads_finite & loss_finite
     keeps, rule_state = judge(rules, rule_state, measures, finite)

@@ -24,7 +24,7 @@ from optax_lossscale._support.tree import KeyPath, Tree, is_array, is_inexact, p
 
 
 def step_where(
-    applied: jax.Array | np.bool_,
+    applied: jax.Array,
     inner: optax.GradientTransformationExtraArgs,
     grads: optax.Updates,
     state: optax.OptState,
@@ -33,13 +33,13 @@ def step_where(
     extra_args: dict[str, Any],
 ) -> tuple[optax.Updates, optax.OptState]:
     """Take a step where `applied` is true. Elsewhere updates are -0.0, and the state is kept."""
-    state = as_arrays(state)
-    if applied is np.True_:  # nothing is checked
-        return _step(inner, grads, state, params, extra_args)
     extra_args = zero_args_unless(applied, extra_args)
     params = jax.tree.map(functools.partial(constant_unless, applied), params)
     updates, state = update_where(
-        applied, lambda grads, state: _step(inner, grads, state, params, extra_args), grads, state
+        applied,
+        lambda grads, state: take_step(inner, grads, state, params, extra_args),
+        grads,
+        state,
     )
     return negative_zero_unless(applied, updates), state
 
@@ -83,7 +83,7 @@ def as_arrays(state: Tree) -> Tree:
     return jax.tree.map(convert, state)
 
 
-def _step(
+def take_step(
     inner: optax.GradientTransformationExtraArgs,
     grads: optax.Updates,
     state: optax.OptState,

@@ -119,8 +119,8 @@ def unscale_and_check(
 def unscale_by(grads: Tree, loss_scale: jax.Array, *, keep_dtypes: bool = False) -> Tree:
     """Divide the gradients by a number, `float32[]`.
 
-    With `keep_dtypes` they are rounded to the dtypes that they had. Those that would overflow, and
-    all if the loss scale is 1, are bitwise unchanged: they are finite exactly where they were.
+    With `keep_dtypes` they are rounded to the dtypes that they had, and a number that would
+    overflow stays as it is: they are finite exactly where they were.
     """
     reciprocal = 1 / loss_scale
 
@@ -128,11 +128,14 @@ def unscale_by(grads: Tree, loss_scale: jax.Array, *, keep_dtypes: bool = False)
         if not is_inexact(leaf) or is_fp8_metadata(path):
             return leaf
         value = at_least_float32(leaf)
-        unscaled = value * reciprocal.astype(value.dtype)
+        if jnp.iscomplexobj(value):  # by parts: a product with 1 + 0j loses the signs of zeros
+            unscaled = jax.lax.complex(value.real * reciprocal, value.imag * reciprocal)
+        else:
+            unscaled = value * reciprocal.astype(value.dtype)
         if not keep_dtypes:
             return unscaled
         unscaled = unscaled.astype(jnp.result_type(leaf))
-        return jnp.where((loss_scale == 1) | ~jnp.isfinite(readable(unscaled)), leaf, unscaled)
+        return jnp.where(jnp.isfinite(readable(unscaled)), unscaled, leaf)
 
     # An overflow here is not an error. The check below detects it.
     with jax.debug_nans(False), jax.debug_infs(False):

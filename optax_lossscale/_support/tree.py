@@ -105,28 +105,27 @@ def first_difference(a: PyTree, b: PyTree, path: KeyPath = ()) -> KeyPath | None
     return None
 
 
-def leaves_of_type(tree: PyTree, kind: type[Tree]) -> Iterator[tuple[KeyPath, Tree]]:
-    """Yield every sub-tree of `tree` that is a `kind`, with its path."""
+def leaves_of_type(tree: PyTree, *kinds: type[Tree]) -> Iterator[tuple[KeyPath, Tree]]:
+    """Yield every sub-tree of `tree` that is of one of these NamedTuples, with its path."""
     found, _ = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda node: read_as(kind, node) is not None
+        tree, is_leaf=lambda node: read_as(kinds, node) is not None
     )
-    return ((path, sub) for path, node in found if (sub := read_as(kind, node)) is not None)
+    return ((path, sub) for path, node in found if (sub := read_as(kinds, node)) is not None)
 
 
-def read_as(kind: type[Tree], node: Any) -> Tree | None:
-    """Return a node as a NamedTuple of a `kind`, or None if it is none.
+def read_as(kinds: tuple[type[Any], ...], node: Any) -> Any:
+    """Return a node as a NamedTuple of one of these, or None if it is none.
 
     `flax.nnx.split`, Flax's `to_state_dict` and Orbax without a target make mappings of it, and may
     leave out fields that hold no arrays.
     """
-    if isinstance(node, kind):
+    if isinstance(node, kinds):
         return node
-    named: Any = kind
-    if isinstance(node, Mapping):
-        first, *rest = named._fields
-        required = {first, *(name for name in rest if named.__annotations__[name] is jax.Array)}
+    for kind in kinds if isinstance(node, Mapping) else ():
+        first, *rest = kind._fields
+        required = {first, *(name for name in rest if kind.__annotations__[name] is jax.Array)}
         if required <= node.keys() <= {first, *rest}:
-            return named(**dict.fromkeys(rest, ()) | dict(node))
+            return kind(**dict.fromkeys(rest, ()) | dict(node))
     return None
 
 
