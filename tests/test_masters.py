@@ -300,6 +300,7 @@ def test_no_cast_is_taken_straight_back(dtype, remainders):
     assert not rounded & {eqn.invars[0] for eqn in casts}
 
 
+@pytest.mark.needs_xla
 @pytest.mark.slow
 @pytest.mark.parametrize("inner", [optax.adamw(1e-3), optax.sgd(1e-3)])
 def test_a_donated_step_copies_nothing(inner):
