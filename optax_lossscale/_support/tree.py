@@ -105,7 +105,9 @@ def first_difference(a: PyTree, b: PyTree, path: KeyPath = ()) -> KeyPath | None
     return None
 
 
-def leaves_of_type(tree: PyTree, kind: type[Tree]) -> Iterator[tuple[KeyPath, Tree]]:
+def leaves_of_type(
+    tree: PyTree, kind: type[Tree] | tuple[type[Tree], ...]
+) -> Iterator[tuple[KeyPath, Tree]]:
     """Yield every sub-tree of `tree` that is a `kind`, with its path."""
     found, _ = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda node: read_as(kind, node) is not None
@@ -113,7 +115,7 @@ def leaves_of_type(tree: PyTree, kind: type[Tree]) -> Iterator[tuple[KeyPath, Tr
     return ((path, sub) for path, node in found if (sub := read_as(kind, node)) is not None)
 
 
-def read_as(kind: type[Tree], node: Any) -> Tree | None:
+def read_as(kind: type[Tree] | tuple[type[Tree], ...], node: Any) -> Tree | None:
     """Return a node as a NamedTuple of a `kind`, or None if it is none.
 
     `flax.nnx.split`, Flax's `to_state_dict` and Orbax without a target make mappings of it, and may
@@ -121,8 +123,8 @@ def read_as(kind: type[Tree], node: Any) -> Tree | None:
     """
     if isinstance(node, kind):
         return node
-    named: Any = kind
-    if isinstance(node, Mapping):
+    kinds: tuple[Any, ...] = kind if isinstance(kind, tuple) else (kind,)
+    for named in kinds if isinstance(node, Mapping) else ():
         first, *rest = named._fields
         required = {first, *(name for name in rest if named.__annotations__[name] is jax.Array)}
         if required <= node.keys() <= {first, *rest}:
