@@ -39,7 +39,7 @@ GOOD, OVERFLOW, SPIKE = range(3)
 KINDS = [GOOD, GOOD, GOOD, OVERFLOW, SPIKE, GOOD, GOOD, GOOD, OVERFLOW, SPIKE, GOOD, GOOD]
 SAVED_AFTER = 6
 START = {
-    "encoder": {"w": jnp.array([0.5, -1.0, 2.0, 0.25])},
+    "encoder": {"w": jnp.tile(jnp.array([0.5, -1.0, 2.0, 0.25]), 1024)},
     "head": {"w": jnp.array([1.0, -0.5]), "b": jnp.array(0.5)},
 }
 SIZES = jnp.array([0.25, 0.5, -0.5, 1.0, -1.0])
@@ -74,6 +74,7 @@ class Program:
     wrap: str = "with_loss_scaling"  # or Keras' optimizer
     rules: tuple[Any, ...] = ()
     half: Any = None  # the dtype of the parameters, whose masters are kept; bfloat16: as remainders
+    two_bytes: bool = False  # whether the optimizer's state is stored in bfloat16
     inner: tuple[str, ...] = ()  # wrappers of Optax, from the inside
     compute_dtype: bool = False  # whether the model computes in float16
     axis_name: bool = False  # whether it runs in `shard_map`
@@ -87,9 +88,12 @@ class Twice:
         del params
         return jnp.zeros((), jnp.int32)
 
-    def update(self, state, grads, params, *, value, **_):
+    def measure(self, grads, params, *, value, **_):
         del grads, params
-        skip = (value > 100) & (state < 2)
+        return value
+
+    def judge(self, state, measure):
+        skip = (measure > 100) & (state < 2)
         return skip, state + skip
 
 
@@ -112,6 +116,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "skip_if=tuple": {"rules": (above, RULE)},
     "masters": {"half": jnp.float16},
     "masters with remainders": {"half": jnp.bfloat16},
+    "state in two bytes": {"two_bytes": True},
     "MultiSteps": {"inner": ("MultiSteps",)},
     "masked": {"inner": ("masked",)},
     "partition": {"inner": ("partition",)},
@@ -364,6 +369,8 @@ def optimizer(program, prefix, *, half):
         tx = optax.inject_hyperparams(optax.adam)(learning_rate=0.5)
     if "schedule_free" in program.inner:
         tx = optax.contrib.schedule_free(tx, learning_rate=0.5)
+    if program.two_bytes:
+        tx = ols.with_bfloat16_state(tx)
     if half:
         tx = ols.with_master_weights(tx, remainders=program.half == jnp.bfloat16)
     if "masked" in program.inner:
@@ -397,7 +404,7 @@ def guarded(program, inner):
 # What reads the state after each step, and what it must find.
 
 
-def reads(name, opt_state, parameters, expected):
+def reads(name, opt_state, parameters, expected, *, atol):
     consecutive, total, weights = expected
     if name == "metrics":
         found = diagnostics.metrics(opt_state)
@@ -417,7 +424,8 @@ def reads(name, opt_state, parameters, expected):
         found = jax.tree.leaves(ols.master_weights(opt_state, parameters))
         for a, b in zip(found, jax.tree.leaves(weights), strict=True):
             assert a.dtype == jnp.float32 or np.array_equal(a, b.astype(a.dtype))
-            np.testing.assert_allclose(np.float32(a), b, rtol=1e-2 if a.dtype != b.dtype else 1e-5)
+            rtol = 1e-2 if a.dtype != b.dtype else 1e-5
+            np.testing.assert_allclose(np.float32(a), b, rtol=rtol, atol=atol)
 
 
 # The oracle, and a run.
@@ -456,7 +464,7 @@ def run(program, folder):
     holder = make(program, guarded(program, optimizer(program, prefix, half=bool(program.half))))
     carry = holder.start()
     if program.sharded:
-        place = lambda a: NamedSharding(mesh(program), P("j") if a.shape == (4,) else P())  # noqa: E731
+        place = lambda a: NamedSharding(mesh(program), P("j") if a.shape == (4096,) else P())  # noqa: E731
         carry = jax.device_put(carry, jax.tree.map(place, carry))
     step = jax.jit(one_step(program, holder))
     consecutive = total = 0
@@ -472,15 +480,17 @@ def run(program, folder):
             jax.tree.leaves(holder.params(carry)), jax.tree.leaves(weights), strict=True
         ):
             assert found.dtype == (program.half or jnp.float32)
-            np.testing.assert_allclose(
-                np.float32(found), np.float32(expected.astype(found.dtype)), rtol=1e-2, atol=1e-6
-            )
+            rounded = np.float32(expected.astype(found.dtype))
+            # Moments in bfloat16 move a parameter by a little else, a wrong step by 0.5.
+            near = {"atol": 0.05} if program.two_bytes else {"rtol": 1e-2, "atol": 1e-6}
+            np.testing.assert_allclose(np.float32(found), rounded, **near)
         for name in program.read:
             reads(
                 name,
                 holder.opt_state(carry),
                 holder.parameters(carry),
                 (consecutive, total, weights),
+                atol=0.05 if program.two_bytes else 0,
             )
     assert total == sum(skipped(program))
 
