@@ -86,7 +86,6 @@ def with_loss_scaling(
 
     Examples:
       >>> import jax.numpy as jnp
-import numpy as np
       >>> import optax
       >>> import optax_lossscale as ols
       >>> tx = ols.with_loss_scaling(optax.sgd(0.5), ols.DynamicLossScale(initial_scale=8))
@@ -150,7 +149,6 @@ def skip_if(
 
     Examples:
       >>> import jax.numpy as jnp
-import numpy as np
       >>> import optax
       >>> import optax_lossscale as ols
       >>> tx = ols.skip_if(optax.sgd(1.0), lambda grads, params, *, value: value > 10)
