@@ -585,6 +585,11 @@ def test_every_error_and_every_check_of_the_package_is_reached_from_the_table():
     assert not missing
 
 
+def test_a_number_as_policy_is_refused_with_the_policy_to_write():
+    for call in (lambda: ols.update(STATE, True, 8.0), lambda: check_health(STATE, policy=8.0)):
+        assert "`FixedLossScale(x)`" in str(error_of(call))
+
+
 ACCEPTED = [
     *given(FixedLossScale, "scale", 2.0**-126, 2.0**126),
     *given(DynamicLossScale, "growth_interval", 1, INT32_MAX),
