@@ -13,7 +13,7 @@ PYTEST := $(RUN) -m pytest -n 2 --dist loadfile
 NOX = PYENV_VERSION="$${PYENV_VERSION:-$$(pyenv versions --bare 2>/dev/null | paste -sd: -)}" \
   $(RUN) -m nox
 
-.PHONY: demo bench aot quick test test-all oracles docs fidelity matrix mutants release tagged check lint pins clean
+.PHONY: demo bench aot quick test test-all oracles docs fidelity matrix mutants release trial tagged check lint pins clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/examples.installed
@@ -61,10 +61,14 @@ matrix: $(VENV)/matrix.installed
 	$(NOX) $(MATRIX)
 
 # Builds the sdist and the wheel in dist/ from a clean checkout at the version's tag, in an environment
-# with nothing else, and trains with the wheel in an empty environment on every Python that it finds.
+# with nothing else.
 release: tagged $(VENV)/matrix.installed
 	rm -rf dist
-	$(NOX) --session build release $(RELEASE)
+	$(NOX) --session build
+
+# Trains with the wheel in dist/, in an empty environment on every Python that it finds.
+trial: $(VENV)/matrix.installed
+	$(NOX) --session trial $(TRIAL)
 
 # Checks that the commit has the tag of its version, and that Git holds all files as they are.
 tagged:

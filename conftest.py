@@ -1,10 +1,13 @@
 """Runs the Python blocks of the documents, and keeps the memory of a test run small.
 
-A block marked `text` that follows a Python block is what that block prints.
+A block marked `text` that follows a Python block is what that block prints. With
+OLS_TESTS_WITHOUT_XLA=1 in the environment, all tests run without `optax_lossscale._xla`.
 """
 
 import contextlib
+import importlib
 import io
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +18,10 @@ from sybil.evaluators.python import PythonEvaluator
 from sybil.parsers.markdown import CodeBlockParser
 
 _evaluate = PythonEvaluator()
+
+WITHOUT_XLA = os.environ.get("OLS_TESTS_WITHOUT_XLA") == "1"
+if WITHOUT_XLA:
+    importlib.import_module("optax_lossscale._xla").enabled = False
 
 
 def _run(example: Example) -> None:
@@ -39,6 +46,12 @@ def _forget_programs() -> Iterator[None]:
     yield
     if jax.version.__version_info__ >= (0, 8):  # jax 0.7 may abort here
         jax.clear_caches()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave out tests of what `_xla` alone gives."""
+    if WITHOUT_XLA and item.get_closest_marker("needs_xla"):
+        pytest.skip("it counts what only `_xla` saves")
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """Test the package with the newest and the oldest supported versions: `make matrix`.
 
 Only `make test` covers the examples, benchmarks, documents and packaging (tests/project). `make
-release` runs the sessions `build` and `release`.
+release` runs the session `build`, and `make trial` the session `trial`.
 
 Arguments after `--` go to pytest: `make matrix MATRIX="-s oldest -- tests/test_policy.py"`.
 """
@@ -43,8 +43,8 @@ def build(session: nox.Session) -> None:
 
 
 @nox.session(python=PYTHONS, reuse_venv=False)
-def release(session: nox.Session) -> None:
-    """Install what was built into an empty environment, as its users will, and train with it."""
+def trial(session: nox.Session) -> None:
+    """Install the wheel into an empty environment, as its users will, and train with it."""
     (wheel,) = Path("dist").glob("*.whl")
     session.install("--constraint", "constraints.txt", f"{wheel}[flax]")
     script = Path("examples/minimal.py").resolve()

@@ -21,6 +21,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
+from tqdm import tqdm
 
 from benchmarks import page, report
 from benchmarks.cases import CASES, LeftOutError, Step, build, excused, select
@@ -46,12 +47,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     (args.output / "hlo").mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
-    for backend, name in product(args.backends, args.cases):
+    print(page.INTERRUPTED.format("--backends and --cases"))
+    cases = [*product(args.backends, args.cases)]
+    for backend, name in tqdm(cases, unit="case", disable=None):
         rows: dict[str, Any] = {}
         results[f"{backend} {name}"] = {"title": f"{backend}: {CASES[name].title}", "rows": rows}
         for contender, row in run(backend, name, args):
             rows[contender] = row
-            print(backend, name, contender, row, flush=True)
+            tqdm.write(f"{backend} {name} {contender} {row}")
             (args.output / "aot.json").write_text(json.dumps(results, indent=1) + "\n")
             (args.output / "aot.md").write_text(markdown(results))
     print(f"Written to {args.output}: aot.md, aot.json, hlo")

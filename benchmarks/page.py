@@ -17,6 +17,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy import stats
 
+INTERRUPTED = "An interrupted run keeps its results but starts anew: choose the rest with {}."
+
 
 def parser(module: str, doc: str) -> argparse.ArgumentParser:
     """Return a parser for `python -m` this module, which its docstring describes."""

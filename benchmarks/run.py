@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "steps": {},
     }
     args.output.mkdir(parents=True, exist_ok=True)
-    # Written after each benchmark, so that an interrupted run keeps its results.
+    print(page.INTERRUPTED.format("--only"))
     for name, found in run(args):
         results["steps"][name] = found
         (args.output / "benchmarks.json").write_text(json.dumps(results, indent=1) + "\n")

@@ -3,6 +3,7 @@
 import re
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from docutils import nodes
@@ -60,8 +61,18 @@ pygments_style = "friendly"
 pygments_dark_style = "native"
 
 # Public names are known where they are imported from, not in the module that defines them, whose
-# source is shown.
+# source is shown. Public states and policies name the package as their module, for pickles.
 SOURCES = {}
+
+
+def defines(module: ModuleType, name: str, value: object) -> bool:
+    """Return whether a module of ours holds the source of a name."""
+    if not module.__name__.startswith("optax_lossscale.") or vars(module).get(name) is not value:
+        return False
+    source = Path(str(module.__file__)).read_text("utf-8")
+    return re.search(rf"^(class|def) {name}\b", source, re.MULTILINE) is not None
+
+
 for room in (
     optax_lossscale,
     optax_lossscale.diagnostics,
@@ -70,8 +81,8 @@ for room in (
 ):
     for name in room.__all__:
         value = getattr(room, name)
-        if getattr(value, "__module__", "").startswith("optax_lossscale."):
-            SOURCES[room.__name__, name] = value.__module__
+        for module in [module for module in sys.modules.values() if defines(module, name, value)]:
+            SOURCES[room.__name__, name] = module.__name__
             value.__module__ = room.__name__
 
 # What is linked wherever it stands in backticks: `ols.init`, and `scale_loss` without more; but not
@@ -82,7 +93,7 @@ _PUBLIC |= {
     f"diagnostics.{name}": f"optax_lossscale.diagnostics.{name}"
     for name in optax_lossscale.diagnostics.__all__
 }
-_AMBIGUOUS = {"calibrate", "init", "loss_scale_state", "metrics", "update", "value_and_grad"}
+_AMBIGUOUS = {"init", "loss_scale_state", "metrics", "update", "value_and_grad"}
 LINKED = {f"ols.{name}": target for name, target in _PUBLIC.items()}
 LINKED |= {name.removeprefix("diagnostics."): target for name, target in _PUBLIC.items()}
 for name in _AMBIGUOUS:
@@ -98,10 +109,14 @@ LINKED |= {f"optax_lossscale.flax.{name}": f"optax_lossscale.flax.{name}" for na
 
 # What is searched for, and not in the page's title.
 WORDS = {
+    "accumulation": ("micro-batch", "microbatching", "MultiSteps"),
     "averages": ("EMA", "exponential moving average", "BatchNorm"),
-    "casting": ("mixed", "mixed precision", "master weights", "recipe", "attention"),
+    "bfloat16_state": ("stochastic rounding", "mu_dtype", "optimizer memory", "OOM", "8-bit"),
+    "casting": ("mixed", "mixed precision", "master weights", "recipe", "attention", "memory"),
+    "checkpoints": ("resume", "restore", "Orbax"),
     "diagnostics": (
         "NaN",
+        "NaN loss",
         "overflow",
         "infinity",
         "inf",
@@ -113,20 +128,32 @@ WORDS = {
     ),
     "fine_tuning": ("LoRA", "frozen"),
     "flax": ("fp8", "Linen", "NNX"),
-    "glossary": ("underflow", "subnormal"),
-    "gpu": ("GPU", "bfloat16", "CUDA", "tensor core", "memory", "OOM", "V100", "T4"),
+    "glossary": ("underflow", "subnormal", "half precision"),
     "gradient_penalty": ("hypergradients", "meta-learning"),
-    "install": ("Windows", "pip"),
+    "install": (
+        "Windows",
+        "pip",
+        "GPU",
+        "bfloat16",
+        "bf16",
+        "float16",
+        "fp16",
+        "CUDA",
+        "tensor core",
+        "V100",
+        "T4",
+    ),
     "logging": ("wandb", "W&B", "TensorBoard"),
-    "migration/index": ("migrate", "switch"),
+    "migration/index": ("migrate", "switch", "DreamerV3"),
     "migration/keras": ("Keras", "R"),
     "migration/torch": ("PyTorch", "torch", "AMP", "GradScaler", "autocast"),
-    "order": ("clip", "clipping", "mistakes"),
+    "order": ("clip", "clipping", "gradient clipping", "mistakes"),
     "performance": ("cost", "overhead", "slow", "speed"),
-    "reinforcement_learning": ("REINFORCE", "GRPO"),
+    "recipes": ("remat", "jax.checkpoint", "examples", "gallery", "repeat"),
+    "reinforcement_learning": ("REINFORCE", "GRPO", "rollout"),
     "several_losses": ("GAN", "two losses"),
     "sharded": ("FSDP", "pmap", "shard_map"),
-    "skipping": ("spike",),
+    "skipping": ("spike", "guard", "rule"),
     "trust": ("trust", "tested"),
 }
 
@@ -190,9 +217,9 @@ class LinkNotebooks(SphinxTransform):
     default_priority = 400
 
     def apply(self, **kwargs: object) -> None:
-        """Add a link after each link to an example on the gallery's page."""
+        """Add a link after each link to an example on the page of recipes."""
         del kwargs
-        if self.env.docname != "gallery":
+        if self.env.docname != "recipes":
             return
         for link in list(self.document.findall(addnodes.download_reference)):
             target = f"notebooks/{Path(link['reftarget']).stem}.ipynb"

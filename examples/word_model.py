@@ -17,12 +17,13 @@ import numpy as np
 import optax
 import sklearn
 from matplotlib.figure import Figure
+from tqdm import trange
 
 import optax_lossscale as ols
 
 VOCABULARY = 8192
 SHAPES = {"words": (VOCABULARY, 32), "hidden": (4 * 32, 32), "output": (32, VOCABULARY)}
-POLICY = ols.DynamicLossScale(growth_interval=10)  # the default is 2000, longer than this run
+POLICY = ols.DynamicLossScale(growth_interval=5)  # the default is 2000, longer than this run
 FORMATS = {  # the dtype, the loss scale (None neither scales nor checks), and how it is drawn
     "float32": (jnp.float32, None, {"color": "#999999", "lw": 6}),
     "float16": (jnp.float16, None, {"color": "#d55e00", "lw": 2}),
@@ -47,10 +48,10 @@ def loss_fn(params: dict[str, jax.Array], batch: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, word).mean()
 
 
-def train(name: str, data: np.ndarray, steps: int, size: int) -> np.ndarray:
-    """Return the test loss, share of zeros, skipped steps and loss scale after each step."""
+def train(name: str, data: np.ndarray, steps: int, size: int) -> tuple[np.ndarray, float]:
+    """Return the loss, zeros, skipped steps and loss scale of each step; bytes per parameter."""
     dtype, loss_scale, _ = FORMATS[name]
-    tx = ols.with_loss_scaling(optax.adam(2e-2), loss_scale)
+    tx = ols.with_loss_scaling(optax.adam(4e-2, b1=0.7, b2=0.95), loss_scale)
 
     @jax.jit
     def train_step(params: dict, opt_state: optax.OptState, batch: jax.Array) -> tuple:
@@ -66,26 +67,24 @@ def train(name: str, data: np.ndarray, steps: int, size: int) -> np.ndarray:
     test = rng.choice(test_data, 2048)
     params = {key: jnp.float32(rng.normal(0, 0.1, shape)) for key, shape in SHAPES.items()}
     opt_state, history = tx.init(params), []
-    print(f"Training in {name}: about a minute", flush=True)
-    for _ in range(steps):
+    for _ in trange(steps, desc=f"{name:<22}", unit="step", disable=None):
         params, opt_state, results = train_step(params, opt_state, rng.choice(train_data, size))
         history.append(jax.device_get(results))
-    return np.transpose(history)
+    stored = sum(leaf.nbytes for leaf in jax.tree.leaves((params, opt_state)))
+    return np.transpose(history), stored / sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
-def report(runs: dict[str, np.ndarray], path: Path) -> None:
+def report(runs: dict[str, tuple], path: Path) -> None:
     """Print the table, and draw the test loss and the share of zeros against the step."""
     figure = Figure(figsize=(9, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    steps = 1 + np.arange(len(runs["float32"][0]))
-    shown = len(steps) * np.arange(1, 6) // 5
-    row = "{:<22}{:>6}{:>6}{:>6}{:>6}{:>6}{:>16}{:>9}{:>12}".format
-    print(row("test loss after step", *shown, "gradient zeros", "skipped", "loss scale"))
-    for name, (loss, zeros, skipped, scale) in runs.items():
-        left.plot(steps, loss, label=name, **FORMATS[name][2])
-        right.plot(steps, 100 * zeros, **FORMATS[name][2])
-        ends = (f"{skipped[-1]:.0f}", f"2**{np.log2(scale[-1]):.0f}") if FORMATS[name][1] else "--"
-        print(row(name, *(f"{x:.2f}" for x in loss[shown - 1]), f"{zeros.mean():.1%}", *ends))
+    row = "{:<24}{:>11}{:>16}{:>9}{:>12}{:>21}".format
+    print(row("", "test loss", "gradient zeros", "skipped", "loss scale", "bytes per parameter"))
+    for name, ((loss, zeros, skipped, scale), stored) in runs.items():
+        left.plot(1 + np.arange(len(loss)), loss, label=name, **FORMATS[name][2])
+        right.plot(1 + np.arange(len(loss)), 100 * zeros, **FORMATS[name][2])
+        ends = f"{loss[-1]:.2f}", f"{zeros.mean():.1%}", f"{skipped[-1]:.0f}", f"{scale[-1]:,.0f}"
+        print(row(name, *ends, f"{stored:.1f}"))
     left.set(title="Test loss", xlabel="step")
     right.set(title="Zeros in the output layer's gradient, %", xlabel="step", ylim=(-3, 103))
     left.legend(frameon=False, fontsize="large")
@@ -96,7 +95,7 @@ def report(runs: dict[str, np.ndarray], path: Path) -> None:
 def problems(float32: float, float16: float, scaled: float) -> list[str]:
     """Return a message for each final test loss that is not as expected. NaN never is."""
     expected = {
-        f"float32: {float32:.2f}, expected at most 5.5": float32 <= 5.5,
+        f"float32: {float32:.2f}, expected at most 5.1": float32 <= 5.1,
         f"float16: {float16:.2f}, expected {float32 + 0.3:.2f} or more": float16 >= float32 + 0.3,
         f"with scaling: {scaled:.2f}, expected {float32:.2f} ± 0.1": abs(scaled - float32) <= 0.1,
     }
@@ -106,14 +105,15 @@ def problems(float32: float, float16: float, scaled: float) -> list[str]:
 def main(argv: list[str] | None = None) -> list[str]:
     """Train, print a table, draw a picture, and return what is not as expected."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=16384, help="words in a batch")
     parser.add_argument("--output", type=Path, default=Path("output/word_model.png"))
     args = parser.parse_args(argv)
-    data = load_data()
-    runs = {name: train(name, data, args.steps, args.batch) for name in FORMATS}
+    print(f"Trains in three formats: a minute and a half on two cores. Writes {args.output}")
+    runs = {name: train(name, load_data(), args.steps, args.batch) for name in FORMATS}
     report(runs, args.output)
-    return problems(*(loss[-1] for loss, *_ in runs.values()))
+    print(f"Written to {args.output}")
+    return problems(*(history[0, -1] for history, _ in runs.values()))
 
 
 if __name__ == "__main__":

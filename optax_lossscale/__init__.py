@@ -10,19 +10,26 @@ from optax_lossscale._policy import (
     init,
     update,
 )
-from optax_lossscale._state import LossScaleState, SkipIfState, applied, loss_scale_state
+from optax_lossscale._state import (
+    LossScaleState,
+    SpikeState,
+    WithLossScalingState,
+    applied,
+    loss_scale_state,
+)
 from optax_lossscale._step.bfloat16_state import Bfloat16State, with_bfloat16_state
 from optax_lossscale._step.cast import cast
-from optax_lossscale._step.choose import tree_where
+from optax_lossscale._step.differentiate import grad, value_and_grad
 from optax_lossscale._step.finite import all_finite
-from optax_lossscale._step.guard import WithLossScalingState, skip_if, with_loss_scaling
+from optax_lossscale._step.guard import skip_if, with_loss_scaling
 from optax_lossscale._step.masters import (
     MasterWeightsState,
     master_weights,
     with_master_weights,
 )
 from optax_lossscale._step.rules import Spike
-from optax_lossscale._step.scale import grad, scale_loss, unscale_and_check, value_and_grad
+from optax_lossscale._step.scale import scale_loss, unscale_and_check
+from optax_lossscale._support.choose import tree_where
 
 __version__ = "0.1.0"
 
@@ -34,8 +41,8 @@ __all__ = [
     "LossScaleLike",
     "LossScaleState",
     "MasterWeightsState",
-    "SkipIfState",
     "Spike",
+    "SpikeState",
     "WithLossScalingState",
     "all_finite",
     "applied",

@@ -1,21 +1,13 @@
-"""The states that say how training goes, and finding them inside an optimizer's state."""
+"""The states of training, and finding them inside an optimizer's state."""
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike
 
 from optax_lossscale._support import checks
-from optax_lossscale._support.tree import (
-    PyTree,
-    Tree,
-    is_array,
-    leaves_of_type,
-    path_name,
-    read_as,
-)
+from optax_lossscale._support.tree import PyTree, is_array, leaves_of_type, path_name
 
 
 class LossScaleState(NamedTuple):
@@ -26,9 +18,9 @@ class LossScaleState(NamedTuple):
     the public interface.
 
     Attributes:
-      loss_scale: What the next loss is multiplied by. `float32[]`.
+      loss_scale: The number that the next loss is multiplied by. `float32[]`.
       growth_count: Steps in a row whose gradients and loss were finite, since the loss scale last
-        moved. `int32[]`.
+        moved, whether a rule skipped them or not. `int32[]`.
       overflow_count: Overflows counted towards `hysteresis` since it was last refilled.
         `int32[]`.
       consecutive_skipped: Skipped steps in a row, whatever skipped them; 0 means that the last step
@@ -49,21 +41,19 @@ class LossScaleState(NamedTuple):
     total_skipped: jax.Array
 
 
-class SkipIfState(NamedTuple):
-    """The state of `skip_if`.
+class WithLossScalingState(NamedTuple):
+    """The state of a guard: `with_loss_scaling`, or `skip_if`.
 
     Attributes:
-      rule_state: The state of the rule; a tuple of states if several rules were given, and
-        `optax.EmptyState()` for a function or if there is no rule.
-      consecutive_skipped: Skipped steps in a row; 0 means that the last step was applied.
-        `int32[]`.
-      total_skipped: Skipped steps since the start. `int32[]`.
-      inner_state: The inner optimizer's state, as the inner optimizer itself would keep it.
+      loss_scale_state: The loss scale, which is 1 in `skip_if`, and the counts of steps.
+      rule_state: A tuple with the state of each rule, in the order in which they were given. `()`
+        without rules.
+      inner_state: The inner optimizer's state, as the inner optimizer itself would keep it: a
+        checkpoint of the plain optimizer goes in and out here.
     """
 
-    rule_state: PyTree
-    consecutive_skipped: jax.Array
-    total_skipped: jax.Array
+    loss_scale_state: LossScaleState
+    rule_state: tuple[PyTree, ...]
     inner_state: optax.OptState
 
 
@@ -86,13 +76,18 @@ class Guard(optax.GradientTransformationExtraArgs):
     """An optimizer that decides about each step, and whose state says how: `applied`."""
 
 
-def refuse_guard(name: str, inner_state: optax.OptState, instead: str) -> None:
+ONE_GUARD = (
+    "`with_loss_scaling(inner, skip_if=rule)`, or without a loss scale "
+    "`skip_if(inner, (rule, another_rule))`"
+)
+
+
+def refuse_guard(name: str, inner_state: optax.OptState, instead: str = ONE_GUARD) -> None:
     """Refuse the state of an optimizer that decides about steps inside of another that does."""
-    for path, state in leaves_of_type(inner_state, (LossScaleState, SkipIfState)):
+    for path, _ in leaves_of_type(inner_state, LossScaleState):
         raise ValueError(
-            f"`{name}` must not decide about steps itself, got a {type(state).__name__} at "
-            f"{path_name(path)} of its state. Use one guard, around the whole optimizer: "
-            f"`{instead}`."
+            f"`{name}` must not decide about steps itself, got a LossScaleState at "
+            f"{path_name(path)} of its state. Use one guard, around the whole optimizer: {instead}."
         )
 
 
@@ -109,7 +104,7 @@ def initial_state(loss_scale: float) -> LossScaleState:
 
 
 def strongly_typed(state: LossScaleState) -> LossScaleState:
-    """Return `state` with the dtypes of the contract, even if it holds Python numbers.
+    """Return `state` with the dtypes of its fields, even if it holds Python numbers.
 
     `optax.tree.set(opt_state, loss_scale=1024.0)` stores a Python float. It would be weakly
     typed: float16 next to a float16 loss, and one more compilation.
@@ -123,7 +118,7 @@ def strongly_typed(state: LossScaleState) -> LossScaleState:
 
 
 def as_field(name: str, value: Any) -> jax.Array:
-    """Return the field `name` of a state in the dtype of the contract."""
+    """Return the field `name` of a state in its dtype."""
     # Array values are not checked: they may be traced, and reading them waits for the device.
     if name == "loss_scale":
         number = value if is_array(value) else checks.scale_number("state.loss_scale", value)
@@ -137,26 +132,22 @@ def increment(count: jax.Array) -> jax.Array:
     return jnp.where(count < checks.INT32_MAX, count + 1, count)
 
 
-def count_step(new: LossScaleState, old: LossScaleState, is_applied: jax.Array) -> LossScaleState:
+def count_step(new: LossScaleState, old: LossScaleState, applied: jax.Array) -> LossScaleState:
     """Return the state `new` of a policy with the counts of skipped steps after `old`."""
-    counts = count_skip(is_applied, *strongly_typed(old)[3:])
-    return LossScaleState(*strongly_typed(new)[:3], *counts)
-
-
-def count_skip(
-    applied: jax.Array, consecutive: jax.Array, total: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Return the skipped steps in a row and since the start, after one more step."""
-    consecutive = jnp.where(applied, 0, increment(consecutive))
-    # One count is read from the other for the sake of XLA:GPU: see `DynamicLossScale.update`.
-    return consecutive, jnp.where(consecutive == 0, total, increment(total))
+    old = strongly_typed(old)
+    consecutive = jnp.where(applied, 0, increment(old.consecutive_skipped))
+    return strongly_typed(new)._replace(
+        consecutive_skipped=consecutive,
+        # Read from the other count: XLA:GPU then computes both in one kernel (jaxlib 0.10.2).
+        total_skipped=jnp.where(consecutive == 0, old.total_skipped, increment(old.total_skipped)),
+    )
 
 
 def applied(opt_state: PyTree) -> jax.Array:
     """Return whether the last step was applied.
 
-    Use it to keep whatever else a step changes, such as BatchNorm statistics or an average of the
-    parameters, as it was on a skipped step: `tree_where(applied(opt_state), new, old)`.
+    Use it to keep everything else that a step changes, such as BatchNorm statistics or an average
+    of the parameters, as it was on a skipped step: `tree_where(applied(opt_state), new, old)`.
 
     Args:
       opt_state: The state of `with_loss_scaling` or `skip_if` after the step, or any pytree that
@@ -182,21 +173,7 @@ def applied(opt_state: PyTree) -> jax.Array:
       True
       False
     """
-    return skip_counts(opt_state)["consecutive_skipped"] == 0
-
-
-def skip_counts(opt_state: PyTree) -> dict[str, jax.Array]:
-    """Return the two counts of skipped steps of the one guard in `opt_state`."""
-    _, state = checks.only_one("opt_state", opt_state, (LossScaleState, SkipIfState), WRAP_ONCE)
-    counts = {name: getattr(state, name) for name in ("consecutive_skipped", "total_skipped")}
-    # flax.nnx keeps each array of an optimizer's state in a Variable, a pytree of one leaf.
-    return {name: as_field(name, *jax.tree.leaves(count)) for name, count in counts.items()}
-
-
-WRAP_ONCE = (
-    "Wrap the whole optimizer once, with `with_loss_scaling` or `skip_if`, or pass the state that "
-    "is meant."
-)
+    return strongly_typed(loss_scale_state(opt_state)).consecutive_skipped == 0
 
 
 def loss_scale_state(opt_state: PyTree) -> LossScaleState:
@@ -204,9 +181,9 @@ def loss_scale_state(opt_state: PyTree) -> LossScaleState:
 
     Args:
       opt_state: A `LossScaleState`, or any pytree that holds exactly one, however deep: the state
-        of `optax.chain`, `masked`, `partition`, `MultiSteps` or `inject_hyperparams`, a Flax
-        TrainState, an `nnx.Optimizer`. It may be a mapping of the fields, as `nnx.split` and Orbax
-        without a target make it.
+        of `with_loss_scaling` or `skip_if`, alone or in that of `optax.chain`, `masked`,
+        `partition`, `MultiSteps` or `inject_hyperparams`, a Flax TrainState, an `nnx.Optimizer`.
+        It may be a mapping of the fields, as `nnx.split` and Orbax without a target make it.
 
     Returns:
       The state that was found.
@@ -227,14 +204,15 @@ def loss_scale_state(opt_state: PyTree) -> LossScaleState:
 
 def find_state(argument: str, tree: PyTree) -> LossScaleState:
     """Return the one `LossScaleState` in `tree`, or raise an error that calls it `argument`."""
-    _, state = checks.only_one(
-        argument,
-        tree,
-        LossScaleState,
-        "Wrap the whole optimizer once with `with_loss_scaling`, or pass the state that is meant.",
-    )
+    _, state = checks.only_one(argument, tree, LossScaleState, WRAP_ONCE)
     # The arrays themselves, without the Variables of flax.nnx.
     return LossScaleState(*jax.tree.leaves(state, is_leaf=lambda leaf: leaf is None))
+
+
+WRAP_ONCE = (
+    "Wrap the whole optimizer once, with `with_loss_scaling` or `skip_if`, or pass the state that "
+    "is meant."
+)
 
 
 def current_scale(argument: str, tree: PyTree) -> jax.Array:
@@ -250,17 +228,5 @@ def current_scale(argument: str, tree: PyTree) -> jax.Array:
     return jax.lax.stop_gradient(as_field("loss_scale", loss_scale))
 
 
-def with_scale(tree: Tree, loss_scale: ArrayLike) -> Tree:
-    """Return a state, or a tree that holds one, with another loss scale."""
-
-    def replace(node: Any) -> Any:
-        if read_as(LossScaleState, node) is None:
-            return node
-        new = jnp.asarray(loss_scale, jnp.float32)
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: new if "loss_scale" in jax.tree_util.keystr(path) else leaf, node
-        )
-
-    return jax.tree.map(
-        replace, tree, is_leaf=lambda node: read_as(LossScaleState, node) is not None
-    )
+for _state in (LossScaleState, WithLossScalingState, SpikeState):
+    _state.__module__ = "optax_lossscale"  # the name in pickles, which outlives that of this file

@@ -8,14 +8,14 @@ N-th finite step in a row, as this library does. Releases of Flax grow one step 
 beyond the interval, because the interval was shortened, grows on the next finite step here.
 
 They also differ in bounds: their only ceiling is the largest number of the loss scale's dtype, and
-torch has no floor. The counters of skipped steps start at 0, since the others do not keep them.
+torch has no floor. A loss scale beyond a bound moves to it on the next step here; in Flax and JMP,
+an overflow lifts it to the floor. The counters of skipped steps start at 0, since the others do not
+keep them.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from optax_lossscale._policy import DynamicLossScale
@@ -23,20 +23,28 @@ from optax_lossscale._state import LossScaleState, loss_scale_state
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import INT32_MAX, LARGEST_SCALE, SMALLEST_SCALE
 
+__all__ = [
+    "from_flax_dynamic_scale",
+    "from_jmp",
+    "from_torch_state_dict",
+    "to_torch_state_dict",
+]
+
 # The names that the libraries give to counts of steps.
 _COUNTS = {"fin_steps", "counter", "_growth_tracker", "growth_count", "growth_interval", "period"}
 
 
-def from_flax_dynamic_scale(ds: Any) -> tuple[DynamicLossScale, LossScaleState]:
+def from_flax_dynamic_scale(
+    ds: Any, *, grows_late: bool = True
+) -> tuple[DynamicLossScale, LossScaleState]:
     """Convert a `flax.training.dynamic_scale.DynamicScale`.
-
-    Releases of Flax grow on the step after the `growth_interval`-th finite one, Flax's main branch
-    has also grown on that step itself, and so does `optax_lossscale.flax.DynamicScale`. The class
-    of `ds` takes one small step to show which of the two it does, and the policy's
-    `growth_interval` is one larger where it waits.
 
     Args:
       ds: The `DynamicScale`, with concrete numbers; one replica of a replicated one.
+      grows_late: Whether the class of `ds` grows on the step after the `growth_interval`-th finite
+        one, as the releases of Flax do. The policy's `growth_interval` is then one larger. False
+        for a class that grows on that step itself, as in commit 8163517a of Flax. The class
+        `optax_lossscale.flax.DynamicScale`, which does so too, is recognized and needs no False.
 
     Returns:
       The policy for `with_loss_scaling`, and the state to put into the optimizer state.
@@ -58,7 +66,9 @@ def from_flax_dynamic_scale(ds: Any) -> tuple[DynamicLossScale, LossScaleState]:
     minimum = getattr(ds, "minimum_scale", None)
     floor = 0.0 if minimum is None else _number("ds", "minimum_scale", minimum)
     rule = {"growth_factor": growth, "backoff_factor": backoff, "min_scale": floor}
-    return _convert("ds", scale, count, interval + _grows_one_step_late(ds) or 1, **rule)
+    late = getattr(ds, "grows_late", grows_late)
+    # An interval of 0 grows on every finite step in both, as one of 1 does here.
+    return _convert("ds", scale, count, interval + (late or interval == 0), **rule)
 
 
 def from_jmp(ls: Any) -> tuple[DynamicLossScale, LossScaleState]:
@@ -181,15 +191,6 @@ def to_torch_state_dict(policy: DynamicLossScale, state: Any) -> dict[str, Any]:
     }
 
 
-def _grows_one_step_late(ds: Any) -> bool:
-    """Say whether `ds` grows one step later than its `growth_interval`."""
-    # Flax's releases and its main branch (8163517a) differ in this under the same name.
-    rule = {"growth_factor": 2.0, "backoff_factor": 0.5, "minimum_scale": None}
-    with jax.ensure_compile_time_eval():
-        start = dataclasses.replace(ds, growth_interval=1, fin_steps=0, scale=1.0, **rule)
-        return float(start.value_and_grad(lambda x: x)(1.0).dynamic_scale.scale) == 1
-
-
 def _numbers(
     argument: str, theirs: Any, names: tuple[str, ...], expected: str
 ) -> tuple[float, ...]:
@@ -239,7 +240,7 @@ def _convert(
     max_scale = max(max_scale, min_scale)
     try:
         policy = DynamicLossScale(
-            # The state may be below the floor: the next overflow lifts it, here as there.
+            # The state may be below the floor: the next step lifts it, and there the next overflow.
             initial_scale=min(max(loss_scale, min_scale), max_scale),
             growth_interval=int(min(growth_interval, INT32_MAX)),
             min_scale=min_scale,

@@ -5,11 +5,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._state import loss_scale_state, with_scale
+from optax_lossscale._state import loss_scale_state
 from optax_lossscale._support import checks
-from optax_lossscale._support.tree import PyTree, is_fp8_metadata, is_inexact, path_name
+from optax_lossscale._support.tree import PyTree, Tree, is_fp8_metadata, is_inexact, path_name
+
+__all__ = ["assert_scaled_once"]
 
 # The gradients are computed at a loss scale and at a quarter of it, at the first of these where
 # they are finite: the larger it is, the fewer of them round to zero.
@@ -18,10 +21,10 @@ _STEP = 4.0
 
 _MISTAKES = {
     0: "not scaled, or unscaled before `tx.update`, which unscales. Differentiate "
-    "`scale_loss(loss, state)`, or use `value_and_grad`, and hand on what comes out",
+    "`scale_loss(loss, state)`, or use `value_and_grad`, and pass its gradients on as they are",
     2: "scaled twice. Multiply by the loss scale in one place",
-    -1: "not scaled, but unscaled. Differentiate `scale_loss(loss, state)`, and hand on what comes "
-    "out: `tx.update` unscales it",
+    -1: "not scaled, but unscaled. Differentiate `scale_loss(loss, state)`, and pass the gradients "
+    "on as they are: `tx.update` unscales them",
 }
 
 
@@ -42,7 +45,7 @@ def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any
       state: A `LossScaleState`, or any pytree that holds exactly one: an optimizer's state, a
         Flax TrainState, an `nnx.Optimizer`. `grad_fn` is given copies of it with
         other loss scales.
-      *args: The rest of what `grad_fn` takes.
+      *args: The other arguments of `grad_fn`.
 
     Raises:
       TypeError: If the gradients are traced.
@@ -59,7 +62,6 @@ def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any
       ...     return ols.value_and_grad(lambda w: jnp.sum(w**2))(state, w)[1]
       >>> assert_scaled_once(grad_fn, ols.init(), jnp.ones(3))
     """
-    loss_scale_state(state)  # there is exactly one
     powers = _powers(grad_fn, state, *args)
     wrong = {name: k for name, k in powers.items() if abs(k - 1) > 0.25}
     if not wrong:
@@ -69,7 +71,7 @@ def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any
     raise AssertionError(
         f"The gradients must grow with the loss scale to the power of 1, got {k:.2f} at {name} "
         f"({len(wrong)} of {len(powers)} arrays are wrong): "
-        + (mistake or "they depend on it in some other way. Look for what underflows in float16")
+        + (mistake or "they depend on it in some other way. Look for an underflow in float16")
         + "."
     )
 
@@ -78,7 +80,7 @@ def _powers(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any) -> dict[s
     """Return k by the name of the array, at the first loss scale where all is finite."""
     for scale in _SCALES:
         low, high = (
-            _largest(grad_fn(with_scale(state, each), *args)) for each in (scale / _STEP, scale)
+            _largest(grad_fn(_with_scale(state, each), *args)) for each in (scale / _STEP, scale)
         )
         if not all(map(math.isfinite, (*low.values(), *high.values()))):
             continue
@@ -90,6 +92,12 @@ def _powers(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any) -> dict[s
         f"loss scale between {_SCALES[-1] / _STEP:g} and {_SCALES[0]:g}. Choose other parameters "
         "or data; `first_nonfinite` says where they are not finite."
     )
+
+
+def _with_scale(state: Tree, loss_scale: float) -> Tree:
+    """Return a copy of `state` with another loss scale. It may be nested in any containers."""
+    old, new = loss_scale_state(state).loss_scale, jnp.asarray(loss_scale, jnp.float32)
+    return jax.tree.map(lambda leaf: new if leaf is old else leaf, state)
 
 
 def _largest(grads: PyTree) -> dict[str, float]:

@@ -22,18 +22,6 @@ def _promotion(request):
 
 
 @pytest.fixture
-def off_the_cpu(monkeypatch):
-    """Choose what another platform would be given, and compile it for this one."""
-    if jax.version.__version_info__ < (0, 8):
-        pytest.skip("jax 0.7 may abort when its caches are cleared")
-    default = lambda *args, default, **_: default(*args)  # noqa: E731
-    monkeypatch.setattr(jax.lax, "platform_dependent", default)
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
-
-
-@pytest.fixture
 def x64():
     """Enable float64 in JAX."""
     jax.config.update("jax_enable_x64", True)

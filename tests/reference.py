@@ -5,6 +5,7 @@ rounded to float32 after every product, like the contract's float32[].
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -61,6 +62,8 @@ def dynamic_step(**given) -> Step:
 
     def step(state: Reference, grads_finite: bool, loss_finite: bool = True) -> Reference:
         scale, growth, overflows, consecutive, total = state
+        low, high = float32(hyper["min_scale"]), float32(hyper["max_scale"])
+        scale = low if math.isnan(scale) else min(max(scale, low), high)
         if not loss_finite and consecutive + 1 < hyper["loss_patience"]:
             return Reference(scale, 0, overflows, add_one(consecutive), add_one(total))
         if not (grads_finite and loss_finite):

@@ -55,7 +55,6 @@ having = STATE._replace
 fixed_update, dynamic_update = FixedLossScale(8).update, DynamicLossScale().update
 scale_loss = functools.partial(ols.scale_loss, 1.0)
 unscale = functools.partial(ols.unscale_and_check, PARAMS)
-calibrate = functools.partial(diag.calibrate, lambda state: state.loss_scale)
 check_health = diag.check_health
 suggest_scale = functools.partial(diag.suggest_scale, EXPONENTS)
 plot = functools.partial(diag.plot_gradient_exponents, EXPONENTS)
@@ -194,9 +193,8 @@ TABLE = {
         *given(optimizer, "weight_decay", jnp.sin, learning_rate=0.1),
         *given(optimizer, "learning_rate", "x", weight_decay=0.1),
         *given(optimizer, "ema_momentum", "x"),
-        *each(
-            (scale_loss, calibrate, *READERS[:2]), having(loss_scale="x"), "state.loss_scale", "'x'"
-        ),
+        *given(exponents, "loss_scale", True, "1024"),
+        *each((scale_loss, *READERS[:2]), having(loss_scale="x"), "state.loss_scale", "'x'"),
         (lambda: fixed_update(having(loss_scale="x"), True), "state.loss_scale", "'x'"),
         (lambda: dynamic_update(having(loss_scale="x"), True), "state.loss_scale", "'x'"),
     ],
@@ -210,6 +208,7 @@ TABLE = {
     "ValueError: `{name}` must be finite in float32, got {got}. Use a finite number.": [
         *given(FixedLossScale, "scale", NAN, INF, -INF, HUGE, 2 * FLOAT32_MAX),
         *given(DynamicLossScale, "growth_factor", INF),
+        *given(exponents, "loss_scale", NAN, INF),
     ],
     "ValueError: `{name}` must lie between 2**-126 and 2**126, ..., got {got}. Use a power ...": [
         *given(FixedLossScale, "scale", -1.0, 0, 2.0**-127, 2.0**127),
@@ -218,6 +217,8 @@ TABLE = {
         *given(optimizer, "initial_scale", 0, 2.0**127),
         *given(optimizer, "initial_scale", 0, dynamic=False),
         *given(optimizer, "loss_scale_factor", -1),
+        *given(exponents, "loss_scale", 0, -1.0),
+        (lambda: exponents(loss_scale=jnp.float32(0)), "loss_scale", "0.0"),
         (lambda: scale_loss(having(loss_scale=-1)), "state.loss_scale", "-1"),
     ],
     "ValueError: `{name}` must lie between ... and ..., got {got}. Change it, or leave it out.": [
@@ -262,6 +263,9 @@ TABLE = {
         *given(DynamicLossScale, "min_scale", 2.0**16),
         *given(DynamicLossScale, "max_scale", 2.0**14),
     ],
+    'TypeError: `{name}` must be a policy, "dynamic" or a dict from `get_config`, got {got}...': [
+        *given(functools.partial(check_health, STATE), "policy", 8.0, 8, True, jnp.float32(8)),
+    ],
     "TypeError: `{name}` must be a dict from `get_config`, got {got}. Use `as_loss_scale` ...": [
         *given(FixedLossScale.from_config, "config", None, "x", []),
     ],
@@ -276,8 +280,6 @@ TABLE = {
         *given(ols.update, "loss_scale", "x", state=STATE, grads_finite=True),
         *given(ols.with_loss_scaling, "loss_scale", "x", inner=SGD),
         *given(train_state, "loss_scale", "x", tx=SGD),
-        *given(check_health, "loss_scale", "x", opt_state=STATE),
-        *given(calibrate, "loss_scale", "x", state=STATE),
     ],
     "TypeError: `{name}` must be a policy ..., or a dict from `get_config`; got {got}.": [
         *given(ols.as_loss_scale, "loss_scale", True, 1j, [8], jnp.float32(8), FixedLossScale),
@@ -330,7 +332,7 @@ TABLE = {
         (lambda: differentiate(jnp.sum, PARAMS), "state", NOWHERE),
         (lambda: ols.loss_scale_state(SGD), "opt_state", "0 in a Gradient..., found at: nowhere"),
         (lambda: assert_scaled_once(apply, PARAMS), "opt_state", NOWHERE),
-        *each((calibrate, to_torch), PARAMS, "opt_state", NOWHERE),
+        *each([to_torch], PARAMS, "opt_state", NOWHERE),
         (
             lambda: ols.loss_scale_state({"a": OPT_STATE, "b": [STATE]}),
             "opt_state",
@@ -358,7 +360,6 @@ TABLE = {
     ],
     "ValueError: `{name}` must be the name of a mapped axis, ..., got {got}. Call the ...": [
         *given(unscale, "axis_name", "x", ("x", "y"), state=STATE),
-        *given(calibrate, "axis_name", "x", state=STATE),
         *given(take, "axis_name", "x"),
     ],
     "TypeError: `{name}` must be an optax.Gr... or an optax.Mu..., got {got}. Call ...": [
@@ -524,7 +525,7 @@ TABLE = {
             for x in (NAN, INF, 0, -8, 2.0**127)
         ),
         (
-            lambda: check_health(having(loss_scale=0.5), loss_scale="dynamic"),
+            lambda: check_health(having(loss_scale=0.5), policy="dynamic"),
             "1 and 1.67772e+07",
             "0.5 and ...",
         ),
@@ -532,6 +533,12 @@ TABLE = {
             (lambda n=n: health(**{n: jnp.int32(-1)}), RANGE, f"8 and ...'{n}': -1...")
             for n in COUNTS
         ),
+    ],
+    "ValueError: `opt_state` must hold a loss scale of {name}, that of ..., got {got}. Rest...": [
+        (lambda: check_health(STATE, policy=FixedLossScale(16)), "16", "8 and ..."),
+    ],
+    "ValueError: `opt_state` must hold counts of at least 0, got {got} of the inner state. ...": [
+        (lambda: skip_health(inner_state={"count": -1}), "", "-1 at `['count']`"),
     ],
     "ValueError: `opt_state` must hold a Spike with at most the 128 ..., got {got}. Restore ...": [
         (lambda: spike_health(held=jnp.int32(129)), "", "{'held': 129, ...} at the root ..."),
@@ -552,7 +559,22 @@ TABLE = {
         (traced(lambda n: assert_scaled_once(returning([ONE, n]), STATE)), "grad_fn", "Call ..."),
     ],
     "TypeError: `fun` must be a function, got {got}. Give its arguments after it.": [
-        (lambda: diag.precision_report({"w": 1}, ONE), "", "{'w': 1}"),
+        *each((diag.precision_report, diag.first_nonfinite), {"w": 1}, "", "{'w': 1}"),
+    ],
+    "TypeError: `exponents` must be a GradientExponents, got {got}. Count them with ...": [
+        *each((diag.suggest_scale, diag.plot_gradient_exponents), PARAMS, "", "dict"),
+    ],
+    "TypeError: `report` must be a dict of {name}, got {got}. Make it with `nonfinite_report`.": [
+        *each([diag.format_nonfinite_report], PARAMS, "NonfiniteCounts", "ArrayImpl"),
+        *each(
+            [diag.format_nonfinite_report],
+            diag.NonfiniteCounts(0, 0, 1),
+            "NonfiniteCounts",
+            "NonfiniteCounts",
+        ),
+    ],
+    "TypeError: `report` must be a dict of {name}, got {got}. Make it with `precision_report`.": [
+        *each([diag.format_precision_report], jnp.sum, "MatrixProducts", "function"),
     ],
     "TypeError: `fun` must be a function that JAX can trace, got {got}, which reads ...": [
         (lambda: diag.precision_report(np.asarray, ONE), "", "<built-in function asarray>"),
@@ -576,15 +598,6 @@ TABLE = {
     ],
     "ValueError: `exponents` must count at least one ..., got an empty histogram. Count ...": [
         (lambda: diag.suggest_scale(diag.gradient_exponents([0.0, NAN, INF])), "", ""),
-    ],
-    "TypeError: `{name}` must have `min_scale` and `max_scale` ..., got {got}. Calibrate ...": [
-        *given(calibrate, "loss_scale", FixedLossScale(8), state=STATE),
-    ],
-    "ValueError: `{name}` must have a power of two between its bounds, got {got}. Widen them.": [
-        *given(calibrate, "loss_scale", DynamicLossScale(3, 1, 2, 0.5, 3, 3.5), state=STATE),
-    ],
-    "ValueError: `grad_fn` must return gradients, got a tree without ...: {got}. Return ...": [
-        (lambda: diag.calibrate(returning({"a": 1}), STATE), "", "PyTreeDef(...)"),
     ],
     "ValueError: `grad_fn` must return gradients that are finite and not all zero, ... Choo...": [
         (lambda x=x: assert_scaled_once(returning(x), STATE), "", "")

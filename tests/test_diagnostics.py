@@ -19,11 +19,11 @@ from jax.sharding import PartitionSpec as P
 from leaves import NOT_NUMBERS
 
 import optax_lossscale as ols
+from optax_lossscale import WithLossScalingState
 from optax_lossscale.diagnostics import (
     GradientExponents,
     LossScaleStalledError,
     NonfiniteCounts,
-    calibrate,
     check_health,
     format_nonfinite_report,
     gradient_exponents,
@@ -46,7 +46,7 @@ def state(loss_scale=2.0**15, growth=0, overflows=0, consecutive=0, total=0):
 # --- metrics: what should I log?
 
 
-def test_metrics_are_those_of_the_contract():
+def test_metrics_are_those_of_the_contract_for_every_guard():
     found = jax.jit(metrics)(state(512.0, 3, 1, 0, 7))
     assert {name: (value.dtype.name, value.item()) for name, value in found.items()} == {
         "loss_scale": ("float32", 512.0),
@@ -55,38 +55,50 @@ def test_metrics_are_those_of_the_contract():
         "consecutive_skipped": ("int32", 0),
         "total_skipped": ("int32", 7),
     }
-    assert not metrics(state(consecutive=1))["applied"]
+    skipped = trained(ols.skip_if(SGD), [NAN])
+    assert [value.item() for value in metrics(skipped).values()] == [1, False, 0, 1, 1]
     assert not metrics(state()._replace(loss_scale=8.0))["loss_scale"].weak_type
 
 
 # --- check_health: is training still alive, and if not, why?
+
+SGD = optax.sgd(0.1)
+
+
+def trained(tx, losses, grads=1.0):
+    """Return the optimizer's state after steps with these losses."""
+
+    def step(state, given):
+        loss, grad = given
+        return tx.update(grad * jnp.ones(2), state, jnp.zeros(2), value=loss)[1], None
+
+    grads = np.broadcast_to(grads, len(losses))
+    given = jnp.asarray(losses, jnp.float32), jnp.asarray(grads, jnp.float32)
+    return jax.lax.scan(step, tx.init(jnp.zeros(2)), given)[0]
 
 
 @pytest.mark.parametrize(
     ("healthy", "policy"),
     [
         (state(1024.0, growth=3, total=100), DYNAMIC),  # a step skipped now and then
-        (state(1.0, overflows=1, consecutive=50, total=50), DYNAMIC),  # as many as allowed
+        (state(1.0, overflows=1, consecutive=50, total=50), "dynamic"),  # as many as allowed
         (state(1.0, growth=3, overflows=1, total=50), DYNAMIC),  # at the floor, but learning
         (state(2.0**24, total=1), DYNAMIC),  # at the cap, which overflowed before
-        (state(2.0**23), DYNAMIC),  # not at the cap
         (state(2.0**24), ols.DynamicLossScale(2.0**24)),  # started there
-        (state(2.0**24), 2.0**24),  # fixed
-        (state(2.0**24), 2.0**15),
-        (ols.skip_if(optax.sgd(0.1)).init(jnp.ones(2)), DYNAMIC),  # no loss scale
+        (state(2.0**24), ols.FixedLossScale(2.0**24)),
+        (state(0.1), ols.FixedLossScale(0.1).get_config()),  # a float32 is not 0.1
+        (ols.skip_if(SGD).init(jnp.ones(2)), DYNAMIC),
         (state(2.0**24), None),  # the cap is unknown
         (state(2.0**-126), ols.DynamicLossScale(min_scale=2.0**-126)),
         (state(2.0**126, total=1), ols.DynamicLossScale(max_scale=2.0**126)),
-        (state(2.0**-126), None),
-        (state(2.0**126), None),
         # A scalar may be infinite.
         (ols.skip_if(optax.contrib.reduce_on_plateau()).init(jnp.ones(2)), None),
-        # A restored state may hold arrays of NumPy, and texts.
-        (ols.SkipIfState((), 0, 0, inner_state=[np.ones(2), "adam"]), None),
+        # A restored state may hold arrays of NumPy, and texts; not every integer is a count.
+        (WithLossScalingState(state(), (), [np.ones(2), "adam", {"power": np.int32(-1)}]), None),
     ],
 )
 def test_healthy_training_raises_and_warns_of_nothing(healthy, policy):
-    assert check_health(healthy, loss_scale=policy) is None
+    assert check_health(healthy, policy=policy) is None
 
 
 class StartsFromNumbers(ols.DynamicLossScale):
@@ -99,7 +111,7 @@ class StartsFromNumbers(ols.DynamicLossScale):
 @pytest.mark.parametrize("policy", [DYNAMIC, StartsFromNumbers()])
 def test_a_loss_scale_at_its_cap_that_never_overflowed_warns_that_it_may_not_be_needed(policy):
     with pytest.warns(UserWarning, match=r"at its cap of 1.67772e\+07 and no step was ever skip"):
-        check_health(state(2.0**24), loss_scale=policy)
+        check_health(state(2.0**24), policy=policy)
 
 
 @pytest.mark.parametrize(
@@ -109,15 +121,15 @@ def test_a_loss_scale_at_its_cap_that_never_overflowed_warns_that_it_may_not_be_
         (4.0, None, "the loss scale is 4. Likely"),
         # The float32 closest to 0.1 is above it.
         (0.1, ols.DynamicLossScale(min_scale=0.1), "is 0.1, at its floor of 0.1. Likely"),
-        (128.0, 128, "is 128, under FixedLossScale, which has no floor. Likely"),
+        (128.0, ols.FixedLossScale(128), "is 128, under FixedLossScale, which has no floor. Like"),
     ],
 )
 def test_the_error_says_where_the_loss_scale_stands(loss_scale, policy, message):
     match = r"The last 51 steps were skipped \(99 since the start\).*" + re.escape(message)
-    check_health(state(loss_scale, 0, 1, 50, 99), loss_scale=policy)
+    check_health(state(loss_scale, 0, 1, 50, 99), policy=policy)
     for given in ({}, {"max_consecutive_skipped": np.int32(50)}):
         with pytest.raises(RuntimeError, match=match):
-            check_health(state(loss_scale, 0, 1, 51, 99), loss_scale=policy, **given)
+            check_health(state(loss_scale, 0, 1, 51, 99), policy=policy, **given)
 
 
 class Bounded(ols.FixedLossScale):
@@ -139,14 +151,21 @@ class Unbounded:
         return state
 
 
-SLOWLY_DOWN = ols.DynamicLossScale(backoff_factor=0.95, hysteresis=3)
-
 # The first words of each cause.
 FORWARD, INPUT = "The forward pass overflows", "The batch or the parameters hold NaN"
 BACKWARD, LARGE = "The loss is finite, and one layer's", "The gradients are too large"
 DESCENT, FIXED = "The loss scale started too large", "The loss scale is too large, and does"
 UNKNOWN = "The loss scale is too large: it is fixed, or still on its way down"
+RULE = "A rule (`skip_if`) rejects steps whose gradients and loss are finite"
 OTHERS = [FORWARD, BACKWARD, INPUT]
+
+
+def assert_causes(opt_state, causes, **given):
+    with pytest.raises(LossScaleStalledError) as raised:
+        check_health(opt_state, **given)
+    _, *lines = str(raised.value).splitlines()
+    listed = [f"  {i}. {cause}" for i, cause in enumerate(causes, start=1)]
+    assert [line[: len(cause)] for line, cause in zip(lines, listed, strict=True)] == listed
 
 
 @pytest.mark.parametrize(
@@ -154,8 +173,8 @@ OTHERS = [FORWARD, BACKWARD, INPUT]
     [
         # No overflow was counted, for example because the loss was NaN and forgiven.
         (2.0**15, 0, 51, DYNAMIC, [FORWARD, INPUT]),
-        (1.0, 0, 51, DYNAMIC, [FORWARD, INPUT]),
         # At the floor, or below 1, where the loss scale is not the cause; and just above the floor.
+        (1.0, 0, 51, DYNAMIC, [*OTHERS, LARGE]),
         (1.0, 1, 51, DYNAMIC, [*OTHERS, LARGE]),
         (2.0**-10, 1, 51, ols.DynamicLossScale(min_scale=2.0**-100), [*OTHERS, LARGE]),
         (128.0, 1, 51, ols.DynamicLossScale(min_scale=128.0), [LARGE, *OTHERS]),
@@ -163,127 +182,117 @@ OTHERS = [FORWARD, BACKWARD, INPUT]
         (2.0, 1, 51, DYNAMIC, [FORWARD, INPUT]),
         # On its way down from the cap, and after more steps than that takes.
         (2.0**75, 1, 51, ols.DynamicLossScale(max_scale=2.0**126), [DESCENT, *OTHERS]),
-        (2.0**20, 3, 51, SLOWLY_DOWN, [DESCENT, *OTHERS]),
+        (
+            2.0**20,
+            3,
+            51,
+            ols.DynamicLossScale(backoff_factor=0.95, hysteresis=3),
+            [DESCENT, *OTHERS],
+        ),
         (2.0**20, 60, 51, ols.DynamicLossScale(hysteresis=60), [DESCENT, *OTHERS]),
         (2.0**15, 1, 51, DYNAMIC, [FORWARD, INPUT]),
         (2.0**76, 1, 51, Bounded(8), [DESCENT, *OTHERS]),  # 50 steps after the first
         (2.0**76, 1, 52, Bounded(8), [FORWARD, INPUT]),
-        (2.0**100, 1, 51, Bounded(8), [FORWARD, INPUT]),
         # Unknown bounds, or no bounds.
-        (1.0, 1, 51, None, [*OTHERS, UNKNOWN]),
-        (128.0, 0, 51, None, [*OTHERS, UNKNOWN]),
-        (128.0, 0, 51, 128.0, [FIXED, *OTHERS]),
+        (2.0, 1, 51, None, [*OTHERS, UNKNOWN]),
+        (1.0, 1, 51, None, OTHERS),
         (128.0, 1, 51, Unbounded(), [*OTHERS, UNKNOWN]),
+        (2.0, 0, 51, ols.FixedLossScale(2), [FIXED, *OTHERS]),
+        (1.0, 0, 51, ols.FixedLossScale(1), OTHERS),
     ],
 )
 def test_the_likeliest_cause_comes_first(loss_scale, overflows, skipped, policy, causes):
-    with pytest.raises(LossScaleStalledError) as raised:
-        check_health(state(loss_scale, 0, overflows, skipped), loss_scale=policy)
-    _, *lines = str(raised.value).splitlines()
-    assert len(lines) == len(causes)
-    for i, (line, cause) in enumerate(zip(lines, causes, strict=True), start=1):
-        assert line.startswith(f"  {i}. {cause}")
+    assert_causes(state(loss_scale, 0, overflows, skipped), causes, policy=policy)
 
 
 # What a rule skips is finite, and the state says so.
 
-RULE = "A rule (`skip_if`) rejects steps whose gradients and loss are finite"
-SPIKE = ols.Spike(window=8)
-SGD = optax.sgd(0.1)
+SPIKE = ols.Spike(window=128, warmup=4)
+# The losses of some steps, and a factor of their gradients.
+SPIKES = ([1, 1.1, 0.9, 1, 1.1, 1] + [2.0**n for n in range(2, 62)],)
+ONES, NANS = ([1.0] * 60,), ([1.0] * 60, NAN)
+NAN_AND_A_SPIKE = [1.0] * 60 + [9], [NAN] * 60 + [1]
+BETWEEN_SPIKES = [9, 1] * 30, [1, NAN] * 30
+HIGH = ols.DynamicLossScale(8, min_scale=8)
+UNCHECKED = ols.FixedLossScale(8, skip_nonfinite=False)
 
 
-def causes_of(opt_state, **given):
-    with pytest.raises(LossScaleStalledError) as raised:
-        check_health(opt_state, **given)
-    return [line.partition(". ")[2] for line in str(raised.value).splitlines()[1:]]
+def above_two(*_, value):
+    return value > 2
 
 
-def trained(tx, losses, grads=1.0):
-    """Return the optimizer's state after steps with these losses."""
-    grads = np.broadcast_to(grads, len(losses))
-
-    def step(state, given):
-        loss, grad = given
-        return tx.update(grad * jnp.ones(2), state, jnp.zeros(2), value=loss)[1], None
-
-    given = jnp.asarray(losses, jnp.float32), jnp.asarray(grads, jnp.float32)
-    return jax.lax.scan(step, tx.init(jnp.zeros(2)), given)[0]
+def always(*_, **__):
+    return True
 
 
-QUIET = [1, 1.1, 0.9, 1, 1.1, 1]
+def growing(interval, patience=2):
+    return ols.DynamicLossScale(growth_interval=interval, loss_patience=patience)
 
 
 @pytest.mark.parametrize(
-    "tx",
+    ("policy", "rule", "steps", "known", "causes"),
     [
-        ols.with_loss_scaling(SGD, skip_if=lambda *_, value: value > 2),
-        ols.with_loss_scaling(SGD, 8, skip_if=(lambda *_, value: value > 2, SPIKE)),
-        ols.with_loss_scaling(SGD, None, skip_if=ols.Spike(window=128, warmup=4)),
-        ols.skip_if(SGD, ols.Spike(window=128, warmup=4)),
+        # A rule skipped every step.
+        ("dynamic", above_two, SPIKES, False, [RULE]),
+        (8, (above_two, SPIKE), SPIKES, False, [RULE]),
+        (None, SPIKE, SPIKES, False, [RULE]),
+        ("skip_if", SPIKE, SPIKES, False, [RULE]),
+        ("skip_if", always, ONES, False, [RULE]),
+        # The loss scale grew at the last step: the policy would have counted any other skip.
+        (growing(60), always, ONES, True, [RULE]),
+        (growing(10), always, ONES, True, [RULE, DESCENT, *OTHERS]),
+        (growing(1), SPIKE, SPIKES, True, [RULE]),
+        (growing(60), always, ONES, False, [*OTHERS, UNKNOWN, RULE]),
+        (growing(60, patience=60), always, ONES, True, [RULE]),
+        (growing(60, patience=61), always, ONES, True, [FORWARD, INPUT, RULE]),
+        # The last step was a spike, and the steps before it overflowed.
+        ("dynamic", above_two, NAN_AND_A_SPIKE, False, [RULE, *OTHERS]),
+        ("dynamic", above_two, NAN_AND_A_SPIKE, True, [RULE, *OTHERS, LARGE]),
+        (growing(1), above_two, NAN_AND_A_SPIKE, True, [RULE, DESCENT, *OTHERS]),
+        (ols.FixedLossScale(8), above_two, NAN_AND_A_SPIKE, True, [RULE, FIXED, *OTHERS]),
+        (HIGH, above_two, NAN_AND_A_SPIKE, True, [RULE, *OTHERS, LARGE]),
+        # The last step was not finite.
+        ("dynamic", SPIKE, NANS, True, [*OTHERS, LARGE, RULE]),
+        ("dynamic", None, NANS, True, [*OTHERS, LARGE]),
+        (HIGH, SPIKE, NANS, True, [LARGE, *OTHERS, RULE]),
+        (None, above_two, NANS, True, [*OTHERS, RULE]),
+        ("skip_if", above_two, NANS, False, [*OTHERS, RULE]),
+        ("skip_if", None, NANS, False, OTHERS),
+        (UNCHECKED, above_two, NANS, True, [FIXED, *OTHERS, RULE]),
+        # Spikes raised the loss scale again, so it says nothing of the overflows.
+        (growing(1), above_two, BETWEEN_SPIKES, True, [DESCENT, *OTHERS, RULE]),
     ],
 )
-def test_a_rule_that_rejects_every_finite_step_is_the_only_cause(tx):
-    stalled = trained(tx, QUIET + [2.0**n for n in range(2, 62)])
-    assert stalled[0] is not None
-    (cause,) = causes_of(stalled)
-    assert cause.startswith(RULE)
-
-
-@pytest.mark.parametrize("interval", [1, 10, 60])
-def test_a_rule_is_the_only_cause_where_the_policy_would_have_counted_others(interval):
-    policy = ols.DynamicLossScale(growth_interval=interval)
-    stalled = trained(ols.with_loss_scaling(SGD, policy, skip_if=lambda *_, **__: True), [1.0] * 60)
-    (cause,) = causes_of(stalled, loss_scale=policy)
-    assert cause.startswith(RULE)
-    patient = ols.DynamicLossScale(growth_interval=interval, loss_patience=100)
-    assert len(causes_of(stalled, loss_scale=patient)) > 1
-
-
-@pytest.mark.parametrize(("patience", "named"), [(50, 1), (51, 3)])
-def test_a_function_may_have_skipped_where_the_policy_forgives_as_many_bad_losses(patience, named):
-    # With as many skipped steps as its patience, the policy has counted one of them.
-    policy = ols.DynamicLossScale(growth_interval=1, loss_patience=patience)
-    tx = ols.with_loss_scaling(SGD, policy, skip_if=lambda *_, **__: True)
-    causes = causes_of(trained(tx, [1.0] * 50), max_consecutive_skipped=49, loss_scale=policy)
-    assert len(causes) == named
-    assert causes[-1].startswith(RULE)
-
-
-@pytest.mark.parametrize("policy", [None, ols.DynamicLossScale(growth_interval=1)])
-def test_a_rule_is_named_where_the_policy_has_not_counted_its_steps(policy):
-    stalled = trained(ols.with_loss_scaling(SGD, policy, skip_if=lambda *_, **__: True), [1.0] * 60)
-    for given in (None, policy):
-        assert causes_of(stalled, loss_scale=given)[-1].startswith(RULE)
-
-
-def test_overflows_and_a_rule_that_stall_together_are_seen_and_both_named():
-    tx = ols.with_loss_scaling(SGD, skip_if=lambda *_, value: value > 10)
-    losses = [100 if step % 51 == 50 else 1 for step in range(2499)]
-    grads = [1.0 if loss > 10 else np.inf for loss in losses]
-    stalled = trained(tx, losses, grads)  # its last step is a spike
+def test_a_rule_is_named_where_it_may_have_skipped_and_first_where_it_has(
+    policy, rule, steps, known, causes
+):
+    if policy == "skip_if":
+        stalled = trained(ols.skip_if(SGD, rule), *steps)
+    else:
+        stalled = trained(ols.with_loss_scaling(SGD, policy, skip_if=rule), *steps)
     assert ols.diagnostics.is_stalled(stalled)
-    assert not ols.applied(stalled)
-    first, *others = causes_of(stalled)
-    assert first.startswith(RULE)
-    assert [other.startswith(FORWARD) for other in others] == [True, False, False, False]
+    assert_causes(stalled, causes, **({"policy": ols.as_loss_scale(policy)} if known else {}))
+
+
+def test_a_state_without_its_guard_or_with_the_policy_of_another_says_what_it_can():
+    assert_causes(state(growth=51, consecutive=51), [RULE])
+    assert_causes(state(growth=1, consecutive=51), [RULE, *OTHERS, UNKNOWN])
+    unscaled = trained(ols.skip_if(SGD, above_two), *NANS)
+    assert_causes(unscaled, [*OTHERS, LARGE, RULE], policy="dynamic")
 
 
 @pytest.mark.parametrize(
-    ("rule", "policy", "says"),
-    [
-        (SPIKE, "dynamic", True),
-        # A function has no state that could show, and without a policy anything may be.
-        (lambda *_, **__: False, "dynamic", None),
-        (None, "dynamic", False),
-        (lambda *_, **__: False, ols.FixedLossScale(8, skip_nonfinite=False), True),
-    ],
+    "inner", [optax.adam(1.0), optax.MultiSteps(SGD, 2), optax.contrib.reduce_on_plateau()]
 )
-def test_a_rule_is_the_last_cause_where_the_last_step_was_not_finite(rule, policy, says):
-    stalled = trained(ols.with_loss_scaling(SGD, policy, skip_if=rule), [1.0] * 60, np.nan)
-    given = {} if says is None else {"loss_scale": policy}
-    causes = causes_of(stalled, **given)
-    assert not causes[0].startswith(RULE)
-    assert causes[-1].startswith(RULE) == (says is not False)
+def test_a_negative_count_of_the_inner_optimizer_is_refused(inner):
+    opt_state = ols.skip_if(inner).init(jnp.ones(2))
+    leaves, treedef = jax.tree.flatten(opt_state.inner_state)
+    counts = [i for i, leaf in enumerate(leaves) if leaf.dtype == jnp.int32]
+    assert counts
+    for i in counts:
+        damaged = jax.tree.unflatten(treedef, [*leaves[:i], jnp.int32(-1), *leaves[i + 1 :]])
+        with pytest.raises(ValueError, match=r"counts of at least 0, got -1 at `.*` of the inner"):
+            check_health(opt_state._replace(inner_state=damaged))
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -332,17 +341,14 @@ def test_the_report_reads_every_kind_of_number_and_leaves_out_the_rest():
     assert {type(counts) for counts in report.values()} == {NonfiniteCounts}
 
 
-def test_counts_of_arrays_too_large_for_int32_do_not_wrap_around():
-    # Compiled but not run: the array would need 4 GB.
-    large = jax.ShapeDtypeStruct((2**16, 2**15), jnp.float16)
-    compiled = jax.jit(nonfinite_report).lower(large).as_text()
-    assert "dense<2.14748352E+9>" in compiled
-    assert "stablehlo.minimum" in compiled
-    largest = jax.ShapeDtypeStruct((2**31 - 1,), jnp.float16)
-    assert "stablehlo.minimum" not in jax.jit(nonfinite_report).lower(largest).as_text()
-    jax.eval_shape(gradient_exponents, largest)
-    found = jax.eval_shape(nonfinite_report, large)[""]
-    assert {n.dtype.name for n in found} == {"int32"}
+@pytest.mark.parametrize(("size", "saturates"), [(2**31 - 1, False), (2**31, True)])
+def test_counts_of_arrays_too_large_for_int32_do_not_wrap_around(size, saturates):
+    large = jax.ShapeDtypeStruct((size,), jnp.float16)  # lowered but not run: it would need 4 GB
+    lowered = jax.jit(nonfinite_report).lower(large).as_text()
+    assert ("dense<2.14748352E+9>" in lowered) == ("stablehlo.minimum" in lowered) == saturates
+    assert {n.dtype.name for n in jax.eval_shape(nonfinite_report, large)[""]} == {"int32"}
+    if not saturates:
+        jax.eval_shape(gradient_exponents, large)
 
 
 def test_arrays_of_symbolic_shape_are_counted():
@@ -445,8 +451,7 @@ SMALL_DTYPES = [
 
 @pytest.mark.parametrize("dtype", [*SMALL_DTYPES, np.float32])
 def test_exponents_and_roundings_are_those_of_numpy(dtype):
-    largest = np.finfo(np.float32).max
-    for loss_scale in (1.0, 2.0**15, 2.0**-20, 2.0**123, 2.0**126, 2.0**-126, 3000.7, largest):
+    for loss_scale in (1.0, 2.0**15, 2.0**-20, 2.0**123, 2.0**126, 2.0**-126, 3000.7):
         counts = gradient_exponents(NUMBERS, dtype=dtype, loss_scale=loss_scale)
         assert_equal_counts(counts, exponents_by_numpy(NUMBERS, dtype, loss_scale))
 
@@ -473,6 +478,8 @@ def test_float64_gradients_are_read_exactly_and_count_at_the_ends_beyond_float32
 @pytest.mark.parametrize("loss_scale", [8, np.int32(8), jnp.int32(8), jnp.float16(8)])
 def test_the_loss_scale_may_be_any_real_number(loss_scale):
     assert int(counts_of(2.0**-27, 2.0**-30, loss_scale=loss_scale).flushed) == 1
+    compiled = jax.jit(lambda scale: gradient_exponents(NUMBERS, loss_scale=scale))
+    assert_equal_counts(compiled(loss_scale), gradient_exponents(NUMBERS, loss_scale=loss_scale))
 
 
 def test_both_parts_of_a_complex_gradient_count_and_what_is_no_number_does_not():
@@ -495,11 +502,6 @@ def test_counts_of_an_array_on_eight_devices_are_those_of_the_whole(kind, spec):
         counts = jax.jit(gradient_exponents)({"w": sharded})
     assert_equal_counts(jax.device_get(counts), exponents_by_numpy(NUMBERS))
     assert counts.histogram.sharding.is_fully_replicated
-
-
-def test_the_counting_of_an_array_is_dispatched_once():
-    jaxpr = jax.make_jaxpr(gradient_exponents)(jnp.ones((2, 5, 7)))
-    assert [eqn.params["name"] for eqn in jaxpr.eqns if "clz" in str(eqn)] == ["_exponents"]
 
 
 # --- suggest_scale: which loss scale fits?
@@ -540,13 +542,6 @@ def test_the_suggested_scale_is_one_that_a_policy_takes(value, settings, scale, 
     assert suggested == ols.FixedLossScale(suggested).scale == scale
 
 
-def test_counts_added_on_the_host_may_exceed_int32():
-    counts = jax.tree.map(lambda n: np.int64(n) * 2**33, counts_of(2.0**-10, 0.0))
-    assert suggest_scale(counts) == 2.0**21
-    title = plot_gradient_exponents(counts).get_title()
-    assert title == "50.0 % of the entries are exactly zero"
-
-
 def shares(ax):
     labels = [text.get_text() for text in ax.get_legend().get_texts()]
     return {
@@ -554,147 +549,48 @@ def shares(ax):
     }
 
 
-def test_the_plot_says_what_the_dtype_makes_of_the_gradients():
+def test_the_plot_shows_the_part_of_the_gradients_that_the_dtype_loses():
     powers = np.arange(-40, 30)
     counts = counts_of(*[0.0] * 30, *1.5 * 2.0**powers)
     ax = plot_gradient_exponents(counts)
     assert shares(ax) == {"zero in float16": 15, "subnormal": 11, "normal": 30, "infinite": 14}
     assert [int(n) for n in counts[1:5]] == [30, 15, 11, 14]
     assert ax.get_title() == "30.0 % of the entries are exactly zero"
-    assert "log2" in ax.get_xlabel()
-    assert "%" in ax.get_ylabel()
+    assert ("log2" in ax.get_xlabel(), "%" in ax.get_ylabel()) == (True, True)
     heights = {bar.get_x(): bar.get_height() for bar in ax.patches if bar.get_width() == 1}
     assert {x: height for x, height in heights.items() if height} == dict.fromkeys(powers, 1)
 
 
+def test_counts_added_on_the_host_may_exceed_int32():
+    counts = jax.tree.map(lambda n: np.int64(n) * 2**33, counts_of(2.0**-10, 0.0))
+    assert suggest_scale(counts) == 2.0**21
+    assert plot_gradient_exponents(counts).get_title().startswith("50.0 %")
+
+
 @pytest.mark.slow
-def test_the_plot_frames_what_the_dtype_holds_and_all_that_was_seen():
-    ax = plot_gradient_exponents(counts_of(1.0))
-    assert (ax.get_xlim(), ax.get_ylim()) == ((-31, 20), (0, 130))
+@pytest.mark.parametrize(
+    ("values", "x", "y"),
+    [
+        ([1.0], (-31, 20), (0, 130)),
+        ([2.0**-100, 2.0**100], (-101, 102), (0, 65)),
+        ([2.0**100], (-31, 102), (0, 130)),
+        (2.0 ** np.arange(-100, 100), (-101, 101), (0, 1.3)),
+        ([], (-31, 20), (0, 1.3)),
+        ([0.0], (-31, 20), (0, 1.3)),
+    ],
+)
+def test_the_plot_frames_the_range_of_the_dtype_and_all_that_was_seen(values, x, y):
+    ax = plot_gradient_exponents(counts_of(*values))
+    assert (ax.get_xlim(), ax.get_ylim()) == (x, y)
     handles, _ = ax.get_legend_handles_labels()
     spans = [h.get_path().transformed(h.get_patch_transform()).get_extents() for h in handles]
     # float16: the smallest number is 2**-24, the smallest normal one 2**-14, the largest 65504.
     assert [(s.x0, s.x1) for s in spans] == [(-150, -25), (-25, -14), (-14, 16), (16, 129)]
-    wide = plot_gradient_exponents(counts_of(2.0**-100, 2.0**100))
-    assert (wide.get_xlim(), wide.get_ylim()) == ((-101, 102), (0, 65))
-    assert plot_gradient_exponents(counts_of(2.0**100)).get_xlim() == (-31, 102)
-    flat = plot_gradient_exponents(counts_of(*2.0 ** np.arange(-100, 100)))
-    assert flat.get_ylim() == (0, 1.3)
 
 
-def test_the_plot_is_drawn_where_it_is_told_to_and_may_be_empty(tmp_path):
-    figure = matplotlib.figure.Figure()
-    upper, lower = figure.subplots(2)
-    counts = counts_of(2.0**-149, 3e38)
-    assert plot_gradient_exponents(counts, lower, dtype=jnp.bfloat16) is lower
+def test_the_plot_is_drawn_into_the_given_axes(tmp_path):
+    upper, lower = matplotlib.figure.Figure().subplots(2)
+    assert plot_gradient_exponents(counts_of(2.0**-149, 3e38), lower, dtype=jnp.bfloat16) is lower
     assert not upper.has_data()
     assert shares(lower)["zero in bfloat16"] == 50
-    figure.savefig(tmp_path / "a.png", dpi=50)
-    for values in ([], [0.0]):
-        assert sum(shares(plot_gradient_exponents(counts_of(*values))).values()) == 0
-
-
-# --- calibrate: which loss scale should training start with?
-
-
-def loss_fn(w, x):
-    hidden = jax.nn.relu(x.astype(jnp.float16) @ w.astype(jnp.float16))
-    return jnp.mean(hidden.astype(jnp.float32) ** 2)
-
-
-def grad_fn(state, *args):
-    return ols.value_and_grad(loss_fn)(state, *args)[1]
-
-
-def test_calibration_is_one_loop_of_few_evaluations_in_one_compilation():
-    calls = []
-
-    def counted(state, w, x):
-        jax.debug.callback(lambda: calls.append(1))
-        return grad_fn(state, w, x)
-
-    calibrated = jax.jit(lambda *args: calibrate(counted, *args))
-    start, w = ols.init(), jnp.eye(4)
-    with jax.transfer_guard("disallow"):
-        first = calibrated(start, w, w)
-        assert calibrated(first, w, w).loss_scale == first.loss_scale
-    jax.effects_barrier()
-    assert calibrated._cache_size() == 1  # noqa: SLF001, the only way to ask
-    assert len(calls) <= 2 * 5
-    jaxpr = jax.make_jaxpr(lambda *args: calibrate(grad_fn, *args))(start, w, w)
-    primitives = [eqn.primitive.name for eqn in jaxpr.eqns]
-    assert primitives.count("while") == 1
-    assert "dot_general" not in primitives
-
-
-def up_to(limit):
-    """Return a `grad_fn` whose gradients are finite up to a loss scale of `limit`."""
-
-    def grad_fn(state):
-        loss_scale = ols.loss_scale_state(state).loss_scale
-        return {"w": jnp.where(loss_scale <= limit, 1.0, INF), "steps": jnp.int32(0)}
-
-    return grad_fn
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [
-        (1.0, 2.0**24, {2.0**n: 2.0 ** max(0, min(n, 24)) for n in (-1, 0, 1, 7, 23, 24, 25)}),
-        (2.0**-126, 2.0**126, {2.0**-100: 2.0**-100, 2.0**126: 2.0**126, 0.0: 2.0**-126}),
-        (2.0**-10, 2.0**-7, {2.0**-8: 2.0**-8}),
-        (3.0, 100.0, {50.0: 32.0, 1e9: 64.0, 1.0: 4.0}),
-        (8.0, 8.0, {1e9: 8.0}),
-    ],
-)
-def test_calibration_finds_the_largest_power_of_two_within_the_bounds(low, high, expected):
-    policy = ols.DynamicLossScale(low, min_scale=low, max_scale=high)
-
-    def found(limit):
-        return calibrate(up_to(limit), ols.init(), loss_scale=policy).loss_scale
-
-    limits = jnp.array([*expected], jnp.float32)
-    assert jax.jit(jax.vmap(found))(limits).tolist() == [*expected.values()]
-
-
-@pytest.mark.parametrize(
-    ("settings", "limit", "cap"),
-    [
-        ({}, 2.0**23, None),
-        ({}, 2.0**24, r"2\*\*24"),
-        ({"loss_scale": ols.DynamicLossScale(max_scale=2.0**39.5)}, INF, r"2\*\*39"),
-        # No power of two lies within the bounds.
-        ({"loss_scale": ols.DynamicLossScale(8, min_scale=8, max_scale=8)}, INF, None),
-    ],
-)
-def test_calibration_warns_of_a_cap_that_stopped_it(settings, limit, cap):
-    message = f"finite even at {cap}, the cap of DynamicLossScale.*, raise its `max_scale`"
-    with pytest.warns(UserWarning, match=message) if cap else contextlib.nullcontext():
-        calibrate(up_to(limit), ols.init(), **settings)
-
-
-def test_calibration_hands_on_the_optimizer_state_and_changes_the_loss_scale_alone():
-    tx = ols.with_loss_scaling(optax.sgd(1.0, momentum=0.9))
-    opt_state = tx.init(jnp.ones(3))._replace(loss_scale_state=state(2.0, 3, 1, 4, 7))
-
-    def of_optimizer(candidate, weight):
-        assert jax.tree.structure(candidate) == jax.tree.structure(opt_state)
-        return (candidate.loss_scale_state.loss_scale * weight).astype(jnp.float16)
-
-    after = calibrate(of_optimizer, opt_state, 3.0)
-    assert [leaf.item() for leaf in after] == [2.0**14, 3, 1, 4, 7]
-    assert [leaf.dtype for leaf in after] == [leaf.dtype for leaf in opt_state.loss_scale_state]
-
-
-def test_shards_agree_on_the_loss_scale_that_fits_all():
-    def calibrated(shard):
-        return calibrate(
-            lambda state, x: (state.loss_scale * x).astype(jnp.float16),
-            ols.init(),
-            shard,
-            axis_name="data",
-        ).loss_scale
-
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    sharded = jax.shard_map(calibrated, mesh=mesh, in_specs=P("data"), out_specs=P())
-    assert jax.jit(sharded)(jnp.array([1.0, 2.0**7])) == 2.0 ** (15 - 7)
+    lower.figure.savefig(tmp_path / "a.png", dpi=50)

@@ -66,8 +66,6 @@ CASES = [
     ({"growth_interval": 3, "growth_factor": 1.0, "minimum_scale": 64.0}, {"argnums": (2, 0)}),
     ({"growth_interval": 2, "scale": 0.25, "minimum_scale": None}, {"has_aux": True}),
     ({"growth_interval": 2, "scale": 2.0, "minimum_scale": 16.0}, {"argnums": (0, 2)}),
-    ({"growth_interval": 3, "scale": 1.0, "backoff_factor": 1}, {}),
-    ({"growth_interval": -7, "minimum_scale": np.float64(0.0)}, {}),
 ]
 
 
@@ -76,10 +74,9 @@ def arguments(steps=300):
     rng = np.random.default_rng(1)
     w = {"inner": rng.normal(size=(steps, 3)), "outer": rng.normal(size=steps)}
     x, b = rng.normal(size=(steps, 3)), rng.normal(size=steps)
-    kind = rng.integers(18, size=steps)
-    for bad, value in enumerate((np.inf, -np.inf, np.nan)):
-        x[kind == bad, bad] = value
-    return jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), (w, x, b))
+    for bad in (np.inf, -np.inf, np.nan):
+        x[rng.random(steps) < 1 / 18, rng.integers(3)] = bad
+    return jax.tree.map(jnp.float32, (w, x, b))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
@@ -105,14 +102,6 @@ def test_values_gradients_aux_and_loss_scales_are_those_of_flax(rule, options):
     assert len(set(np.asarray(results[0].dynamic_scale.scale).tolist())) >= 3
 
 
-def test_numbers_that_are_not_powers_of_two_agree_to_a_unit_in_the_last_place():
-    rule = {"growth_interval": 2, "growth_factor": 1.7, "backoff_factor": 0.3}
-    ours, theirs = (run(in_float16, ds, arguments()) for ds in pair(**rule))
-    assert_same_bits(ours.dynamic_scale.scale, theirs.dynamic_scale.scale)
-    assert_same_bits(ours.finite, theirs.finite)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=3e-7), ours.grad, theirs.grad)
-
-
 def test_replicas_average_and_agree_as_in_flax():
     # At the second step each replica is finite, but the sum of both is not.
     x = jnp.array([[1, FLOAT32_MAX, 1, 1, 2], [3, FLOAT32_MAX, jnp.inf, 1, 1]])
@@ -129,10 +118,9 @@ def test_constructor_fields_and_results_are_those_of_flax():
     ours, theirs = (list(inspect.signature(cls).parameters.values()) for cls in (Ours, Theirs))
     assert [(p.name, p.kind) for p in ours] == [(p.name, p.kind) for p in theirs]
     assert isinstance(Ours(), Theirs)
-    for field in dataclasses.fields(Theirs):
-        assert getattr(Ours(), field.name) == getattr(Theirs(), field.name), field.name
+    assert [getattr(Ours(), p.name) for p in ours] == [getattr(Theirs(), p.name) for p in ours]
     given = 4.0, 0.25, 7, 3, 1024.0, 2.0
-    assert [getattr(Ours(*given), f.name) for f in dataclasses.fields(Ours)] == list(given)
+    assert tuple(getattr(Ours(*given), p.name) for p in ours) == given
     assert hash(Ours()) == hash(Ours(scale=8.0))  # a static argument has a hash
     result = Ours().value_and_grad(lambda w, *, x: w * x)(2.0, x=3.0)
     assert (float(result.aux), float(result.grad)) == (6.0, 3.0)
@@ -152,41 +140,57 @@ def test_it_grows_on_the_interval_and_flax_one_step_later():
             assert run(linear, ds, x).dynamic_scale.scale.tolist() == expected
 
 
-def test_the_interval_may_be_an_array():
-    def step(w):
-        return Ours(growth_interval=jnp.int32(1), scale=8.0).value_and_grad(jnp.sum)(w)
+@pytest.mark.parametrize(("interval", "after_three"), [(-7, 8), (0, 64), (1, 64), (2, 16)])
+def test_the_interval_may_be_an_array(interval, after_three):
+    def scale_after_three_steps(interval):
+        ds = Ours(growth_interval=interval, scale=8.0)
+        for _ in range(3):
+            ds = ds.value_and_grad(jnp.sum)(jnp.ones(2)).dynamic_scale
+        return ds.scale
 
-    assert float(jax.jit(step)(jnp.ones(2)).dynamic_scale.scale) == 16
-    for interval in (-7, 0, 1, 2):
-        scales = []
-        for same in (interval, jnp.int32(interval)):
-            ds = Ours(growth_interval=same, scale=8.0)
-            for _ in range(3):
-                ds = ds.value_and_grad(jnp.sum)(jnp.ones(2)).dynamic_scale
-            scales.append(float(ds.scale))
-        assert scales == [{-7: 8, 0: 64, 1: 64, 2: 16}[interval]] * 2
+    assert scale_after_three_steps(interval) == after_three
+    assert jax.jit(scale_after_three_steps)(jnp.int32(interval)) == after_three
 
 
 @pytest.mark.parametrize(
-    ("fin_steps", "scale", "are_numbers"),
-    [(3, 8, True), (0, 1, True), (2, 2, True), (0, 0, False), (1, 1, False), (0, None, False)],
+    "start",
+    [
+        *({}, {"scale": 1024.0}, {"scale": 1024}, {"scale": 1}, {"scale": jnp.asarray(1024.0)}),
+        *({"scale": np.float32(8)}, {"scale": 8, "fin_steps": np.int32(3)}),
+        *({"fin_steps": 3, "scale": 8}, {"fin_steps": 0, "scale": 1.0}),
+        *({"fin_steps": 2, "scale": 1}, {"fin_steps": 2, "scale": 2}, {"fin_steps": 0, "scale": 2}),
+    ],
+    ids=str,
 )
-def test_integers_are_numbers_unless_they_may_be_axes(fin_steps, scale, are_numbers):
-    ds = Ours(fin_steps=fin_steps, scale=scale)
-    assert isinstance(ds.fin_steps, jax.Array) == are_numbers
-    assert isinstance(ds.scale, jax.Array) == are_numbers
+def test_numbers_become_strongly_typed_arrays_and_compile_once(start):
+    traces = []
 
+    @jax.jit
+    def step(ds):
+        traces.append(1)
+        return ds.value_and_grad(lambda w: w)(jnp.float32(1)).dynamic_scale
 
-def test_every_leaf_is_strongly_typed_and_keeps_its_type():
-    weak = jnp.asarray(1024.0)
-    starts = [
-        *({}, {"scale": 1024.0}, {"scale": 1024}, {"scale": 1024.0, "fin_steps": 1}),
-        *({"scale": weak}, {"scale": np.float32(1024)}, {"scale": 8, "fin_steps": np.int32(3)}),
-    ]
-    for ds in (step(Ours(), lambda w: w, 1.0)[0], *(Ours(**start) for start in starts)):
+    ds = Ours(**start)
+    assert (ds.fin_steps, ds.scale) == (start.get("fin_steps", 0), start.get("scale", 65536))
+    for _ in range(3):
         leaves = jax.tree.leaves(ds)
         assert [(x.dtype, x.shape) for x in leaves] == [(jnp.int32, ()), (jnp.float32, ())]
         assert not any(getattr(x, "weak_type", False) for x in leaves)
+        ds = step(ds)
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize(
+    "axes", [(0, 0), (0, 1), (1, 0), (-1, -1), (0, None), (True, True)], ids=str
+)
+def test_what_may_be_axes_stays_as_it_is(axes):
+    ds = Ours(fin_steps=axes[0], scale=axes[1])
+    assert (ds.fin_steps, ds.scale) == axes
+    assert not isinstance(ds.fin_steps, jax.Array)
+    # If they are numbers after all, it works.
+    if None not in axes:
+        after = step(ds, lambda w: w, 1.0).dynamic_scale
+        assert (after.fin_steps, after.scale.dtype) == (axes[0] + 1, jnp.float32)
 
 
 @pytest.mark.usefixtures("x64")
@@ -208,8 +212,6 @@ def test_the_loss_scale_stays_within_bounds_and_in_flax_grows_to_the_largest_flo
         for ds in pair(growth_interval=1, scale=FLOAT32_MAX / 8)
     )
     assert (max(ours), max(theirs)) == (2.0**126, FLOAT32_MAX)
-    after = step(Ours(growth_factor=np.inf, growth_interval=0), lambda w: w, 1.0)
-    assert float(after.dynamic_scale.scale) == 2.0**126
 
     def backed_off(minimum):
         ds = Ours(scale=2.0**-125, minimum_scale=minimum)
@@ -224,10 +226,16 @@ def test_the_loss_scale_stays_within_bounds_and_in_flax_grows_to_the_largest_flo
 
 
 @pytest.mark.parametrize(
-    ("saved", "bound"), [(FLOAT32_MAX, 2.0**126), (np.inf, 2.0**126), (0, 2.0**-126)]
+    ("given", "bound"),
+    [
+        ({"growth_factor": np.inf, "growth_interval": 0}, 2.0**126),
+        # Loss scales that Flax saved.
+        *(({"scale": jnp.float32(x)}, 2.0**126) for x in (FLOAT32_MAX, np.inf)),
+        ({"scale": jnp.float32(0)}, 2.0**-126),
+    ],
 )
-def test_a_loss_scale_out_of_bounds_that_flax_saved_gives_true_gradients(saved, bound):
-    result = step(Ours().replace(scale=jnp.float32(saved)), lambda w: w * 2, 0.0)
+def test_a_loss_scale_out_of_bounds_becomes_the_bound_and_gradients_are_true(given, bound):
+    result = step(Ours(**given), lambda w: w * 2, 0.0)
     assert (float(result.grad), float(result.dynamic_scale.scale)) == (2, bound)
 
 
@@ -248,52 +256,29 @@ def test_a_float16_loss_stays_float16_and_warns():
 
 
 def test_fp8_metadata_are_not_divided_and_in_flax_are():
-    @jax.custom_vjp
-    def note(x, history):
-        del history
-        return x
-
-    note.defvjp(lambda x, history: (x, (x, history)), lambda res, g: (g, res[0]))
-
     def loss_fn(params):
-        return note(params["params"], params["_overwrite_with_gradient"]) ** 2
+        return params["params"] ** 2 + 3 * params["_overwrite_with_gradient"]
 
     params = {"params": jnp.float32(3), "_overwrite_with_gradient": jnp.float32(0)}
     ours, theirs = (step(ds, loss_fn, params).grad for ds in pair(scale=8.0))
-    assert ours == {"params": 6, "_overwrite_with_gradient": 3}
-    assert theirs == {"params": 6, "_overwrite_with_gradient": 3 / 8}
+    assert ours == {"params": 6, "_overwrite_with_gradient": 3 * 8}
+    assert theirs == {"params": 6, "_overwrite_with_gradient": 3}
 
 
 def test_it_can_be_a_tree_of_axes_or_of_nothing():
     stacked = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), Ours(scale=8.0))
     axes = jax.tree.map(lambda _: 0, stacked)
     assert jax.tree.leaves(axes) == [0, 0]
-    assert all(type(axis) is int for axis in jax.tree.leaves(axes))
     mapped = jax.vmap(
         lambda ds, w: ds.value_and_grad(lambda w: w)(w).dynamic_scale, (axes, None), out_axes=axes
     )
-    result = jax.jit(mapped)(stacked, 1.0)
-    assert result.scale.tolist() == [8, 16]
+    assert jax.jit(mapped)(stacked, 1.0).scale.tolist() == [8, 16]
+    crossed = Ours(fin_steps=jnp.zeros(3, jnp.int32), scale=jnp.ones((1, 3)))
+    mapped = jax.vmap(lambda ds: ds.scale, in_axes=(Ours(fin_steps=0, scale=1),))
+    assert mapped(crossed).shape == (3, 1)
     assert jax.tree.leaves(jax.tree.map(lambda _: None, stacked)) == []
     shapes = jax.eval_shape(Ours)
     assert [type(leaf) for leaf in jax.tree.leaves(shapes)] == [jax.ShapeDtypeStruct] * 2
-
-
-@pytest.mark.parametrize("numbers", [(0, 65536), (7, 8), (3, 3), (0, 1), (0, 8.0)])
-def test_python_numbers_become_arrays_and_compile_once(numbers):
-    traces = []
-
-    @jax.jit
-    def step(ds):
-        traces.append(1)
-        return ds.value_and_grad(lambda w: w)(jnp.float32(1)).dynamic_scale
-
-    ds = Ours(fin_steps=numbers[0], scale=numbers[1])
-    assert (ds.fin_steps, ds.scale) == numbers
-    assert (ds.fin_steps.dtype, ds.scale.dtype) == (jnp.int32, jnp.float32)
-    for _ in range(3):
-        ds = step(ds)
-    assert len(traces) == 1
 
 
 def test_it_can_be_donated_and_fetched():
@@ -305,22 +290,15 @@ def test_it_can_be_donated_and_fetched():
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(jax.device_get(after)))
 
 
-NOT_DEFAULT = {
-    "growth_factor": 4.0,
-    "backoff_factor": 0.25,
-    "growth_interval": 7,
-    "fin_steps": 5,
-    "scale": 12.0,
-    "minimum_scale": 2.0,
-}
+FIELDS = [field.name for field in dataclasses.fields(Ours)]
+NOT_DEFAULT = dict(zip(FIELDS, (4.0, 0.25, 7, 5, 12.0, 2.0), strict=True))
+EMPTY = Ours(**NOT_DEFAULT | {"fin_steps": 0, "scale": 1.0})
 ROUND_TRIPS = {
     "pickle": lambda ds: pickle.loads(pickle.dumps(ds)),  # noqa: S301, our own
     "replace": lambda ds: Ours().replace(**dataclasses.asdict(ds)),
-    "bytes": lambda ds: serialization.from_bytes(
-        ds.replace(fin_steps=0, scale=1.0), serialization.to_bytes(ds)
-    ),
-    "Flax's state dict": lambda ds: serialization.from_state_dict(
-        ds.replace(fin_steps=0, scale=1.0), serialization.to_state_dict(Theirs(**NOT_DEFAULT))
+    "bytes": lambda ds: serialization.from_bytes(EMPTY, serialization.to_bytes(ds)),
+    "Flax's state dict": lambda _: serialization.from_state_dict(
+        EMPTY, serialization.to_state_dict(Theirs(**NOT_DEFAULT))
     ),
 }
 
@@ -329,6 +307,5 @@ ROUND_TRIPS = {
 def test_every_field_survives(name):
     before = Ours(**NOT_DEFAULT)
     after = ROUND_TRIPS[name](before)
-    for field in dataclasses.fields(Ours):
-        assert getattr(after, field.name) == NOT_DEFAULT[field.name], field.name
+    assert {field: getattr(after, field) for field in FIELDS} == NOT_DEFAULT
     assert_same_bits(after, before)

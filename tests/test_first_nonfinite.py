@@ -17,8 +17,9 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale.diagnostics import first_nonfinite
 
-F16 = jnp.float16
-X = jax.random.normal(jax.random.key(0), (16, 8))
+F16, F32 = jnp.float16, jnp.float32
+KEY = jax.random.key(0)
+X = jax.random.normal(KEY, (16, 8))
 NAN, INF = jnp.nan, jnp.inf
 CAST = "convert_element_type"
 
@@ -33,15 +34,15 @@ def forward(first, energy, head, x):
 
 
 class NNXNet(flax.nnx.Module):
-    def __init__(self, rngs):
+    def __init__(self):
+        rngs = flax.nnx.Rngs(0)
+        self.norm = flax.nnx.BatchNorm(8, rngs=rngs)  # its state must stay
         self.first = flax.nnx.Linear(8, 8, dtype=F16, rngs=rngs)
-        self.norm = flax.nnx.BatchNorm(8, rngs=rngs)
-        self.dropout = flax.nnx.Dropout(0.1, rngs=rngs)
         self.energy = flax.nnx.Linear(8, 8, dtype=F16, rngs=rngs)
-        self.head = flax.nnx.Linear(8, 1, dtype=F16, rngs=rngs)
+        self.head = flax.nnx.Linear(8, 8, dtype=F16, rngs=rngs)
 
     def __call__(self, x):
-        return forward(lambda x: self.dropout(self.norm(self.first(x))), self.energy, self.head, x)
+        return forward(lambda x: self.norm(self.first(x)), self.energy, self.head, x)
 
 
 class EquinoxNet(eqx.Module):
@@ -50,43 +51,43 @@ class EquinoxNet(eqx.Module):
     head: eqx.nn.Linear
     activation: object = jax.nn.relu  # not an array
 
-    def __init__(self, key):
-        self.first, self.energy = (eqx.nn.Linear(8, 8, key=k) for k in jax.random.split(key))
-        self.head = eqx.nn.Linear(8, 1, key=key)
-
     def __call__(self, x):
-        return forward(self.first, self.energy, self.head, x)
+        return jax.vmap(lambda row: forward(self.first, self.energy, self.head, row))(x)
 
 
-def nnx():
-    return lambda net, x: net(x).mean(dtype=jnp.float32), NNXNet(flax.nnx.Rngs(0))
+def of_module(net, x):
+    return jnp.mean(net(x).astype(F32))
 
 
-def equinox():
-    def loss_fn(net, x):
-        net = jax.tree.map(lambda p: p.astype(F16) if eqx.is_array(p) else p, net)
-        return jax.vmap(net)(x.astype(F16)).mean(dtype=jnp.float32)
+def of_equinox(net, x):
+    return of_module(*ols.cast((net, x), F16))
 
-    return loss_fn, EquinoxNet(jax.random.key(1))
+
+def of_params(params, x):
+    layers = (lambda x, w=params[name]["w"]: x @ w for name in ("first", "energy", "head"))
+    return jnp.mean(forward(*layers, x.astype(F16)).astype(F32))
+
+
+# Each is the loss, its model, the framework's transform and its `jit`.
 
 
 def pure():
-    def loss_fn(params, x):
-        layers = (lambda x, w=params[name]["w"]: x @ w for name in ("first", "energy", "head"))
-        return forward(*layers, x.astype(F16)).mean(dtype=jnp.float32)
-
-    return loss_fn, {
-        name: {"w": jnp.full((8, 8), 0.1, F16)} for name in ("first", "energy", "head")
-    }
+    names = "first", "energy", "head"
+    params = {name: {"w": jnp.full((8, 8), 0.1, F16)} for name in names}
+    return of_params, params, jax.value_and_grad, jax.jit
 
 
-def batch_stats(net):
-    is_nnx = isinstance(net, flax.nnx.Module)
-    return jax.tree.map(np.array, flax.nnx.state(net, flax.nnx.BatchStat)) if is_nnx else None
+def nnx():
+    return of_module, NNXNet(), flax.nnx.value_and_grad, flax.nnx.jit
 
 
-TRANSFORMS = {nnx: flax.nnx.value_and_grad, equinox: eqx.filter_value_and_grad}
-JITS = {nnx: flax.nnx.jit, equinox: eqx.filter_jit}
+def equinox():
+    net = EquinoxNet(*(eqx.nn.Linear(8, 8, key=key) for key in jax.random.split(KEY, 3)))
+    return of_equinox, net, eqx.filter_value_and_grad, eqx.filter_jit
+
+
+def arrays(net):
+    return [np.array(x) for x in jax.tree.leaves(net) if isinstance(x, jax.Array)]
 
 
 @pytest.mark.slow
@@ -97,37 +98,32 @@ JITS = {nnx: flax.nnx.jit, equinox: eqx.filter_jit}
         *((pure, how) for how in ("loss", "jit", "scaled", "remat")),
         *((nnx, how) for how in ("loss", "jit")),
         (equinox, "loss"),
-        pytest.param(nnx, "scaled", marks=pytest.mark.exhaustive),
         *(
-            pytest.param(equinox, how, marks=pytest.mark.exhaustive)
-            for how in ("jit", "scaled", "remat")
+            pytest.param(*each, marks=pytest.mark.exhaustive)
+            for each in [(nnx, "scaled"), *((equinox, how) for how in ("jit", "scaled", "remat"))]
         ),
     ],
 )
 def test_the_layer_that_overflows_is_named_in_every_framework(framework, how):
-    loss_fn, params = framework()
-    transform = TRANSFORMS.get(framework, jax.value_and_grad)
-    args = (params, X)
+    loss_fn, net, transform, jit = framework()
+    before, args = arrays(net), (net, X)
     if how == "jit":
-        loss_fn = JITS.get(framework, jax.jit)(loss_fn)
+        loss_fn = jit(loss_fn)
     elif how == "scaled":
         loss_fn = ols.value_and_grad(loss_fn, transform=transform)
         args = (ols.init(), *args)
     elif how == "remat":
         loss_fn = transform(eqx.filter_checkpoint(loss_fn))
-    before = batch_stats(params)
     found = first_nonfinite(loss_fn, *args)
-    is_module = framework in TRANSFORMS
     # Wrappers that hide the names of the parameters keep their positions.
-    name = ("net" if is_module else "params") if how == "loss" else ""
-    assert found.layer.endswith(name + (".energy" if is_module else "['energy']"))
+    name = ("params" if framework is pure else "net") if how == "loss" else ""
+    assert found.layer.endswith(name + ("['energy']" if framework is pure else ".energy"))
     assert (found.operation, found.dtype, found.nan) == ("integer_pow", "float16", 0)
     assert not found.backward
     assert 0 < found.inf <= found.size == 128
     assert f"{__file__}:" in found.source
     assert "** 2" in found.source
-    # The given module is unchanged.
-    jax.tree.map(np.testing.assert_array_equal, before, batch_stats(params))
+    jax.tree.map(np.testing.assert_array_equal, before, arrays(net))
 
 
 class Block(nn.Module):
@@ -395,6 +391,10 @@ def through_small(p, x):
     return (p["a"]["w"] * (p["c"]["w"] * x) * p["b"]["w"]).sum()
 
 
+def through_a_custom_derivative(p, x):
+    return (p["c"]["w"] * straight(p["a"]["w"] * x)).sum()
+
+
 def after_the_backward_pass(p, x):
     a = 1e20 * (p["a"]["w"] * x)
     return a * jax.grad(through_all)(p, ONE)["a"]["w"]
@@ -407,6 +407,8 @@ def after_the_backward_pass(p, x):
         (cast_before_both_are_read, "a", False),
         (jax.grad(through_all), "b", True),  # the batch times what comes back from "b"
         (jax.grad(through_small), "c", True),  # the output of "c" times what comes back from "b"
+        # The rule divides what comes back from "c" by what it makes of the output of "a".
+        (jax.grad(through_a_custom_derivative), "a", True),
         (after_the_backward_pass, "b", False),
     ],
 )
@@ -419,6 +421,38 @@ def test_what_a_checkpoint_computes_a_second_time_is_the_forward_pass():
     loss_fn = lambda p, x: jax.checkpoint(silu)(p, x).sum()  # noqa: E731
     found = first_nonfinite(jax.grad(loss_fn, 1), {"w": ONE}, -100 * ONE)
     assert (found.operation, found.backward) == ("exp", False)
+
+
+CLOSED_OVER_BY = np.array([1e30, 1.0], np.float32)
+
+
+def masked(number, dtype=F16, mask=False):
+    def fun(p, x):
+        return jax.nn.softmax(jnp.where(mask, p["w"].astype(dtype), number)).astype(F32) * x
+
+    return fun
+
+
+@pytest.mark.parametrize(
+    ("fun", "says"),
+    [
+        # A row of which everything is masked: infinity less infinity.
+        (masked(-1e30), "-1e+30 is beyond float16; write `jnp.finfo(x.dtype).min`"),
+        (masked(7e4), "70000 is beyond float16; write `jnp.finfo(x.dtype).max`"),
+        (masked(500.0, jnp.float8_e4m3fn), "500 is beyond float8_e4m3fn; write"),
+        (lambda p, _: p["w"].astype(F16) * jnp.asarray(CLOSED_OVER_BY).astype(F16), None),
+    ],
+)
+def test_a_constant_that_a_cast_makes_infinite_is_named_with_its_line(fun, says):
+    found = first_nonfinite(fun, {"w": ONE}, ONE)
+    assert (found.operation, found.layer) == (CAST, "p['w']")
+    assert __file__ in found.source
+    assert (found.constant is None) == (says is None)
+    assert says is None or f"  constant: {says}" in str(found)
+
+
+def test_a_constant_that_masks_some_of_a_row_alone_is_harmless():
+    assert first_nonfinite(masked(-1e30, mask=np.array([True, False])), {"w": ONE}, ONE) is None
 
 
 def test_a_box_around_a_parameter_is_not_a_layer():
@@ -467,31 +501,30 @@ def test_the_guards_of_jax_do_not_stop_the_search():
         assert first_nonfinite(lambda x: jnp.sqrt(x - 2), ONE).operation == "sqrt"
 
 
-def test_the_finding_reads_as_text():
+def test_the_finding_reads_as_text_and_cannot_be_changed():
     def fun(p, x):
         with jax.named_scope("block"):
             return straight(p["w"] * x).sum()
 
-    text = str(first_nonfinite(jax.grad(fun), {"w": ONE}, ONE))
+    found = first_nonfinite(jax.grad(fun), {"w": ONE}, ONE)
+    first, *facts, source = str(found).splitlines()
     counts = "0 NaN and 2 infinite of 2 elements (float32)"
-    first, *facts, source = text.splitlines()
     assert first == f"`div` in the backward pass is the first to make {counts}"
     assert facts == ["  layer: p['w']", "  scope: block"]
     assert source.startswith(f"  source: {__file__}:")
-    text = str(first_nonfinite(jnp.multiply, BIG, BIG))
-    assert "backward" not in text
+    assert "backward" not in str(first_nonfinite(jnp.multiply, BIG, BIG))
     counts = "2 NaN and 0 infinite of 2 elements (float32)"
     text = str(first_nonfinite(jnp.negative, NAN * ONE))
     assert text == f"`args[0]` is not finite before the first operation: {counts}"
-
-
-def test_a_finding_counts_each_kind_and_cannot_be_changed():
-    found = first_nonfinite(jnp.log, jnp.array([0.0, -1.0, 1.0, -1.0]))
-    assert (found.nan, found.inf, found.size) == (2, 1, 4)
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.nan = 0
     with pytest.raises(TypeError, match="positional"):
         type(found)("layer", None, "float32", 0, 1, 2)
+
+
+def test_a_finding_counts_each_kind():
+    found = first_nonfinite(jnp.log, jnp.array([0.0, -1.0, 1.0, -1.0]))
+    assert (found.nan, found.inf, found.size) == (2, 1, 4)
 
 
 def test_without_a_line_of_your_own_there_is_no_source():
@@ -500,7 +533,7 @@ def test_without_a_line_of_your_own_there_is_no_source():
     assert found.source == ""
 
 
-# What does not reach the output is harmless, in a scan too.
+# A number that does not reach the output is harmless, in a scan too.
 
 
 def reset_by_the_next_step(carry, step):
@@ -508,29 +541,24 @@ def reset_by_the_next_step(carry, step):
     return jnp.where(step == 2, jnp.sqrt(overflows - 5), overflows), carry
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-def test_an_infinity_that_the_next_step_discards_is_not_blamed(reverse):
-    def fun(x):
-        steps = jnp.arange(3)[:: -1 if reverse else 1]
-        return jax.lax.scan(reset_by_the_next_step, x, steps, reverse=reverse)[0]
+@pytest.mark.parametrize(
+    ("result", "steps", "x", "operation"),
+    [
+        (0, [0, 1, 2], 1e30, "sqrt"),
+        (1, [0, 1, 2], 1e30, "mul"),  # of stacked results, the first step
+        (1, [0, 1, 2], 1.0, None),  # of the last step's carry, nothing is stacked
+        (0, [], -1.0, "log"),
+    ],
+)
+def test_an_infinity_that_the_next_step_discards_is_not_blamed(result, steps, x, operation):
+    def fun(x, reverse):
+        order = jnp.array(steps[::-1] if reverse else steps, int)
+        x = x if steps else jnp.log(x)
+        return jax.lax.scan(reset_by_the_next_step, x, order, reverse=reverse)[result]
 
-    assert first_nonfinite(fun, jnp.float32(1e30)).operation == "sqrt"
-
-
-def test_of_what_a_scan_stacks_the_first_step_is_blamed():
-    def fun(x):
-        return jax.lax.scan(reset_by_the_next_step, x, jnp.arange(3))[1]
-
-    assert first_nonfinite(fun, jnp.float32(1e30)).operation == "mul"
-    # Of the carry's last step, nothing is stacked.
-    assert first_nonfinite(fun, jnp.float32(1)) is None
-
-
-def test_a_scan_without_steps_returns_what_it_is_given():
-    def fun(x):
-        return jax.lax.scan(reset_by_the_next_step, jnp.log(x), jnp.arange(0))[0]
-
-    assert first_nonfinite(fun, jnp.float32(-1)).operation == "log"
+    for reverse in (False, True):
+        found = first_nonfinite(fun, jnp.float32(x), reverse)
+        assert (found and found.operation) == operation
 
 
 def test_what_is_not_selected_is_not_blamed():

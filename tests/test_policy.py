@@ -78,7 +78,18 @@ SEQUENCES = [
 RESTORED = [
     Reference(scale, growth, overflows, consecutive, total)
     for scale, growth, overflows, (consecutive, total) in itertools.product(
-        [2.0**-126, 0.375, 5.0, 2.0**24, 2.0**126, float(np.finfo(np.float32).max)],
+        [
+            2.0**-126,
+            0.375,
+            5.0,
+            2.0**24,
+            2.0**126,
+            float(np.finfo(np.float32).max),
+            np.nan,
+            np.inf,
+            -1.0,
+            0.0,
+        ],
         [0, 1, 2, 5, 1999, INT32_MAX - 1, INT32_MAX],
         [0, 1, 2, 9, INT32_MAX],
         [(0, 3), (1, INT32_MAX - 1), (INT32_MAX, INT32_MAX)],
@@ -239,22 +250,26 @@ def test_as_loss_scale_returns_a_policy_as_it_is(policy):
 
 
 @pytest.mark.parametrize(
-    ("loss_scale", "loss_finite", "after"),
+    ("policy", "loss_finite", "after"),
     [
         ("dynamic", True, [2.0**14, 0, 1, 1, 1]),
         ("dynamic", False, [2.0**15, 0, 0, 1, 1]),
-        (8, True, [8, 0, 0, 1, 1]),
+        (ols.FixedLossScale(8).get_config(), True, [8, 0, 0, 1, 1]),
         (None, True, [1, 0, 0, 0, 0]),
         (Halving(), True, [32, 0, 0, 1, 1]),  # counted for it
     ],
 )
-def test_update_takes_whatever_names_a_policy_and_any_boolean_scalar(
-    loss_scale, loss_finite, after
-):
+def test_update_takes_whatever_names_a_policy_and_any_boolean_scalar(policy, loss_finite, after):
     for boolean in (bool, np.bool_, np.array, jnp.asarray):
         flags = {"grads_finite": boolean(False), "loss_finite": boolean(loss_finite)}
-        state = ols.update(ols.init(loss_scale), loss_scale=loss_scale, **flags)
+        state = ols.update(ols.init(policy), policy=policy, **flags)
         assert_states_equal(state, np.array(after))
+
+
+@pytest.mark.parametrize("number", [8, 8.0, np.float32(8), jnp.float32(8), True])
+def test_a_number_is_no_policy(number):
+    with pytest.raises(TypeError, match=r"`policy` must be .* `FixedLossScale\(x\)`"):
+        ols.update(ols.init(8), True, number)
 
 
 @pytest.mark.parametrize("policy", [ols.DynamicLossScale(8), ols.FixedLossScale(8)])

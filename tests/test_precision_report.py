@@ -1,9 +1,10 @@
 """`precision_report` sees every matrix product that runs, and in which dtype."""
 
 import dataclasses
+from itertools import starmap
 from pathlib import Path
+from unittest.mock import ANY
 
-import equinox as eqx
 import flax.linen as nn
 import haiku as hk
 import jax
@@ -17,6 +18,7 @@ from jax.experimental import pallas
 from jax.sharding import PartitionSpec
 
 import optax_lossscale as ols
+from optax_lossscale._support.products import products_of
 from optax_lossscale.diagnostics import (
     MatrixProducts,
     format_precision_report,
@@ -27,6 +29,7 @@ from optax_lossscale.diagnostics import (
 pytestmark = pytest.mark.integration
 F16, F32 = jnp.float16, jnp.float32
 X, W = jnp.ones((4, 8), F16), jnp.ones((8, 8), F16)
+CLOSED_OVER = np.ones((8, 8), np.float32)
 ONE = 2 * 4 * 8 * 8  # the operations of X @ W
 
 
@@ -72,40 +75,19 @@ class NNXNet(nnx.Module):
         return self.head(self.first(x))
 
 
-def test_nnx_with_the_module_as_an_argument():
+def test_nnx_with_the_module_as_an_argument_into_which_a_step_writes():
     def loss_fn(model, x):
         return jnp.mean(model(x))
 
-    args = NNXNet(nnx.Rngs(0)), jnp.ones((4, 8))
-    assert counts(loss_fn, *args) == {"bfloat16": 1, "float32": 1}
-    assert counts(nnx.grad(loss_fn), *args) == {"bfloat16": 2, "float32": 2}
-    assert counts(nnx.jit(nnx.value_and_grad(loss_fn)), *args) == {"bfloat16": 2, "float32": 3}
-
-
-def test_what_a_step_writes_into_modules_of_nnx_is_used():
-    model = NNXNet(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-
     def step(model, optimizer, x):
-        grads = nnx.grad(lambda model: jnp.mean(model(x)))(model)
-        optimizer.update(model, grads)
+        optimizer.update(model, nnx.grad(loss_fn)(model, x))
 
-    expected = {"bfloat16": 2, "float32": 2}
-    assert counts(step, model, optimizer, jnp.ones((4, 8))) == expected
-    assert counts(nnx.jit(step), model, optimizer, jnp.ones((4, 8))) == expected
-
-
-@pytest.mark.slow
-def test_equinox_before_and_after_a_cast():
-    model = eqx.nn.MLP(8, 1, 8, 2, key=jax.random.key(0))
-
-    def loss_fn(model, x):
-        return jnp.mean(jax.vmap(model)(x).astype(F32))
-
-    assert counts(loss_fn, model, X) == {"float32": 3}
-    assert counts(loss_fn, ols.cast(model, F16), X) == {"float16": 3}
-    step = ols.grad(loss_fn, compute_dtype=F16, transform=eqx.filter_value_and_grad)
-    assert counts(step, ols.init(), model, X) == {"float16": 7}
+    model = NNXNet(nnx.Rngs(0))
+    optimizer, x = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), jnp.ones((4, 8))
+    assert counts(loss_fn, model, x) == {"bfloat16": 1, "float32": 1}
+    assert counts(nnx.jit(nnx.value_and_grad(loss_fn)), model, x) == {"bfloat16": 2, "float32": 3}
+    for fun in (step, nnx.jit(step)):
+        assert counts(fun, model, optimizer, x) == {"bfloat16": 2, "float32": 2}
 
 
 def test_haiku_whose_own_cast_promotes_everything_is_shown_for_what_it_is():
@@ -116,8 +98,8 @@ def test_haiku_whose_own_cast_promotes_everything_is_shown_for_what_it_is():
 
     model = hk.without_apply_rng(hk.transform(forward))
     params = model.init(jax.random.key(0), X)
-    step = ols.value_and_grad(lambda p, x: model.apply(p, x).mean(), compute_dtype=F16)
-    report = precision_report(step, ols.init(), params, X)
+    step = jax.value_and_grad(lambda p, x: model.apply(ols.cast(p, F16), x).mean())
+    report = precision_report(step, params, X)
     assert "float16" not in report
     assert report["float32"].count == 5
     assert report["float32"].source == line_of("# in float32, as all that follows")
@@ -247,12 +229,6 @@ def test_structures(fun, expected):
     assert jax.jit(lambda: counts(fun, X, W) == expected)()  # the report may be made while tracing
 
 
-def test_a_report_does_not_change():
-    products = precision_report(jnp.dot, X, W)["float16"]
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        products.count = 2
-
-
 def test_a_primitive_that_holds_functions_of_other_outputs():
     solve = lambda a, b: jax.scipy.sparse.linalg.cg(a, b)[0]  # noqa: E731
     assert set(counts(solve, W.astype(F32), W[0].astype(F32))) == {"float32"}
@@ -339,10 +315,38 @@ def test_the_dtype_with_the_most_operations_comes_first_and_is_written_first():
     assert second == "float16: 2 matrix products, 256 operations (33.3 %)"
 
 
+def test_products_that_are_scaled_by_blocks_are_counted():
+    given = [((1, 4, 32), "float8_e4m3fn"), ((1, 6, 32), "float8_e4m3fn")]
+    given += [((1, 4, 1), "float8_e8m0fnu"), ((1, 6, 1), "float8_e8m0fnu")]
+    (products,) = precision_report(
+        jax.nn.scaled_matmul, *starmap(jax.ShapeDtypeStruct, given)
+    ).items()
+    assert products == ("float8_e4m3fn", MatrixProducts(1, 2 * 4 * 6 * 32, ANY))
+
+
 def test_words_without_products_or_lines():
     assert format_precision_report({}) == "No matrix products or convolutions."
     empty = precision_report(jnp.dot, np.zeros((0, 8)), np.zeros((8, 2)))
-    assert empty["float32"].flops == 0
     assert "0 operations (0 %)" in format_precision_report(empty)
     report = {"float16": MatrixProducts(count=1, flops=2, source="")}
     assert format_precision_report(report) == "float16: 1 matrix product, 2 operations (100 %)"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        report["float16"].count = 2
+
+
+def test_the_products_of_a_gradient_that_is_traced_anyway_are_counted():
+    def loss_fn(x, w):
+        x = lax.scan(lambda x, _: (jnp.tanh(doubled(x, w) @ w), None), x, length=3)[0]
+        x = jax.checkpoint(lambda x: jnp.sin(x @ w))(x)
+        return jnp.mean((x.astype(F32) @ CLOSED_OVER) ** 2), "aux"  # closes over float32
+
+    def found(x, w):
+        _, pullback, _ = jax.vjp(loss_fn, x, w, has_aux=True)
+        wide, *rest = products_of(pullback.jaxpr)
+        assert (wide.dtype, wide.itemsize, wide.flops) == ("float32", 4, ONE)
+        assert wide.source() == line_of("# closes over float32")
+        return {(product.dtype, product.itemsize, product.times) for product in rest}
+
+    expected = {("float16", 2, 1), ("float16", 2, 3)}
+    assert found(X, W) == expected
+    assert jax.jit(lambda *args: found(*args) == expected)(X, W)

@@ -1,12 +1,10 @@
 """What holds for every number of any pytree at any loss scale, tested on random ones.
 
-Trees have any structure, with leaves of every kind and dtype. Their numbers are drawn as bits and
-include subnormal numbers, negative zeros, the largest finite numbers, and NaN with any payload.
-NumPy is the oracle. Each tree is compiled once and then filled with many numbers.
+Trees have leaves and containers of every kind. Their numbers are drawn as bits and include
+subnormal numbers, negative zeros, the largest finite numbers, and NaN with any payload. NumPy is
+the oracle. Each tree is compiled once and then filled with many numbers.
 """
 
-import dataclasses
-import functools
 import itertools
 from typing import Any, NamedTuple
 
@@ -15,8 +13,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 from leaves import NOT_NUMBERS
 from plain_where import bits
 
@@ -33,8 +29,8 @@ NOT_FINITE = {
 }
 PARTS = {"complex64": "float32", "complex128": "float64"}
 DTYPES = [*NOT_FINITE, *PARTS]
+KINDS = ["first", "second", "last"]  # bad numbers, in the order of their bits
 # `LARGE` arrays are checked in groups on XLA:CPU: along each axis, or without groups.
-SHAPES = [(), (3,), (2, 3), (0,), (2, 0)]
 LARGE = [(2**16,), (2**16 + 1,), (256, 257), (257, 256), (3, 256, 128)]
 
 
@@ -48,18 +44,16 @@ def as_bits(array):
     return array.reshape(-1).view(part).view(f"u{part.itemsize}")
 
 
-def finite_array(dtype, shape, seed):
+def finite_array(dtype, shape, rng):
     """Return an array of finite numbers, extreme ones first."""
     part = part_dtype(dtype)
     array = np.zeros(shape, dtype)
     words = as_bits(array)
     limit, sign = NOT_FINITE[part.name], 1 << (8 * part.itemsize - 1)
-    rng = np.random.default_rng(seed)
     words[:] = rng.integers(0, limit, words.size, dtype=words.dtype)
     smallest_normal = 1 << ml_dtypes.finfo(part).nmant
     extreme = np.array([limit - 1, 0, 1, smallest_normal - 1, smallest_normal], words.dtype)
-    few = extreme[: words.size]
-    words[: few.size] = rng.permutation(few) if few.size == extreme.size else few
+    words[:5] = rng.permutation(extreme)[: words.size]
     words |= rng.integers(0, 2, words.size, dtype=words.dtype) * words.dtype.type(sign)
     return array
 
@@ -87,12 +81,12 @@ def is_finite(array):
 
 def test_the_drawn_numbers_are_what_they_are_meant_to_be():
     for dtype in DTYPES:
-        array, part = finite_array(dtype, (7,), 0), part_dtype(dtype)
+        array, part = finite_array(dtype, (7,), np.random.default_rng(0)), part_dtype(dtype)
         assert is_finite(array)
         info = ml_dtypes.finfo(part)
         magnitudes = np.abs(widened(as_bits(array).view(part))).tolist()
         assert {0.0, *map(float, (info.smallest_subnormal, info.tiny, info.max))} <= {*magnitudes}
-        for kind, where in itertools.product(["first", "second", "last"], [0.0, 0.5, 1.0]):
+        for kind, where in itertools.product(KINDS, [0.0, 0.5, 1.0]):
             assert not is_finite(with_bad_number(array, where, kind, negative=True))
 
 
@@ -101,48 +95,23 @@ class Pair(NamedTuple):
     second: Any
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["weights"], meta_fields=["activation"]
-)
-@dataclasses.dataclass
-class Layer:
-    weights: Any
-    activation: str = "tanh"
-
-
 OVERWRITE = "_overwrite_with_gradient"
 
 
-def trees(leaf, *, max_leaves=4):
-    def containers(children):
-        return st.one_of(
-            st.lists(children, max_size=3),
-            st.lists(children, max_size=3).map(tuple),
-            st.dictionaries(st.sampled_from(["w", "b", OVERWRITE]), children, max_size=3),
-            st.builds(Pair, children, children),
-            st.builds(Layer, children, st.sampled_from(["tanh", "relu"])),
-        )
+def draw_tree(rng):
+    """Draw a tree of every kind of leaf and container."""
 
-    return st.recursive(leaf | st.none(), containers, max_leaves=max_leaves)
+    def draw(dtype, shapes):
+        return finite_array(dtype, shapes[rng.integers(len(shapes))], rng)
 
-
-def arrays(dtypes, shapes):
-    return st.builds(
-        finite_array, st.sampled_from(dtypes), st.sampled_from(shapes), st.integers(0, 99)
-    )
-
-
-any_leaf = st.one_of(
-    arrays(DTYPES, SHAPES),
-    arrays(DTYPES, SHAPES).map(jnp.asarray),
-    st.sampled_from([*NOT_NUMBERS.values()]),
-    st.just(1.5),
-)
-large_leaf = arrays([*NOT_FINITE], LARGE) | arrays([*PARTS], LARGE)
-any_tree = st.builds(
-    lambda large, leaf, tree: {"large": large, OVERWRITE: [leaf], "any": tree},
-    *(large_leaf, any_leaf, trees(any_leaf)),
-)
+    each = [draw(dtype, [(3,), (2, 3)]) for dtype in rng.permutation(DTYPES)]
+    small = [draw(dtype, [(), (0,), (2, 0)]) for dtype in DTYPES]
+    return {
+        "each": Pair(each[::2], tuple(map(jnp.asarray, each[1::2]))),
+        "large": draw(rng.choice(DTYPES), LARGE),
+        "others": [*NOT_NUMBERS.values(), None, 1.5, {}, small],
+        OVERWRITE: {"w": draw(rng.choice(DTYPES), [(3,)])},
+    }
 
 
 def has_numbers(leaf):
@@ -199,13 +168,10 @@ THROUGH = {
     "jvp": lambda fun: jax.jit(lambda args: jax.jvp(fun, (args,), (calm(args),))[0]),
 }
 
-powers_of_two = st.integers(-126, 126).map(lambda k: 2.0**k)
-loss_scales = st.one_of(
-    powers_of_two,
-    powers_of_two,
-    st.floats(2.0**-126, 2.0**126, width=32),
-    st.floats(0.5, 2.0**17, width=32),
-)
+
+def draw_scale(rng):
+    power = 2.0 ** rng.integers(-126, 127)
+    return np.float32(rng.choice([power, rng.uniform(0.5, 2.0**17), power * 0.7 + 2.0**-126]))
 
 
 def promoted(array):
@@ -252,71 +218,57 @@ def assert_counts(report, numbers):
 @pytest.mark.usefixtures("x64")
 @pytest.mark.filterwarnings("ignore:The loss is float16")
 @pytest.mark.parametrize(
-    "number",
-    [pytest.param(12, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.exhaustive)],
+    ("seed", "through"),
+    [
+        pytest.param(seed, name, marks=pytest.mark.exhaustive if seed else pytest.mark.slow)
+        for seed in range(10)
+        for name in THROUGH
+    ],
 )
-def test_every_number_of_any_tree_is_treated_as_numpy_says(number):
-    @settings(
-        max_examples=number,
-        derandomize=True,  # the same draws in every run
-        deadline=None,
-        database=None,
-        # Shrinking would take minutes, because every try compiles. Add `Phase.shrink` to find the
-        # smallest failing draw.
-        phases=[Phase.generate],
-        suppress_health_check=[HealthCheck.too_slow],
-    )
-    @given(
-        tree=any_tree,
-        scales=st.lists(loss_scales, min_size=2, max_size=2),
-        through=st.sampled_from([*THROUGH]),
-        data=st.data(),
-    )
-    def holds(tree, scales, through, data):
-        numbers, join = split(tree)
+def test_every_number_of_any_tree_is_treated_as_numpy_says(seed, through):
+    rng = np.random.default_rng(seed)
+    numbers, join = split(draw_tree(rng))
 
-        def everything(args):
-            loss_scale, others = args
-            state = ols.init(1)._replace(loss_scale=loss_scale)
-            filled = join(others)
-            unscaled, finite = ols.unscale_and_check(filled, state)
-            assert jax.tree.structure(unscaled) == jax.tree.structure(filled)
-            return (
-                ols.all_finite(filled),
-                finite,
-                list(filter(has_numbers, jax.tree.leaves(unscaled))),
-                ols.scale_loss([x for x in others if not jnp.iscomplexobj(x)], state),
-                ols.diagnostics.nonfinite_report(filled),
-            )
+    def everything(args):
+        loss_scale, others = args
+        state = ols.init(1)._replace(loss_scale=loss_scale)
+        filled = join(others)
+        unscaled, finite = ols.unscale_and_check(filled, state)
+        assert jax.tree.structure(unscaled) == jax.tree.structure(filled)
+        return (
+            ols.all_finite(filled),
+            finite,
+            list(filter(has_numbers, jax.tree.leaves(unscaled))),
+            ols.scale_loss([x for x in others if not jnp.iscomplexobj(x)], state),
+            ols.diagnostics.nonfinite_report(filled),
+        )
 
-        run = THROUGH[through](everything)
-        bad = [  # each array in turn, at its ends and in between
-            (path, where, data.draw(st.sampled_from(["first", "second", "last"])), negative)
-            for path in numbers
-            for where, negative in ((0.0, False), (data.draw(st.floats(0, 1)), True), (1.0, False))
+    run = THROUGH[through](everything)
+    bad = [  # each array in turn, at its ends and in between
+        (path, where, rng.choice(KINDS), negative)
+        for path in numbers
+        for where, negative in ((0.0, False), (rng.random(), True), (1.0, False))
+    ]
+    for spoil in [(), (), *bad]:
+        current, scale = dict(numbers), draw_scale(rng)
+        if spoil:
+            path, *how = spoil
+            current[path] = with_bad_number(numbers[path], *how)
+        others = list(current.values())
+        all_finite, finite, unscaled, scaled, report = run((scale, others))
+        for flag in (all_finite, finite):
+            assert (flag.shape, flag.dtype) == ((), jnp.bool_)
+        assert bool(all_finite) == all(map(is_finite, others))
+        right = [
+            array if overwrites(path) else unscaled_by_numpy(array, scale)
+            for path, array in current.items()
         ]
-        for spoil, scale in zip([(), (), *bad], itertools.cycle(scales), strict=False):
-            current = dict(numbers)
-            if spoil:
-                path, *how = spoil
-                current[path] = with_bad_number(numbers[path], *how)
-            others = list(current.values())
-            all_finite, finite, unscaled, scaled, report = run((np.float32(scale), others))
-            for flag in (all_finite, finite):
-                assert (flag.shape, flag.dtype) == ((), jnp.bool_)
-            assert bool(all_finite) == all(map(is_finite, others))
-            right = [
-                array if overwrites(path) else unscaled_by_numpy(array, scale)
-                for path, array in current.items()
-            ]
-            assert bool(finite) == all(map(is_finite, [*others, *right]))
-            for ours, expected, array in zip(unscaled, right, others, strict=True):
-                assert_same_numbers(ours, expected, array)
-            real = [array for array in others if array.dtype.kind != "c"]
-            for ours, array in zip(scaled, real, strict=True):
-                with np.errstate(all="ignore"):
-                    expected = promoted(array) * promoted(array).dtype.type(np.float32(scale))
-                assert_same_numbers(ours, expected, array)
-            assert_counts(report, current)
-
-    holds()
+        assert bool(finite) == all(map(is_finite, [*others, *right]))
+        for ours, expected, array in zip(unscaled, right, others, strict=True):
+            assert_same_numbers(ours, expected, array)
+        real = [array for array in others if array.dtype.kind != "c"]
+        for ours, array in zip(scaled, real, strict=True):
+            with np.errstate(all="ignore"):
+                expected = promoted(array) * promoted(array).dtype.type(scale)
+            assert_same_numbers(ours, expected, array)
+        assert_counts(report, current)

@@ -14,7 +14,6 @@ from leaves import FP8, NOT_NUMBERS
 from plain_where import assert_same_bits
 
 import optax_lossscale as ols
-from optax_lossscale._step.finite import _finite, _finite_on_cpu, _finite_on_gpu, _operation
 
 FLOATS = ["float16", "bfloat16", "float32"]
 # Large shapes: with an axis that splits into groups first, last, in the middle, and not at all.
@@ -110,145 +109,12 @@ def test_numbers_of_python_and_numpy_are_looked_at(bad):
     assert not verdict(flax.core.freeze({"params": {"scale": bad}, "w": np.ones(2)}))
 
 
-MANY = [
-    *(np.ones(2**16, np.float32) for _ in range(9)),  # more than one kernel takes
-    *(np.ones((8, 2**13), np.float32), np.ones((2**13, 8), np.float16), np.ones(2**14 - 1)),
-    *(np.ones((3, n), np.complex64) for n in (5, 2**12)),
-    *(np.ones(5, np.float16) for _ in range(17)),
-    *(np.ones((), np.float32), np.ones((0, 3), np.float32)),
-]
-
-
-@pytest.mark.parametrize("devices", [1, 8])
-@pytest.mark.parametrize("way", [_finite, _finite_on_cpu, _finite_on_gpu])
-def test_every_way_to_check_looks_at_every_element(way, devices):
-    check = jax.jit(lambda arrays: way(*arrays, devices=devices))
-    assert check(MANY)
-    for i, array in enumerate(MANY):
-        for position in {0, array.size // 3, array.size - 1} if array.size else ():
-            spoilt = array.copy()
-            spoilt.flat[position] = -np.inf
-            assert not check([*MANY[:i], spoilt, *MANY[i + 1 :]])
-
-
-def lowered(check, arrays, shardings, platform="tpu"):
-    """Return the program for as many devices as the shardings have."""
-    _operation.cache_clear()  # so that a mutation tester sees what is registered for a platform
-    step = jax.jit(check, in_shardings=(shardings,))
-    return step.trace(arrays).lower(lowering_platforms=(platform,)).as_text()
-
-
-@pytest.mark.parametrize(
-    ("devices", "shape", "dtype", "groups"),
-    [
-        # The groups, of slices of elements, are axes of their own.
-        (1, (256, 256), "float16", ["8x2x16x256"]),  # 2**16 elements
-        (1, (256, 255), "float32", []),
-        (1, (257, 257), "float32", []),  # no group size divides it
-        # If the last axis is split, XLA:CPU reads a transposed product against its memory order.
-        (1, (512, 8, 64), "bfloat16", ["16x2x16x8x64"]),
-        # The number of groups can be divided among the devices.
-        (8, (256, 256), "float32", ["8x2x16x256"]),
-        (8, (128, 600), "float32", ["8x1x16x600"]),
-        (8, (64, 2052), "float32", ["8x1x8x2052"]),
-        (8, (32, 2052), "float32", []),
-        (8, (256, 256, 3), "float32", ["256x8x2x16x3"]),
-        (8, (256, 128, 3), "float32", ["8x2x16x128x3"]),
-        # Only where it must be the last axis, above rows of eight.
-        (8, (64, 2048), "float32", ["8x1x8x2048"]),
-        (8, (32, 2048), "float32", ["32x8x2x16x8"]),
-        (8, (96, 1024), "float32", ["96x8x1x16x8"]),
-        (8, (160, 512), "float32", ["160x8x1x8x8"]),
-        (8, (160, 576), "float32", []),
-        (8, (2, 16, 2048), "float32", ["2x16x8x2x16x8"]),
-        (8, (2**16,), "float32", ["256x2x16x8"]),
-        (8, (2**16 + 1,), "float32", []),
-    ],
-)
-def test_large_arrays_are_split_into_groups_for_every_device(devices, shape, dtype, groups):
-    mesh = jax.make_mesh((devices,), ("d",), (AxisType.Auto,), devices=jax.devices()[:devices])
-    sharding = NamedSharding(mesh, P())
-    text = lowered(ols.all_finite, jax.ShapeDtypeStruct(shape, dtype), sharding, "cpu")
-    reshaped = r"stablehlo.reshape %\w+ : \(tensor<[\dx]+xi\d+>\) -> tensor<([\dx]+)xi\d+>"
-    assert re.findall(reshaped, text)[:1] == groups
-    # Of two slices at most, and then over the elements of each group.
-    assert text.count("stablehlo.maximum") <= 2
-
-
-@pytest.mark.parametrize("shape", [(4, 4), (16,)])
-@pytest.mark.parametrize("axes", [(), ("manual",), ("auto",), ("manual", "auto")])
-def test_arrays_of_one_shape_are_checked_together_where_they_are_local_or_of_one_axis(axes, shape):
-    arrays = [jnp.ones(shape) for _ in range(17)]
-    check, sharding = ols.all_finite, None
-    if axes:
-        mesh = jax.make_mesh((2,) * len(axes), axes, axis_types=(AxisType.Auto,) * len(axes))
-        sharding = NamedSharding(mesh, P())
-    if "manual" in axes:
-        check = jax.shard_map(
-            check, mesh=mesh, in_specs=P(), out_specs=P(),
-            axis_names=set(axes) - {"auto"}, check_vma=False,
-        )  # fmt: skip
-    together = "auto" not in axes or shape == (16,)
-    for platform in ("tpu", "metal"):
-        text = lowered(check, arrays, sharding, platform)
-        assert text.count("stablehlo.reduce(") == (2 if together else 17)
-
-
-@pytest.mark.parametrize("shape", [(8, 8), (16,)])
-def test_arrays_of_one_shape_are_checked_together_where_their_types_shard_them_alike(shape):
-    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
-    shardings = [NamedSharding(mesh, spec) for spec in (P("a"), P("b"), P(), P("a"), P("b"))]
-    good, bad = np.ones(shape), np.full(shape, np.inf)
-    together = [jax.device_put(good, sharding) for sharding in shardings]
-    assert lowered(ols.all_finite, together, shardings).count("stablehlo.reduce(") == 3
-    assert ols.all_finite(together)
-    for i, sharding in enumerate(shardings):
-        assert not ols.all_finite(
-            [*together[:i], jax.device_put(bad, sharding), *together[i + 1 :]]
-        )
-
-
-@pytest.mark.parametrize(
-    ("platform", "number", "shape", "reduced"),
-    [
-        # A GPU reduces arrays of one size together, the large ones first to one row.
-        ("cuda", 16, (2**13 - 1,), ["i1"]),
-        ("cuda", 17, (2**13 - 1,), ["i1", "i1"]),
-        ("rocm", 7, (2**13,), ["64xi1", "i1"]),
-        ("cuda", 8, (2**13,), ["64xi1", "64xi1", "i1"]),
-        ("rocm", 8, (2**16,), ["256xi1", "256xi1", "i1"]),
-        ("cuda", 7, (2**13 + 1,), ["i1"]),  # it cannot be split into 64 equal parts
-        # A TPU checks together what its fast memory holds.
-        ("tpu", 12, (8, 8), ["i1"]),
-        ("tpu", 12, (2048, 2048), ["i1"] * 3),
-        ("tpu", 12, (8192, 4096), ["i1"] * 12),
-    ],
-)
-def test_arrays_are_checked_together_as_suits_the_platform(platform, number, shape, reduced):
-    text = lowered(
-        ols.all_finite, [jax.ShapeDtypeStruct(shape, jnp.float32)] * number, None, platform
-    )
-    assert re.findall(r"stablehlo.reduce\(.*-> tensor<(.*)>", text) == reduced
-
-
-def test_gpus_check_arrays_that_may_be_sharded_one_by_one():
-    mesh = jax.make_mesh((2,), ("d",), (AxisType.Auto,), devices=jax.devices()[:2])
-    arrays = [jax.ShapeDtypeStruct((2**13, 2), jnp.float32)] * 3
-    text = lowered(ols.all_finite, arrays, NamedSharding(mesh, P()), "cuda")
-    assert text.count("stablehlo.reduce(") == 3
-
-
 def test_arrays_of_symbolic_size_are_checked_on_every_platform():
     (rows,) = export.symbolic_shape("rows")
     arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows, 3), (4,))]
     check = export.export(jax.jit(ols.all_finite), platforms=["cpu", "cuda", "tpu"])(arrays)
     assert check.call([jnp.ones((5, 3)), jnp.ones(4)])
     assert not check.call([jnp.full((5, 3), jnp.inf), jnp.ones(4)])
-
-
-def test_a_check_is_dispatched_once_in_eager_execution():
-    jaxpr = jax.make_jaxpr(ols.all_finite)([jnp.ones(2), jnp.ones(3)])
-    assert len(jaxpr.eqns) == 1
 
 
 @pytest.mark.slow

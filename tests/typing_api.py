@@ -69,7 +69,7 @@ def pure_functions(params: Params, x: jax.Array) -> None:
     grads, grads_finite = ols.unscale_and_check(params, state)
     assert_type((grads, grads_finite), tuple[Params, jax.Array])
     assert_type(ols.update(state, grads_finite, "dynamic"), ols.LossScaleState)
-    ols.update(state, grads_finite=True, loss_scale=ols.DynamicLossScale(), loss_finite=False)
+    ols.update(state, grads_finite=True, policy=ols.DynamicLossScale(), loss_finite=False)
     assert_type(ols.all_finite(grads), jax.Array)
     assert_type(ols.applied(state), jax.Array)
     assert_type(ols.tree_where(grads_finite, grads, params), Params)
@@ -78,6 +78,7 @@ def pure_functions(params: Params, x: jax.Array) -> None:
     ols.value_and_grad(loss_fn, argnums=(0, 1), has_aux=False, transform=jax.value_and_grad)
 
     ols.update(state, grads_finite)  # pyright: ignore[reportCallIssue]
+    ols.update(state, grads_finite, 8.0)  # pyright: ignore[reportArgumentType]
     ols.update(state.loss_scale, grads_finite, "dynamic")  # pyright: ignore[reportArgumentType]
     ols.update(state, grads_finite, "dynamic", True)  # pyright: ignore[reportCallIssue]
     ols.unscale_and_check(grads, state, "data")  # pyright: ignore[reportCallIssue]
@@ -103,13 +104,20 @@ def other_wrappers(params: Params, x: jax.Array) -> None:
     assert_type(tx, optax.GradientTransformationExtraArgs)
     ols.skip_if(optax.MultiSteps(tx, 2), lambda *_, **__: x > 1, axis_name="data")
     opt_state = tx.init(params)
-    assert isinstance(opt_state, ols.SkipIfState)
-    assert_type(opt_state.total_skipped, jax.Array)
+    assert isinstance(opt_state, ols.WithLossScalingState)
+    assert_type(opt_state.rule_state, tuple[Any, ...])
+    assert isinstance(opt_state.rule_state[0], ols.SpikeState)
     assert isinstance(opt_state.inner_state, ols.MasterWeightsState)
     assert_type(ols.master_weights(opt_state, params), Params)
     assert_type(ols.cast(params, jnp.float16, keep=lambda path: "norm" in path), Params)
     ols.grad(loss_fn, has_aux=True, compute_dtype="float16")(ols.init(), params, x)
     assert_type(diagnostics.is_stalled(opt_state, max_consecutive_skipped=9), jax.Array)
+
+    small = ols.with_bfloat16_state(optax.adam(1e-3), keep=lambda path: "nu" in path)
+    assert_type(small, optax.GradientTransformationExtraArgs)
+    small_state = small.init(params)
+    assert isinstance(small_state, ols.Bfloat16State)
+    assert_type(small_state.rounding_count, jax.Array)
 
     ols.Spike(3)  # pyright: ignore[reportArgumentType]
     ols.Spike("value", 64)  # pyright: ignore[reportCallIssue]
@@ -124,6 +132,7 @@ def flax_states(apply_fn: Callable[..., Any], params: Params, x: jax.Array) -> N
     assert_type((state.loss_scale, state.applied), tuple[jax.Array, jax.Array])
     assert_type(state.scale_loss(loss_fn(params, x)), jax.Array)
     assert_type(state.apply_gradients(grads=params, value=1.0), TrainState)
+    TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
     own = BatchNormState.create(
         apply_fn=apply_fn, params=params, tx=optax.MultiSteps(optax.sgd(0.1), 2), loss_scale=128,
         axis_name="data", count_skipped=True, batch_stats={},
@@ -151,7 +160,7 @@ def keras_arguments(params: Params) -> None:
 def diagnose(opt_state: optax.OptState, params: Params, x: jax.Array) -> None:
     assert_type(ols.diagnostics.metrics(opt_state), dict[str, jax.Array])
     with contextlib.suppress(diagnostics.LossScaleStalledError):
-        diagnostics.check_health(opt_state, max_consecutive_skipped=20, loss_scale="dynamic")
+        diagnostics.check_health(opt_state, max_consecutive_skipped=20, policy="dynamic")
     report = diagnostics.nonfinite_report(params)
     assert_type(report, dict[str, diagnostics.NonfiniteCounts])
     assert_type(diagnostics.format_nonfinite_report(report), str)
@@ -170,7 +179,6 @@ def diagnose(opt_state: optax.OptState, params: Params, x: jax.Array) -> None:
     def grad_fn(state: ols.LossScaleState, params: Params, x: jax.Array) -> Params:
         return jax.grad(lambda p: ols.scale_loss(loss_fn(p, x), state))(params)
 
-    assert_type(diagnostics.calibrate(grad_fn, ols.init(), params, x), ols.LossScaleState)
     assert_scaled_once(grad_fn, ols.init(), params, x)
 
     diagnostics.check_health(opt_state, 20)  # pyright: ignore[reportCallIssue]
@@ -179,7 +187,7 @@ def diagnose(opt_state: optax.OptState, params: Params, x: jax.Array) -> None:
 
 
 def other_systems(theirs: Any) -> None:
-    policy, state = interop.from_flax_dynamic_scale(theirs)
+    policy, state = interop.from_flax_dynamic_scale(theirs, grows_late=False)
     assert_type((policy, state), tuple[ols.DynamicLossScale, ols.LossScaleState])
     assert_type(interop.from_jmp(theirs), tuple[ols.DynamicLossScale, ols.LossScaleState])
     ours = interop.from_torch_state_dict({"scale": 8.0})

@@ -10,6 +10,8 @@ reinforcement_learning.md.
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tqdm import tqdm
+
 from benchmarks import page, reinforcement, spikes
 from benchmarks.fidelity import edge, parameters, report, state, training
 from benchmarks.fidelity.tasks import all_tasks
@@ -43,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--pages", type=Path, default=Path("output/fidelity"), help="folder of the pages")
     args = parser.parse_args(argv)
     args.pages.mkdir(parents=True, exist_ok=True)
-    for part in args.only:
+    print(page.INTERRUPTED.format("--only"))
+    for part in tqdm(args.only, unit="part", disable=None):
         name, measure = PARTS[part]
         file = args.pages / f"{name}.md"
         if not file.exists():

@@ -1,6 +1,10 @@
 // A button beside each block of code that copies it. Output has none, and is not copied from an
-// example in a docstring, nor are its prompts.
+// example in a docstring, nor are its prompts. Of a diff, the lines after the change are copied.
 function code(block) {
+  if (block.closest(".highlight-diff")) {
+    const lines = block.querySelector("pre").textContent.split("\n");
+    return lines.filter((line) => line[0] !== "-").map((line) => line.slice(1)).join("\n");
+  }
   const pre = block.querySelector("pre").cloneNode(true);
   if (!pre.querySelector(".gp")) return pre.textContent;
   for (const other of pre.querySelectorAll(".gp, .go, .gt, .gr")) other.remove();

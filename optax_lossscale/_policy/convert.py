@@ -114,7 +114,7 @@ def init(loss_scale: LossScaleLike = "dynamic") -> LossScaleState:
 def update(
     state: LossScaleState,
     grads_finite: ArrayLike,
-    loss_scale: LossScaleLike,
+    policy: LossScale | Literal["dynamic"] | Mapping[str, Any] | None,
     *,
     loss_finite: ArrayLike = True,
 ) -> LossScaleState:
@@ -123,8 +123,8 @@ def update(
     Args:
       state: The state that the loss was scaled with.
       grads_finite: Whether every gradient is finite, from `unscale_and_check`. `bool[]`.
-      loss_scale: The policy that `state` was made with, or the argument of `init`; the same at
-        every step.
+      policy: The policy that `state` was made with, the same at every step; `"dynamic"`, a dict
+        from `get_config`, or None where `state` is that of `init(None)`.
       loss_finite: Whether the loss itself is finite. If not, the step is skipped, and
         `loss_patience` of `DynamicLossScale` says when it counts as an overflow. `bool[]`.
 
@@ -132,16 +132,18 @@ def update(
       The state to scale the next loss with. The same type, shapes and dtypes as `state`.
 
     Raises:
-      TypeError: If `state` is not a `LossScaleState` or a flag is not boolean.
+      TypeError: If `state` is not a `LossScaleState`, a flag is not boolean, or `policy` is a
+        number: `FixedLossScale(x)` is the policy of a loss scale that never moves.
       ValueError: If a flag is not a scalar.
 
     Examples:
       >>> import optax_lossscale as ols
-      >>> state = ols.update(ols.init(), grads_finite=False, loss_scale="dynamic")
+      >>> state = ols.update(ols.init(), grads_finite=False, policy="dynamic")
       >>> float(state.loss_scale), int(state.total_skipped)
       (16384.0, 1)
     """
-    policy = as_loss_scale(loss_scale)
+    checks.policy(policy)
+    policy = as_loss_scale(policy)
     applied = checks.flag("grads_finite", grads_finite) & checks.flag("loss_finite", loss_finite)
     # In Python, `~True` is -2.
     flags = (np.bool_(f) if isinstance(f, bool) else f for f in (grads_finite, loss_finite))

@@ -1,6 +1,5 @@
 """The state of any optimizer in bfloat16, rounded stochastically."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -96,16 +95,13 @@ def with_bfloat16_state(
       <https://nullprogram.com/blog/2018/07/31/>`_, 2018: the mixer of 32 bits.
     """
     inner = checks.transformation("inner", inner)
-    if not (keep is None or callable(keep)):
-        raise TypeError(
-            f"`keep` must be a function from a path to a bool, got {keep!r}. Name arrays by a part "
-            'of their path: `keep=lambda path: ".mu" in path`.'
-        )
+    if keep is not None:
+        checks.function("keep", keep, 'For example `lambda path: ".mu" in path`.')
 
     def init_fn(params: optax.Params) -> Bfloat16State:
         inner_state = inner.init(params)
         refuse_guard("inner", inner_state, "with_loss_scaling(with_bfloat16_state(inner))")
-        for path, found in leaves_of_type(inner_state, (MasterWeightsState, Bfloat16State)):
+        for path, found in leaves_of_type(inner_state, MasterWeightsState, Bfloat16State):
             raise ValueError(
                 f"`inner` must be the optimizer alone, got a {type(found).__name__} at "
                 f"{path_name(path)} of its state. Keep masters around it: "
@@ -148,7 +144,7 @@ def _in_bfloat16(
 ) -> optax.OptState:
     """Return the state of an optimizer with its large arrays in bfloat16."""
     averages = leaves_of_type(inner_state, optax.contrib.ScheduleFreeState)
-    memories = leaves_of_type(inner_state, _LINE_SEARCHES)
+    memories = leaves_of_type(inner_state, *_LINE_SEARCHES)
     copies = [params, *(state.z for _, state in averages), *(state for _, state in memories)]
     stay = set(map(id, jax.tree.leaves(copies)))
     names: dict[str, bool] = {}
@@ -171,10 +167,9 @@ def _in_bfloat16(
         convert_node, inner_state, is_leaf=lambda node: is_nnx(node, "Variable")
     )
     if names and not any(names.values()):
-        warnings.warn(
+        checks.warn(
             f"`keep` names none of the large arrays, whose paths are: {', '.join(names)}. All of "
-            "them are stored in bfloat16.",
-            stacklevel=3,
+            "them are stored in bfloat16."
         )
     return converted
 

@@ -1,7 +1,6 @@
 """Cast a model and its batch."""
 
 import functools
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -36,8 +35,8 @@ def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = N
       A tree of the same structure and shapes.
 
     Raises:
-      TypeError: If `dtype` is not a floating-point dtype, or `tree` holds an `nnx.Module` or
-        `nnx.Metric`, whose copy would not be updated.
+      TypeError: If `dtype` is not a floating-point dtype, `keep` is not a function, or `tree` holds
+        an `nnx.Module` or `nnx.Metric`, whose copy would not be updated.
 
     Warns:
       UserWarning: If `keep` names none of the floating-point arrays.
@@ -50,7 +49,10 @@ def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = N
       >>> {name: str(array.dtype) for name, array in params.items()}
       {'dense': 'float16', 'norm': 'float32', 'steps': 'int32'}
     """
-    return cast_named([("", tree)], checks.floating("dtype", dtype), keep)[0]
+    dtype = checks.floating("dtype", dtype)
+    if keep is not None:
+        checks.function("keep", keep, 'For example `lambda path: "norm" in path`.')
+    return cast_named([("", tree)], dtype, keep)[0]
 
 
 def cast_named(
@@ -83,15 +85,14 @@ def cast_named(
         for name, tree in trees
     ]
     if keep is not None and paths and not kept:
-        warnings.warn(
+        checks.warn(
             f"`keep` names none of the floating-point arrays, whose paths are: {', '.join(paths)}. "
-            "All of them are cast.",
-            stacklevel=3,
+            "All of them are cast."
         )
     return result
 
 
 def _stays_whole(node: Any) -> bool:
     # Random streams have nothing to cast, and a copy would give the same numbers again.
-    is_state = read_as(LossScaleState, node) is not None
+    is_state = read_as((LossScaleState,), node) is not None
     return is_state or is_nnx(node, "Module", "Metric", "Rngs", "RngStream")

@@ -5,48 +5,29 @@ new state or keeps the old one, and counts. `with_loss_scaling` and `skip_if` ar
 and without a loss scale.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._policy import LossScaleLike, as_loss_scale, init, update
+from optax_lossscale._policy import FixedLossScale, LossScale, LossScaleLike, as_loss_scale, init
 from optax_lossscale._state import (
     Guard,
-    LossScaleState,
-    SkipIfState,
-    count_skip,
+    WithLossScalingState,
     count_step,
     current_scale,
     refuse_guard,
-    skip_counts,
 )
-from optax_lossscale._step.choose import zero_unless
 from optax_lossscale._step.finite import agree, all_finite
-from optax_lossscale._step.keep import acts, apply, apply_where, as_arrays
+from optax_lossscale._step.keep import as_arrays, step_where, take_step
 from optax_lossscale._step.masters import refuse_changed_updates, warn_without_masters
-from optax_lossscale._step.rules import Rules, is_measured
+from optax_lossscale._step.rules import Rule, as_rules, judge, measures_of
 from optax_lossscale._step.scale import unscale_by
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import AxisName
-from optax_lossscale._support.tree import PyTree, leaves_of_type
-
-
-class WithLossScalingState(NamedTuple):
-    """The state of `with_loss_scaling`.
-
-    Attributes:
-      loss_scale_state: The state of loss scaling, which counts the skipped steps.
-      rule_state: The state of the rule `skip_if`; a tuple of states if several rules were given,
-        and `optax.EmptyState()` for a function or if there is no rule.
-      inner_state: The inner optimizer's state, as the inner optimizer itself would keep it: a
-        checkpoint of the plain optimizer goes in and out here.
-    """
-
-    loss_scale_state: LossScaleState
-    rule_state: PyTree
-    inner_state: optax.OptState
+from optax_lossscale._support.choose import all_true
+from optax_lossscale._support.tree import PyTree
 
 
 def with_loss_scaling(
@@ -115,42 +96,9 @@ def with_loss_scaling(
       >>> optax.apply_updates(params, updates)
       Array([0., 0.], dtype=float32)
     """
-    inner = checks.transformation("inner", inner)
     policy = as_loss_scale(loss_scale)
-    rules = Rules("skip_if", skip_if)
-    checks.axis_names(axis_name)
-
-    def init_fn(params: optax.Params) -> WithLossScalingState:
-        inner_state = _init(inner, params, "with_loss_scaling(inner, skip_if=rule)")
-        return WithLossScalingState(init(policy), rules.init(params), inner_state)
-
-    def update_fn(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, WithLossScalingState]:
-        state = checks.expect_state(state, WithLossScalingState)
-        scale_state = state.loss_scale_state
-        grads = unscale_by(updates, current_scale("state", scale_state))
-        if not (policy.skip_nonfinite or rules.each):
-            inner_state = as_arrays(state.inner_state)
-            updates, inner_state = apply(inner, grads, inner_state, params, extra_args=extra_args)
-            scale_state = update(scale_state, True, policy)
-            # The last step may have been skipped under another policy; this one is applied.
-            scale_state = scale_state._replace(consecutive_skipped=jnp.zeros((), jnp.int32))
-            return updates, state._replace(loss_scale_state=scale_state, inner_state=inner_state)
-        is_applied, (grads_finite, loss_finite), rule_state = _judge(
-            rules, state.rule_state, grads, params, extra_args=extra_args, axis_name=axis_name
-        )
-        updates, inner_state = apply_where(
-            is_applied, inner, grads, state.inner_state, params, extra_args=extra_args
-        )
-        new_scale_state = policy.update(scale_state, grads_finite, loss_finite=loss_finite)
-        scale_state = count_step(new_scale_state, scale_state, is_applied)
-        return updates, WithLossScalingState(scale_state, rule_state, inner_state)
-
-    return Guard(init_fn, update_fn)
+    rules = as_rules("skip_if", skip_if)
+    return _guard(inner, policy, rules, axis_name, is_scaled=True)
 
 
 def skip_if(
@@ -174,26 +122,29 @@ def skip_if(
         answer counts if it is true on any member; a measure is averaged. See `unscale_and_check`.
 
     Returns:
-      A gradient transformation whose state is a `SkipIfState`. The loss is the extra argument
-      `value`, as Optax calls it; where it is given, it must be finite, too.
+      A gradient transformation whose state is a `WithLossScalingState` with a loss scale of 1. The
+      gradients keep their dtype. The loss is the extra argument `value`, as Optax calls it; where
+      it is given, it must be finite, too. A state that was restored from a guard with a loss scale
+      works: the first step divides by that loss scale, and leaves 1.
 
     Raises:
       TypeError: If `inner` is not a gradient transformation, `rule` is not a rule or `axis_name`
-        not the name of an axis; from `update`, if its state is not a `SkipIfState`, or the rule
-        needs an extra argument that is missing or does not return a boolean.
+        not the name of an axis; from `update`, if its state is not a
+        `WithLossScalingState`, `value` is no number, or the rule needs an extra argument that is
+        missing or does not return a boolean.
       ValueError: From `init`, if `inner` has a loss scale or skips steps already.
 
     Warns:
       UserWarning: As `with_loss_scaling`.
 
-    A rule is traceable, and True skips the step. On a step that is not finite, it is given zeros,
-    its answer is ignored, and its state is unchanged. It is one of these:
+    A rule is traceable, and True skips the step. It sees true gradients. On a step that is not
+    finite, its answer is ignored, and its state is unchanged; it may see NaN there, or zeros if it
+    has a loop or a callback. It is one of these:
 
     * a function `(grads, params, **extra_args) -> bool[]`;
-    * an object with `init(params) -> state` and `update(state, grads, params, **extra_args) ->
-      (bool[], state)`;
-    * an object that compares one number, such as `Spike`: `init(params) -> state`,
-      `measure(grads, extra_args) -> float32[]` and `judge(state, measure) -> (bool[], state)`.
+    * an object with a state, such as `Spike`, which judges one number: `init(params) -> state`,
+      `measure(grads, params, **extra_args) -> float32[]` and `judge(state, measure) -> (bool[],
+      state)`.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -206,95 +157,93 @@ def skip_if(
       >>> print(updates, ols.applied(opt_state))
       [-0. -0.] False
     """
-    inner = checks.transformation("inner", inner)
-    rules = Rules("rule", rule)
-    checks.axis_names(axis_name)
+    return _guard(inner, FixedLossScale(1), as_rules("rule", rule), axis_name, is_scaled=False)
 
-    def init_fn(params: optax.Params) -> SkipIfState:
-        inner_state = _init(inner, params, "skip_if(inner, (rule, another_rule))")
-        zeros = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-        return SkipIfState(rules.init(params), *zeros, inner_state)
+
+def _guard(
+    inner: optax.GradientTransformation | optax.MultiSteps,
+    policy: LossScale,
+    rules: tuple[Rule, ...],
+    axis_name: AxisName | None,
+    *,
+    is_scaled: bool,
+) -> optax.GradientTransformationExtraArgs:
+    inner = checks.transformation("inner", inner)
+    checks.axis_names(axis_name)
+    if rules and isinstance(policy, FixedLossScale):
+        policy = FixedLossScale(policy.scale)  # a rule brings the check with it
+
+    def init_fn(params: optax.Params) -> WithLossScalingState:
+        inner_state = inner.init(params)
+        refuse_guard("inner", inner_state)
+        refuse_changed_updates(inner_state)
+        warn_without_masters(params, inner_state)
+        return WithLossScalingState(
+            init(policy), tuple(rule.init(params) for rule in rules), inner_state
+        )
 
     def update_fn(
         updates: optax.Updates,
         state: optax.OptState,
         params: optax.Params | None = None,
         **extra_args: Any,
-    ) -> tuple[optax.Updates, SkipIfState]:
-        state = checks.expect_state(state, SkipIfState)
-        is_applied, _, rule_state = _judge(
-            rules, state.rule_state, updates, params, extra_args=extra_args, axis_name=axis_name
-        )
-        updates, inner_state = apply_where(
-            is_applied, inner, updates, state.inner_state, params, extra_args=extra_args
-        )
-        counts = count_skip(is_applied, *skip_counts(state).values())
-        return updates, SkipIfState(rule_state, *counts, inner_state)
+    ) -> tuple[optax.Updates, WithLossScalingState]:
+        state = checks.expect_state(state, WithLossScalingState)
+        scale_state = state.loss_scale_state
+        rule_state, inner_state = as_arrays(state.rule_state), as_arrays(state.inner_state)
+        loss_scale = current_scale("state", scale_state)
+        grads = unscale_by(updates, loss_scale, keep_dtypes=not is_scaled)
+        if policy.skip_nonfinite or rules:
+            # Of gradients that keep their dtype, those given: a check of them by hand is the same.
+            finite = all_finite(grads if is_scaled else updates)
+            applied, (grads_finite, loss_finite), rule_state = _decide(
+                finite,
+                rules,
+                rule_state,
+                grads,
+                params,
+                extra_args=extra_args,
+                axis_name=axis_name,
+            )
+            updates, inner_state = step_where(
+                applied, inner, grads, inner_state, params, extra_args=extra_args
+            )
+        else:
+            applied = grads_finite = loss_finite = jnp.asarray(True)
+            updates, inner_state = take_step(inner, grads, inner_state, params, extra_args)
+        new_scale_state = policy.update(scale_state, grads_finite, loss_finite=loss_finite)
+        scale_state = count_step(new_scale_state, scale_state, applied)
+        if not is_scaled:  # the state of a guard that scales may have been restored
+            # Counts are never negative. On a GPU, a constant takes a kernel of its own.
+            one = jnp.where(scale_state.growth_count < 0, loss_scale, 1)
+            scale_state = scale_state._replace(loss_scale=one)
+        return updates, WithLossScalingState(scale_state, rule_state, inner_state)
 
     return Guard(init_fn, update_fn)
 
 
-def _judge(
-    rules: Rules,
-    rule_state: PyTree,
+def _decide(
+    finite: jax.Array,
+    rules: tuple[Rule, ...],
+    rule_state: tuple[PyTree, ...],
     grads: optax.Updates,
     params: optax.Params | None,
     *,
     extra_args: dict[str, Any],
     axis_name: AxisName | None,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array], PyTree]:
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array], tuple[PyTree, ...]]:
     """Check the gradients and the loss, ask the rules, and decide for all members of the axis.
 
     Returns:
       Whether the step is applied, whether its gradients and its loss are finite (`bool[]` each),
-      and the state of the rules after it.
+      and the states of the rules after it.
     """
-    grads_finite, loss_finite = all_finite(grads), all_finite(extra_args.get("value"))
+    value = extra_args.get("value")
+    checks.loss("value", value)
+    flags = [finite, all_finite(value)]
+    measures = measures_of(rules, flags[0] & flags[1], grads, params, extra_args)
+    (grads_finite, loss_finite), measures = agree(flags, axis_name, measures)
     finite = grads_finite & loss_finite
-    old = rules.split(as_arrays(rule_state))
-    new, keeps, measures = list(old), [], []
-    for i, rule in enumerate(rules.each):
-        if is_measured(rule):
-            measures.append(_measure(rules, rule, finite, (grads, extra_args)))
-        else:
-            seen = zero_unless(finite, grads)
-            given = {name: zero_unless(finite, arg) for name, arg in extra_args.items()}
-            skip, new[i] = rule.update(old[i], seen, params, **given)
-            keeps.append(~checks.flag(rules.argument, skip))
-    flags = [grads_finite, loss_finite, *keeps]
-    (grads_finite, loss_finite, *keeps), measures = agree(flags, axis_name, measures)
-    for i, rule in enumerate(rules.each):
-        if is_measured(rule):
-            skip, new[i] = rule.judge(old[i], measures.pop(0))
-            keeps.append(~checks.flag(rules.argument, skip))
-    finite = applied = grads_finite & loss_finite
-    if keeps:
-        # A minimum over numbers (see `finite.py`): XLA:CPU fuses a conjunction into all selections.
-        applied = jnp.min(jnp.stack([finite, *keeps]).astype(jnp.int32)).astype(jnp.bool_)
-    return applied, (grads_finite, loss_finite), rules.join(finite, new, old)
-
-
-def _measure(rules: Rules, rule: Any, finite: jax.Array, given: tuple[Any, Any]) -> jax.Array:
-    """Return what a rule compares, and zero on a step that is not finite."""
-
-    def measured() -> jax.Array:
-        return checks.measure(rules.argument, rule.measure(*given))
-
-    with jax.debug_nans(False), jax.debug_infs(False):
-        # A loop might not end on NaN. Otherwise, XLA:CPU would write the zeros to memory.
-        if acts(jax.make_jaxpr(measured)().jaxpr):
-            given = zero_unless(finite, given)
-        return zero_unless(finite, measured())
-
-
-def _init(
-    inner: optax.GradientTransformation, params: optax.Params, instead: str
-) -> optax.OptState:
-    """Return the state of an optimizer that a guard can hold."""
-    inner_state = inner.init(params)
-    if any(leaves_of_type(inner_state, LossScaleState)):
-        instead = "with_loss_scaling(inner, skip_if=rule)"
-    refuse_guard("inner", inner_state, instead)
-    refuse_changed_updates(inner_state)
-    warn_without_masters(params, inner_state)
-    return inner_state
+    keeps, rule_state = judge(rules, rule_state, measures, finite)
+    applied = all_true([finite, *keeps]) if rules else finite
+    return applied, (grads_finite, loss_finite), rule_state

@@ -3,7 +3,6 @@
 import collections
 import functools
 import sys
-import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -117,8 +116,8 @@ def with_master_weights(
         for name, given in (("updates", updates), ("params", params)):
             if given is None:
                 raise ValueError(
-                    f"`{name}` must be given to `update`, got None: the updates lead from the "
-                    "parameters to the rounded masters. Call `update(grads, state, params)`."
+                    f"`{name}` must be given, got None: `update(grads, state, params)` leads from "
+                    "the parameters to the rounded masters."
                 )
         numbers, weights = _weights(masters, params)
         kept, masters_def = jax.tree.flatten(masters, is_leaf=_is_missing)
@@ -194,11 +193,10 @@ def warn_without_masters(params: optax.Params, opt_state: optax.OptState) -> Non
     half = sorted(str(dtype) for dtype in dtypes & {jnp.dtype("float16"), jnp.dtype("bfloat16")})
     if half and not any(leaves_of_type(opt_state, MasterWeightsState)):
         least = 4 / max(jnp.finfo(dtype).eps for dtype in half)
-        warnings.warn(
+        checks.warn(
             f"`params` are {' and '.join(half)}, and no float32 master weights are kept: an update "
             f"below 1/{least:.0f} of a weight is lost. Wrap `with_master_weights(inner)`, or keep "
             "the parameters in float32 and cast them in the loss function: `compute_dtype`.",
-            stacklevel=4,
         )
 
 

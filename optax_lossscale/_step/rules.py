@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -10,91 +10,115 @@ import numpy as np
 import optax
 
 from optax_lossscale._state import SpikeState, increment
-from optax_lossscale._step.choose import tree_where
+from optax_lossscale._step.keep import update_where
 from optax_lossscale._support import checks
+from optax_lossscale._support.choose import tree_where, zero_args_unless, zero_unless
 from optax_lossscale._support.tree import PyTree, at_least_float32, is_fp8_metadata, is_inexact
 
 
-class Rules:
-    """The rules that a guard was given.
-
-    Attributes:
-      argument: The name of the guard's argument.
-      each: The rules, each with `init`, and with `update` or with `measure` and `judge`.
-      layout: The structure in which a guard keeps their states: one state as it is, several in a
-        tuple, and `optax.EmptyState()` if there is no rule.
-    """
-
-    def __init__(self, argument: str, given: Any) -> None:
-        """Check what was given: a rule, a tuple or list of them, or None."""
-        several = isinstance(given, (tuple, list)) and not hasattr(given, "init")
-        rules = given if several else [] if given is None else [given]
-        self.argument = argument
-        self.each = [_as_rule(argument, rule) for rule in rules]
-        empty = (0,) * len(rules) if several else 0 if rules else optax.EmptyState()
-        self.layout = jax.tree.structure(empty)
+@runtime_checkable
+class Rule(Protocol):
+    """A rule with a state: it measures one number, and judges it."""
 
     def init(self, params: optax.Params) -> PyTree:
-        """Return the states before the first step."""
-        return self.layout.unflatten([rule.init(params) for rule in self.each])
+        """Return the state before the first step."""
+        ...
 
-    def split(self, state: PyTree) -> list[PyTree]:
-        """Return the state of each rule."""
-        try:
-            return self.layout.flatten_up_to(state)
-        except ValueError as error:
-            raise ValueError(
-                f"`state.rule_state` must be that of `{self.argument}`, got {state!r}. Make it "
-                "with `init` of this transformation."
-            ) from error
+    def measure(
+        self, grads: optax.Updates, params: optax.Params | None, **extra_args: Any
+    ) -> jax.Array:
+        """Return what is judged, of which all members of an axis take the mean. `float32[]`."""
+        ...
 
-    def join(self, finite: jax.Array, new: list[PyTree], old: list[PyTree]) -> PyTree:
-        """Return the new states, and the old ones after a step that is not finite."""
-        checks.same_structure(self.argument, new, old, "Return a state like that of `init`.")
-        try:
-            kept = tree_where(finite, new, old)
-        except (TypeError, ValueError) as error:
-            error.add_note(f"It is in the state of `{self.argument}`: keep it like that of `init`.")
-            raise
-        # What a rule remembers decides, and decisions have no derivative.
-        return self.layout.unflatten(jax.lax.stop_gradient(kept))
-
-
-def is_measured(rule: Any) -> bool:
-    """Return whether a rule compares a number, which all members of an axis average."""
-    return hasattr(rule, "measure") and hasattr(rule, "judge")
-
-
-def _as_rule(argument: str, rule: Any) -> Any:
-    if not isinstance(rule, type):
-        if callable(getattr(rule, "init", None)) and (
-            callable(getattr(rule, "update", None)) or is_measured(rule)
-        ):
-            return rule
-        if callable(rule):
-            return _Function(rule)
-    raise TypeError(
-        f"`{argument}` must be a function of the gradients and parameters, an object with `init` "
-        f"and `update`, or with `init`, `measure` and `judge`, or a tuple of these, got {rule!r}. "
-        "Use for example `Spike()`."
-    )
+    def judge(self, state: PyTree, measure: jax.Array) -> tuple[jax.Array, PyTree]:
+        """Return whether to skip the step, `bool[]`, and the next state."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
-class _Function:
-    """A function as a rule, with an empty state."""
+class Function:
+    """A function as a rule: it measures 1 where it skips."""
 
+    argument: str
     function: Callable[..., Any]
 
     def init(self, params: optax.Params) -> optax.EmptyState:
         del params
         return optax.EmptyState()
 
-    def update(
-        self, state: Any, grads: optax.Updates, params: optax.Params | None, **extra_args: Any
-    ) -> tuple[Any, optax.EmptyState]:
+    def measure(self, grads: Any, params: Any, **extra_args: Any) -> jax.Array:
+        skips = checks.flag(self.argument, self.function(grads, params, **extra_args))
+        return skips.astype(jnp.float32)
+
+    def judge(self, state: Any, measure: jax.Array) -> tuple[jax.Array, optax.EmptyState]:
         checks.expect_state(state, optax.EmptyState, "state.rule_state")
-        return self.function(grads, params, **extra_args), state
+        return measure > 0, state
+
+
+def as_rules(argument: str, given: Any) -> tuple[Rule, ...]:
+    """Return the rules in an argument: a rule, a tuple or list of them, or None."""
+    several = given if type(given) in (tuple, list) else () if given is None else (given,)
+    return tuple(_as_rule(argument, rule) for rule in several)
+
+
+def _as_rule(argument: str, rule: Any) -> Rule:
+    if isinstance(rule, Rule) and not isinstance(rule, type):
+        return rule
+    if callable(rule) and not isinstance(rule, (type, optax.MultiSteps)):
+        return Function(argument, rule)
+    raise TypeError(
+        f"`{argument}` must be a function of the gradients and parameters, an object with `init`, "
+        f"`measure` and `judge`, or a tuple of these, got {rule!r}. Use for example `Spike()`."
+    )
+
+
+def measures_of(
+    rules: tuple[Rule, ...],
+    finite: jax.Array,
+    grads: optax.Updates,
+    params: optax.Params | None,
+    extra_args: dict[str, Any],
+) -> list[jax.Array]:
+    """Return what each rule measures, and zeros on a step that is not finite."""
+    extra_args = zero_args_unless(finite, extra_args)
+
+    def measure(rule: Rule) -> jax.Array:
+        def measured(grads: optax.Updates, no_state: tuple[()]) -> tuple[jax.Array, tuple[()]]:
+            measure = rule.measure(grads, params, **extra_args)
+            checks.scalar(f"{type(rule).__name__}.measure", measure, "Return one number: a mean.")
+            return jnp.asarray(measure, jnp.float32), no_state
+
+        with jax.debug_nans(False), jax.debug_infs(False):
+            measure, _ = update_where(finite, measured, grads, ())
+            return zero_unless(finite, measure)
+
+    return [measure(rule) for rule in rules]
+
+
+def judge(
+    rules: tuple[Rule, ...],
+    rule_state: tuple[PyTree, ...],
+    measures: list[jax.Array],
+    finite: jax.Array,
+) -> tuple[list[jax.Array], tuple[PyTree, ...]]:
+    """Return whether each rule keeps the step, and its state after a step that is finite."""
+    if not isinstance(rule_state, (tuple, list)) or len(rule_state) != len(rules):
+        raise ValueError(
+            f"`state.rule_state` must be a tuple with the state of each of {len(rules)} rules, got "
+            f"{rule_state!r}. Add or drop one: `state._replace(rule_state=(rule.init(params),))`."
+        )
+    keeps: list[jax.Array] = []
+    kept: list[PyTree] = []
+    for rule, old, measure in zip(rules, rule_state, measures, strict=True):
+        skip, new = rule.judge(old, measure)
+        keeps.append(~checks.flag(f"{type(rule).__name__}.judge", skip))
+        try:
+            kept.append(tree_where(finite, new, old))
+        except (TypeError, ValueError) as error:
+            error.add_note(f"It is in the state of {rule!r}: `judge` must return one like `init`.")
+            raise
+    # A memory decides, and decisions have no derivative.
+    return keeps, jax.lax.stop_gradient(tuple(kept))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +134,7 @@ class Spike:
         mean + 2 / 3 * sigmas * deviation
 
     So a single spike hardly widens the window: with the defaults, the next step is skipped above
-    6.4 deviations. And a new level is learnt: after 20 steps if it lies 20 deviations higher, and
+    6.4 deviations. And a new level is learned: after 20 steps if it lies 20 deviations higher, and
     after about the window if it lies far above.
 
     Args:
@@ -138,7 +162,7 @@ class Spike:
       >>> opt_state = tx.init(jnp.zeros(2))
       >>> for loss in [1.0, 1.1, 0.9, 1.0, 1.1, 7.0, 1.0]:
       ...     _, opt_state = tx.update(jnp.ones(2), opt_state, value=loss)
-      >>> print(opt_state.total_skipped)
+      >>> print(opt_state.loss_scale_state.total_skipped)
       1
     """
 
@@ -179,15 +203,9 @@ class Spike:
             consecutive_skipped=jnp.zeros((), jnp.int32),
         )
 
-    def update(
-        self, state: SpikeState, grads: optax.Updates, params: Any = None, **extra_args: Any
-    ) -> tuple[jax.Array, SpikeState]:
-        """Return whether to skip the step, and the state after it."""
+    def measure(self, grads: optax.Updates, params: Any = None, **extra_args: Any) -> jax.Array:
+        """Return the loss, the norm or the extra argument that is compared. `float32[]`."""
         del params
-        return self.judge(state, self.measure(grads, extra_args))
-
-    def measure(self, grads: optax.Updates, extra_args: dict[str, Any]) -> jax.Array:
-        """Return what is compared. `float32[]`."""
         if self.of == "grad_norm":
             arrays = [
                 at_least_float32(leaf)

@@ -4,9 +4,11 @@ A check raises where silence would corrupt or mislead. What Python, JAX or Optax
 message that names the argument is not checked again.
 """
 
+import inspect
 import math
 import numbers
-from collections.abc import Hashable
+import warnings
+from collections.abc import Hashable, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -34,6 +36,17 @@ AxisName: TypeAlias = Hashable | tuple[Hashable, ...]
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
 INT32_MAX = int(np.iinfo(np.int32).max)
+
+
+def warn(message: str) -> None:
+    """Warn at the line of the user's code that led here."""
+    frame, level = inspect.currentframe(), 1
+    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
+
+
+_LIBRARIES = ("optax_lossscale", "jax", "optax", "flax", "equinox", "contextlib")
 
 
 def finite_number(name: str, value: object) -> float:
@@ -110,10 +123,21 @@ def flag(name: str, value: ArrayLike) -> jax.Array:
     return array
 
 
-def measure(name: str, value: ArrayLike) -> jax.Array:
-    """Return what a rule measures as float32[]."""
-    scalar(f"{name}.measure", value, "Return one number, such as a mean.")
-    return jnp.asarray(value, jnp.float32)
+def loss(name: str, value: PyTree) -> None:
+    """Refuse a loss that holds something else than numbers: it would count as finite."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(value):
+        is_number = is_array(leaf) and jnp.issubdtype(leaf.dtype, np.number)
+        if not (is_number or isinstance(leaf, (bool, int, float, complex))):
+            raise TypeError(
+                f"`{name}` must be a number, an array of numbers or a tree of them, got {leaf!r} "
+                f"at {path_name(path)}. Give the loss that `value_and_grad` returns."
+            )
+
+
+def function(name: str, value: object, remedy: str) -> None:
+    """Refuse what cannot be called."""
+    if not callable(value):
+        raise TypeError(f"`{name}` must be a function, got {value!r}. {remedy}")
 
 
 def scalar(name: str, value: Any, remedy: str) -> None:
@@ -124,15 +148,10 @@ def scalar(name: str, value: Any, remedy: str) -> None:
 
 def same_structure(name: str, tree: PyTree, expected: PyTree, remedy: str) -> None:
     """Refuse a tree of another structure; the message names the first key path that differs."""
-    is_same = jax.tree.structure(tree) == jax.tree.structure(expected)
-    known_place(name, () if is_same else first_difference(tree, expected), remedy, known=is_same)
-
-
-def known_place(name: str, path: KeyPath | None, remedy: str, *, known: bool) -> None:
-    """Refuse a leaf where there should be none, or none where there should be one."""
-    if not known:
+    if jax.tree.structure(tree) != jax.tree.structure(expected):
         raise ValueError(
-            f"`{name}` must keep its structure, got another at {path_name(path)}. {remedy}"
+            f"`{name}` must keep its structure, got another at "
+            f"{path_name(first_difference(tree, expected))}. {remedy}"
         )
 
 
@@ -145,29 +164,28 @@ def same_shape(name: str, path: KeyPath, leaf: Any, expected: Any, remedy: str) 
         )
 
 
-def only_one(
-    name: str, tree: PyTree, kind: type[Tree] | tuple[type[Tree], ...], remedy: str
-) -> tuple[KeyPath, Tree]:
+def only_one(name: str, tree: PyTree, kind: type[Tree], remedy: str) -> tuple[KeyPath, Tree]:
     """Return the one sub-tree that is a `kind`, with its path."""
     found = list(leaves_of_type(tree, kind))
     if len(found) != 1:
         where = ", ".join(path_name(path) for path, _ in found) or "nowhere"
-        kinds = kind if isinstance(kind, tuple) else (kind,)
-        kind_names = " or ".join(each.__name__ for each in kinds)
         raise ValueError(
-            f"`{name}` must hold exactly one {kind_names}, got {len(found)} in a "
+            f"`{name}` must hold exactly one {kind.__name__}, got {len(found)} in a "
             f"{type(tree).__name__}, found at: {where}. {remedy}"
         )
     return found[0]
 
 
-def expect_state(state: object, kind: type[Tree], name: str = "state") -> Tree:
-    """Return `state` if it is what `init` makes."""
+def expect_state(
+    state: object,
+    kind: type[Tree],
+    name: str = "state",
+    remedy: str = "Make it with `init` of this transformation; put the state of a plain optimizer "
+    "into its `inner_state`.",
+) -> Tree:
+    """Return `state` if it is a `kind`."""
     if not isinstance(state, kind):
-        raise TypeError(
-            f"`{name}` must be a {kind.__name__}, got {type(state).__name__}. Make it with `init` "
-            "of this transformation; put the state of a plain optimizer into its `inner_state`."
-        )
+        raise TypeError(f"`{name}` must be a {kind.__name__}, got {type(state).__name__}. {remedy}")
     return state
 
 
@@ -191,14 +209,26 @@ def axis_names(axis_name: AxisName | None) -> None:
 
 def floating(name: str, dtype: DTypeLike | None, *, most_bits: int = 64) -> np.dtype:
     """Return a floating-point dtype of at most this size; NumPy would read None as float64."""
-    kind = None if dtype is None else jnp.dtype(dtype)
+    try:
+        kind = None if dtype is None else jnp.dtype(dtype)
+    except TypeError:  # text that names no dtype
+        kind = None
     if kind is None or not jnp.issubdtype(kind, jnp.floating) or jnp.finfo(kind).bits > most_bits:
         size = f" of at most {most_bits} bits" if most_bits < 64 else ""
         raise TypeError(
-            f"`{name}` must be a floating-point dtype{size}, got {kind}. Use `jnp.float16` or "
+            f"`{name}` must be a floating-point dtype{size}, got {dtype!r}. Use `jnp.float16` or "
             "`jnp.bfloat16`."
         )
     return kind
+
+
+def policy(value: object) -> None:
+    """Refuse a number, which would fix the loss scale, where the rule of a run is meant."""
+    if isinstance(value, numbers.Real) or is_array(value):
+        raise TypeError(
+            f'`policy` must be a policy, "dynamic" or a dict from `get_config`, got {value!r}. '
+            "Give the policy of the run; for a loss scale x that never moves, `FixedLossScale(x)`."
+        )
 
 
 def transformation(
@@ -215,3 +245,14 @@ def transformation(
             f"{optimizer!r}. Call the optimizer's factory first, for example `optax.adam(1e-3)`."
         )
     return optax.with_extra_args_support(optimizer)
+
+
+def report(name: str, value: object, kind: type, remedy: str) -> None:
+    """Refuse anything but a dict of a `kind`."""
+    wrong = value
+    if isinstance(value, Mapping):
+        wrong = next((entry for entry in value.values() if not isinstance(entry, kind)), None)
+    if wrong is not None:
+        raise TypeError(
+            f"`{name}` must be a dict of {kind.__name__}, got {type(wrong).__name__}. {remedy}"
+        )

@@ -1,15 +1,13 @@
-"""Functions as JAX traces them."""
+"""Reading jaxprs, the programs that JAX traces."""
 
 import inspect
 import linecache
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import jax
-
-from optax_lossscale._support.tree import PyTree, is_array
 
 # `jax.extend.core` has these classes. Importing it takes as long as all else of the package.
 Jaxpr: TypeAlias = Any
@@ -18,30 +16,8 @@ Equation: TypeAlias = Any
 Variable: TypeAlias = Any
 
 
-def trace(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> tuple[ClosedJaxpr, list[Any]]:
-    """Trace a function of any arguments, and return the arrays among them, too.
-
-    Arrays and `jax.ShapeDtypeStruct`s are traced; every other leaf is handed on as it is. What the
-    function writes into its arguments, such as modules of `flax.nnx`, is among its results.
-    """
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    is_traced = [is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
-
-    def on_arrays(arrays: Sequence[Any]) -> PyTree:
-        replaced = iter(arrays)
-        both = [next(replaced) if t else x for x, t in zip(leaves, is_traced, strict=True)]
-        inner_args, inner_kwargs = jax.tree.unflatten(treedef, both)
-        results = jax.tree.leaves(fun(*inner_args, **inner_kwargs))
-        given = set(map(id, both))
-        written = [x for x in jax.tree.leaves((inner_args, inner_kwargs)) if id(x) not in given]
-        return [x for x in [*results, *written] if is_array(x)]
-
-    arrays = [x for x, t in zip(leaves, is_traced, strict=True) if t]
-    return jax.make_jaxpr(on_arrays)(arrays), arrays
-
-
 def argument_names(fun: Callable[..., Any], number: int) -> list[str]:
-    """Return what the signature of `fun` calls this many positional arguments."""
+    """Return the names of this many positional arguments in the signature of `fun`."""
     try:
         parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):  # of some functions written in C
@@ -54,7 +30,7 @@ def argument_names(fun: Callable[..., Any], number: int) -> list[str]:
 
 
 def is_literal(atom: Any) -> bool:
-    """Return whether what an equation reads is a number, and not a variable."""
+    """Return whether an operand of an equation is a number, and not a variable."""
     return hasattr(atom, "val")
 
 
@@ -71,13 +47,15 @@ def inner_jaxprs(equation: Equation) -> Iterator[Jaxpr]:
             yield getattr(param, "jaxpr", param)
 
 
-def source_of(eqn: Equation) -> str:
-    """Return the innermost line that is not of an installed package."""
-    traceback = eqn.source_info.traceback
-    frames = list(traceback.frames) if traceback else []
+def source_of(*equations: Equation) -> str:
+    """Return the innermost line that is not of an installed package, of the first that has one.
+
+    JAX forgets where the caller of some functions stands: of `jnp.where`, of a `jax.checkpoint`.
+    """
     libraries = map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))
     installed = (*libraries, str(Path(__file__).parents[1]))
-    for frame in frames:
+    tracebacks = (equation.source_info.traceback for equation in equations)
+    for frame in (frame for traceback in tracebacks if traceback for frame in traceback.frames):
         if not frame.file_name.startswith(installed):
             line = linecache.getline(frame.file_name, frame.line_num).strip()
             return f"{frame.file_name}:{frame.line_num}" + (f": {line}" if line else "")

@@ -105,33 +105,28 @@ def first_difference(a: PyTree, b: PyTree, path: KeyPath = ()) -> KeyPath | None
     return None
 
 
-def leaves_of_type(
-    tree: PyTree, kind: type[Tree] | tuple[type[Tree], ...]
-) -> Iterator[tuple[KeyPath, Tree]]:
-    """Yield every sub-tree of `tree` that is a `kind`, with its path."""
+def leaves_of_type(tree: PyTree, *kinds: type[Tree]) -> Iterator[tuple[KeyPath, Tree]]:
+    """Yield every sub-tree of `tree` that is of one of these NamedTuples, with its path."""
     found, _ = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda node: read_as(kind, node) is not None
+        tree, is_leaf=lambda node: read_as(kinds, node) is not None
     )
-    return ((path, sub) for path, node in found if (sub := read_as(kind, node)) is not None)
+    return ((path, sub) for path, node in found if (sub := read_as(kinds, node)) is not None)
 
 
-def read_as(kind: type[Tree] | tuple[type[Tree], ...], node: Any) -> Tree | None:
-    """Return a node as a NamedTuple of a `kind`, or None if it is none.
+def read_as(kinds: tuple[type[Any], ...], node: Any) -> Any:
+    """Return a node as a NamedTuple of one of these, or None if it is none.
 
     `flax.nnx.split`, Flax's `to_state_dict` and Orbax without a target make mappings of it, and may
-    leave out fields without arrays.
+    leave out fields that hold no arrays.
     """
-    kinds: tuple[Any, ...] = kind if isinstance(kind, tuple) else (kind,)
-    for each in kinds:
-        if isinstance(node, each):
-            return node
-    for each in kinds if isinstance(node, Mapping) else ():
-        if {*each._fields} - _MAY_BE_EMPTY <= node.keys() <= {*each._fields}:
-            return each(**dict.fromkeys(each._fields, ()) | dict(node))
+    if isinstance(node, kinds):
+        return node
+    for kind in kinds if isinstance(node, Mapping) else ():
+        first, *rest = kind._fields
+        required = {first, *(name for name in rest if kind.__annotations__[name] is jax.Array)}
+        if required <= node.keys() <= {first, *rest}:
+            return kind(**dict.fromkeys(rest, ()) | dict(node))
     return None
-
-
-_MAY_BE_EMPTY = {"rule_state", "inner_state"}
 
 
 def as_strong_array(leaf: Any, dtype: Any = None) -> Any:

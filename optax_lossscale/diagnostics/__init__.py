@@ -1,18 +1,17 @@
 """Diagnostics for training that fails.
 
 There is one function for each question: which layer overflowed, is the loss scale too small, is the
-loss itself broken, why does nothing learn, what runs in float16. Functions of gradients run inside
-`jax.jit` and never wait for the device. Functions that return text or draw plots run on the host.
+loss itself broken, why does nothing learn, which part runs in float16. Functions of gradients run
+inside `jax.jit` and never wait for the device. Functions that return text or draw plots run on the
+host.
 """
 
-from optax_lossscale.diagnostics.calibration import calibrate
 from optax_lossscale.diagnostics.exponents import (
     GradientExponents,
     gradient_exponents,
     plot_gradient_exponents,
     suggest_scale,
 )
-from optax_lossscale.diagnostics.first import FirstNonfinite, first_nonfinite
 from optax_lossscale.diagnostics.health import LossScaleStalledError, check_health
 from optax_lossscale.diagnostics.logs import (
     NonfiniteCounts,
@@ -21,8 +20,10 @@ from optax_lossscale.diagnostics.logs import (
     metrics,
     nonfinite_report,
 )
-from optax_lossscale.diagnostics.precision import (
+from optax_lossscale.diagnostics.programs import (
+    FirstNonfinite,
     MatrixProducts,
+    first_nonfinite,
     format_precision_report,
     precision_report,
 )
@@ -33,7 +34,6 @@ __all__ = [
     "LossScaleStalledError",
     "MatrixProducts",
     "NonfiniteCounts",
-    "calibrate",
     "check_health",
     "first_nonfinite",
     "format_nonfinite_report",

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import INT32_MAX
-from optax_lossscale._support.tree import PyTree, is_inexact, is_symbolic, readable
+from optax_lossscale._support.tree import PyTree, is_array, is_inexact, is_symbolic, readable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,26 +47,26 @@ class GradientExponents(NamedTuple):
 def gradient_exponents(
     grads: PyTree, *, dtype: DTypeLike = jnp.float16, loss_scale: ArrayLike = 1.0
 ) -> GradientExponents:
-    """Say how large gradients are, and what a small dtype would make of them.
+    """Count gradients by magnitude, and those that a small dtype would lose.
 
-    Add those of several steps with `jax.tree.map(operator.add, a, b)`, and those of several
-    devices under `jax.shard_map` with `jax.lax.psum`. Beyond 2**31 - 1 elements in all, add on
-    the host, after `jax.tree.map(np.int64, ...)`.
+    Add those of several steps with `jax.tree.map(operator.add, a, b)`, of several devices under
+    `jax.shard_map` with `jax.lax.psum`; beyond 2**31 - 1 elements on the host, in `np.int64`.
 
     Args:
-      grads: True gradients, computed in float32: float16 has already lost what this counts.
-        Leaves without floating-point or complex numbers are ignored. The real and the imaginary
-        part of a complex number count separately.
+      grads: True gradients, computed in float32: float16 has already lost the small ones. Only
+        floating-point and complex leaves count, the two parts of a complex number separately.
       dtype: The floating-point dtype to round to, of at most 32 bits.
-      loss_scale: What to multiply by before rounding. `float32[]`. The histogram is that of
-        the gradients themselves.
+      loss_scale: The number to multiply by before rounding, between 2**-126 and 2**126.
+        `float32[]`; a traced one is not checked. The histogram is that of the gradients themselves.
 
     Returns:
       The counts. Numbers of a float64 beyond float32's exponents count at the histogram's ends.
 
     Raises:
-      TypeError: If `dtype` is not a floating-point dtype of at most 32 bits.
-      ValueError: If there are more than 2**31 - 1 elements, which an int32 cannot count.
+      TypeError: If `dtype` is not a floating-point dtype of at most 32 bits, or `loss_scale` not a
+        real number.
+      ValueError: If `loss_scale` is not within its bounds, so NaN or zero, or if there are more
+        than 2**31 - 1 elements, which an int32 cannot count.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -94,6 +95,9 @@ def gradient_exponents(
             "tree at a time, and add on the host: `jax.tree.map(np.int64, ...)`."
         )
     checks.scalar("loss_scale", loss_scale, "Look at one replica at a time.")
+    if not isinstance(loss_scale, Tracer):
+        number = jax.device_get(loss_scale).item() if is_array(loss_scale) else loss_scale
+        checks.scale_number("loss_scale", number)
     scale = jnp.asarray(loss_scale, jnp.float32)
     total = GradientExponents(
         jnp.zeros(EXPONENTS.size, jnp.int32),
@@ -170,7 +174,7 @@ def _histogram(exponent: jax.Array, is_number: jax.Array) -> jax.Array:
 def suggest_scale(
     exponents: GradientExponents, *, headroom: int = 4, dtype: DTypeLike = jnp.float16
 ) -> float:
-    """Return the power of two that moves the histogram to the upper end of what `dtype` holds.
+    """Return the power of two that moves the histogram to the upper end of the range of `dtype`.
 
     Args:
       exponents: From `gradient_exponents`, on the host; best the sum over many steps.
@@ -183,8 +187,8 @@ def suggest_scale(
       2**24, which is the default, a `DynamicLossScale` needs a larger `max_scale`, too.
 
     Raises:
-      TypeError: If `exponents` is traced, `dtype` is not a floating-point dtype of at most 32 bits,
-        or `headroom` is not an integer.
+      TypeError: If `exponents` is not a `GradientExponents`, or is traced, `dtype` is not a
+        floating-point dtype of at most 32 bits, or `headroom` is not an integer.
       ValueError: If `headroom` is negative, or the histogram is empty, stacked or wrapped around.
 
     Warns:
@@ -193,9 +197,8 @@ def suggest_scale(
     Examples:
       >>> import jax.numpy as jnp
       >>> import optax_lossscale as ols
-      >>> ols.diagnostics.suggest_scale(
-      ...     ols.diagnostics.gradient_exponents(jnp.array([1e-6, 2.0**-10]))
-      ... )
+      >>> exponents = ols.diagnostics.gradient_exponents(jnp.array([1e-6, 2.0**-10]))
+      >>> ols.diagnostics.suggest_scale(exponents)
       2097152.0
     """
     headroom = checks.count("headroom", headroom, least=0)
@@ -223,6 +226,9 @@ def histogram_of(exponents: GradientExponents) -> np.ndarray:
     checks.concrete(
         "exponents", exponents, "Return them from the compiled step, and look at them outside."
     )
+    checks.expect_state(
+        exponents, GradientExponents, "exponents", "Count them with `gradient_exponents`."
+    )
     histogram = np.asarray(exponents.histogram)
     if histogram.shape != EXPONENTS.shape:
         raise ValueError(
@@ -242,8 +248,7 @@ def plot_gradient_exponents(
 ) -> "Axes":
     """Draw the histogram, with the limits of `dtype` in it.
 
-    Needs matplotlib, the extra `plot`. Save the picture with
-    `plot_gradient_exponents(exponents).figure.savefig(path)`.
+    Needs matplotlib, the extra `plot`. `ax.figure.savefig(path)` saves the picture.
 
     Args:
       exponents: From `gradient_exponents`, on the host. To see the gradients as training computes
@@ -255,8 +260,8 @@ def plot_gradient_exponents(
       The axes.
 
     Raises:
-      TypeError: If `exponents` is traced, or `dtype` is not a floating-point dtype of at most 32
-        bits.
+      TypeError: If `exponents` is not a `GradientExponents`, or is traced, or `dtype` is not a
+        floating-point dtype of at most 32 bits.
       ValueError: If the histogram is stacked or wrapped around.
     """
     dtype = checks.floating("dtype", dtype, most_bits=32)
@@ -271,16 +276,16 @@ def plot_gradient_exponents(
     share = 100 * histogram / entries
     seen = EXPONENTS[histogram > 0]
     ax.bar(EXPONENTS + 0.5, share, width=1.0, color="#0072b2", edgecolor="white", linewidth=0.5)
-    # What is less than half of the smallest number is rounded to zero.
+    # Numbers below half of the smallest one are rounded to zero.
     flushed_below, normal_from = info.minexp - info.nmant - 1, info.minexp
-    for low, high, color, what in (
+    for low, high, color, kind in (
         (-150, flushed_below, "#d55e00", f"zero in {dtype.name}"),
         (flushed_below, normal_from, "#f0e442", "subnormal"),
         (normal_from, info.maxexp, "#009e73", "normal"),
         (info.maxexp, 129, "#555555", "infinite"),
     ):
         within = share[(low <= EXPONENTS) & (high > EXPONENTS)].sum()
-        label = f"{what}: {within:.1f} %"
+        label = f"{kind}: {within:.1f} %"
         ax.axvspan(low, high, facecolor=color, alpha=0.25, linewidth=0, zorder=0, label=label)
     ax.set(
         xlim=(min([flushed_below - 6, *seen - 1]), max([info.maxexp + 4, *seen + 2])),

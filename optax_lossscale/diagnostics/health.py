@@ -1,25 +1,28 @@
 """Say why training stalls."""
 
-import math
+import re
 import warnings
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._policy import FixedLossScale, LossScale, LossScaleLike, as_loss_scale, init
-from optax_lossscale._state import WRAP_ONCE, LossScaleState, SkipIfState, SpikeState, as_field
+from optax_lossscale._policy import FixedLossScale, LossScale, as_loss_scale, init
+from optax_lossscale._state import SpikeState, WithLossScalingState, as_field, loss_scale_state
 from optax_lossscale._step.finite import all_finite
-from optax_lossscale._step.guard import WithLossScalingState
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import LARGEST_SCALE, SMALLEST_SCALE
 from optax_lossscale._support.tree import (
+    KeyPath,
     PyTree,
+    is_array,
     is_inexact,
     leaves_of_type,
     path_name,
-    read_as,
 )
+from optax_lossscale.diagnostics.causes import bounds_of, likely_causes
 
 
 class LossScaleStalledError(RuntimeError):
@@ -27,7 +30,10 @@ class LossScaleStalledError(RuntimeError):
 
 
 def check_health(
-    opt_state: PyTree, *, max_consecutive_skipped: int = 50, loss_scale: LossScaleLike = None
+    opt_state: PyTree,
+    *,
+    max_consecutive_skipped: int = 50,
+    policy: LossScale | Literal["dynamic"] | Mapping[str, Any] | None = None,
 ) -> None:
     """Raise an error if training has stalled, and say why.
 
@@ -40,20 +46,21 @@ def check_health(
         one, however deep; or a `LossScaleState`.
       max_consecutive_skipped: The number of skipped steps in a row that is still healthy. More
         raise the error.
-      loss_scale: What `with_loss_scaling` was given. Where the policy's bounds lie is part of the
-        diagnosis. With None they are unknown, and the diagnosis is less precise.
+      policy: The policy of the run, `"dynamic"` or a `get_config()` dict. Its bounds are part of
+        the diagnosis. With None they are unknown, and the diagnosis is less precise.
 
     Raises:
       LossScaleStalledError: If more steps in a row were skipped. The message says how many, where
         the loss scale stands against its floor, the causes that the state does not rule out, the
         likeliest first, and what to do about each.
-      TypeError: If `max_consecutive_skipped` is not an integer, or `opt_state` is traced: an error
-        cannot be raised from a compiled step.
+      TypeError: If `max_consecutive_skipped` is not an integer, `policy` is a number, or
+        `opt_state` is traced: an error cannot be raised from a compiled step.
       ValueError: If `max_consecutive_skipped` is negative, or `opt_state` holds no such state, or
         several, or one of several replicas, or an impossible state, as a damaged checkpoint does: a
-        negative count, a loss scale outside of the bounds of `loss_scale` (of 2**-126 and 2**126
-        without them), a `Spike` that holds more values than its window, NaN or infinity in an array
-        of the inner optimizer's state.
+        negative count, of the inner optimizer too; a loss scale outside of the bounds of `policy`
+        (of 2**-126 and 2**126 without them), or other than that of a `FixedLossScale`; a `Spike`
+        that holds more values than its window; NaN or infinity in an array of the inner
+        optimizer's state.
 
     Warns:
       UserWarning: If the loss scale has grown to its cap and no step was ever skipped. Training
@@ -64,26 +71,24 @@ def check_health(
       >>> ols.diagnostics.check_health(ols.init())
     """
     limit = checks.count("max_consecutive_skipped", max_consecutive_skipped, least=0)
-    policy = None if loss_scale is None else as_loss_scale(loss_scale)
-    kinds = (WithLossScalingState, SkipIfState, LossScaleState)
-    _, guard = checks.only_one("opt_state", opt_state, kinds, WRAP_ONCE)
-    counts = read_as(kinds, getattr(guard, "loss_scale_state", guard))
-    state = _read(counts, *(name for name in LossScaleState._fields if hasattr(counts, name)))
-    rule_state = getattr(guard, "rule_state", None)
-    _refuse_impossible(state, rule_state, getattr(guard, "inner_state", ()), bounds_of(policy))
+    checks.policy(policy)
+    known = None if policy is None else as_loss_scale(policy)
+    state = _read(loss_scale_state(opt_state)._asdict())
+    guards = [guard for _, guard in leaves_of_type(opt_state, WithLossScalingState)]
+    rule_state, inner_state = guards[0][1:] if guards else ((), ())
+    _refuse_impossible(state, rule_state, inner_state, known)
     if state["consecutive_skipped"] > limit:
-        causes = _likely_causes(state, rule_state, policy)
+        spikes = [_read_spike(spike) for _, spike in leaves_of_type(rule_state, SpikeState)]
+        in_a_row = max((spike["consecutive_skipped"] for spike in spikes), default=0)
+        causes = likely_causes(state, bool(rule_state), in_a_row, known)
         listed = (f"\n  {i}. {cause}" for i, cause in enumerate(causes, start=1))
         raise LossScaleStalledError(
-            f"{_standing(state, policy)} Likely causes, the likeliest first:" + "".join(listed)
+            f"{_standing(state, known)} Likely causes, the likeliest first:" + "".join(listed)
         )
-    _warn_at_cap(state, policy)
+    _warn_at_cap(state, known)
 
 
 def _standing(state: dict[str, float], policy: LossScale | None) -> str:
-    skipped, total = state["consecutive_skipped"], state["total_skipped"]
-    if "loss_scale" not in state:
-        return f"`skip_if` has skipped the last {skipped} steps ({total} since the start)."
     scale, bounds = state["loss_scale"], bounds_of(policy)
     where = ""
     if bounds is not None:
@@ -91,16 +96,16 @@ def _standing(state: dict[str, float], policy: LossScale | None) -> str:
     elif isinstance(policy, FixedLossScale):
         where = ", under FixedLossScale, which has no floor"
     return (
-        f"The last {skipped} steps were skipped ({total} since the start), and the loss scale is "
-        f"{scale:g}{where}."
+        f"The last {state['consecutive_skipped']} steps were skipped ({state['total_skipped']} "
+        f"since the start), and the loss scale is {scale:g}{where}."
     )
 
 
 def _warn_at_cap(state: dict[str, float], policy: LossScale | None) -> None:
     bounds = bounds_of(policy)
-    if policy is None or bounds is None or "loss_scale" not in state or state["total_skipped"]:
+    if policy is None or bounds is None or state["total_skipped"]:
         return
-    with jax.transfer_guard("allow"):  # asked for
+    with jax.transfer_guard("allow"):  # reading the initial loss scale is explicit
         start = init(policy).loss_scale.item()
     if start < state["loss_scale"] == bounds[1]:
         warnings.warn(
@@ -112,150 +117,73 @@ def _warn_at_cap(state: dict[str, float], policy: LossScale | None) -> None:
         )
 
 
-_OUTSIDE = (
-    "Call `check_health` outside of `jax.jit`, on the state that the compiled step returned; "
-    "`is_stalled` works inside."
-)
-_REPLICA = "Take one replica: `x[0]` of every leaf."
-
-# The causes of many skipped steps, and the remedy of each.
-_FORWARD = (
-    "The forward pass overflows: the loss is NaN or infinite although the batch and the parameters "
-    "are finite, and no loss scale can fix that. `first_nonfinite(loss_fn, params, batch)` names "
-    "the layer that overflows first. Compute it in float32, or make its input smaller. A step "
-    "under `jax.debug_infs(True)` and `jax.debug_nans(True)` stops there, too; the latter alone "
-    "stops later."
-)
-_INPUT = (
-    "The batch or the parameters hold NaN or infinity. `nonfinite_report` of both lists the "
-    "arrays. Repair the data, or restore an earlier checkpoint."
-)
-_BACKWARD = (
-    "The loss is finite, and one layer's derivative is not, at any loss scale: a division by zero, "
-    "the root or logarithm of zero, a number above 65504 in float16. "
-    "`first_nonfinite(jax.grad(loss_fn), params, batch)` names the layer. Compute it in float32."
-)
-_LARGE = (
-    "The gradients are too large for float16 even at this loss scale. Average the loss instead of "
-    "summing it, normalize the data, or lower `min_scale`, below 1 if need be."
-)
-_DESCENT = (
-    "The loss scale started too large and is still on its way down. Start from `calibrate`, or "
-    "with a smaller `initial_scale`, or allow for more with `max_consecutive_skipped`."
-)
-_FIXED = (
-    "The loss scale is too large, and does not move. Take the one that `suggest_scale` returns, or "
-    "a `DynamicLossScale`."
-)
-_UNKNOWN = (
-    "The loss scale is too large: it is fixed, or still on its way down. Give `check_health` the "
-    "policy as `loss_scale`, and it can tell."
-)
-_RULE = (
-    "A rule (`skip_if`) rejects steps whose gradients and loss are finite, for example because the "
-    "loss has reached a new level for good. Relax the rule. `Spike` learns a new level, after "
-    "`max_consecutive_skipped` steps at the latest."
-)
-
-
-def _likely_causes(
-    state: dict[str, float], rule_state: PyTree, policy: LossScale | None
-) -> tuple[str, ...]:
-    """Return the causes of many skipped steps that the state does not rule out, in order."""
-    spikes = [
-        _read(found, "consecutive_skipped") for _, found in leaves_of_type(rule_state, SpikeState)
-    ]
-    in_a_row = [spike["consecutive_skipped"] for spike in spikes]
-    # Only a rule skips steps that are finite.
-    finite, skipped = state.get("growth_count", 0), state["consecutive_skipped"]
-    if max(finite, *in_a_row, 0) >= skipped:
-        return (_RULE,)
-    # A policy that forgives only some bad losses in a row has counted the others.
-    is_forgiven = skipped < getattr(policy, "loss_patience", math.inf)
-    if rule_state is not None and not (is_forgiven or state.get("overflow_count", 1)):
-        return (_RULE,)
-    if "loss_scale" not in state:
-        return _FORWARD, _BACKWARD, _INPUT, _RULE
-    others = _causes_of_overflows(state, policy)
-    if finite:
-        return _RULE, *others
-    # A policy that grows has counted what a rule skips, but for the step at which it grew.
-    counted = bounds_of(policy) is not None and state["overflow_count"]
-    unlikely = counted and not jax.tree.leaves(rule_state)
-    return others if rule_state is None or unlikely else (*others, _RULE)
-
-
-def _causes_of_overflows(state: dict[str, float], policy: LossScale | None) -> tuple[str, ...]:
-    """Order the causes of gradients or losses that are not finite by how well the state agrees."""
-    bounds = bounds_of(policy)
-    if bounds is None and isinstance(policy, FixedLossScale):
-        return _FIXED, _FORWARD, _BACKWARD, _INPUT
-    if bounds is None:
-        return _FORWARD, _BACKWARD, _INPUT, _UNKNOWN
-    if not state["overflow_count"]:
-        return _FORWARD, _INPUT  # not even gradients that are not finite were counted
-    scale, (floor, ceiling) = state["loss_scale"], bounds
-    if scale <= max(floor, 1.0):
-        others = _FORWARD, _BACKWARD, _INPUT
-        return (_LARGE, *others) if floor > 1 else (*others, _LARGE)
-    # Overflows lower the loss scale. More skipped steps than it takes to come here from the ceiling
-    # were a loss that is not finite, which the policy forgave.
-    backoffs = math.log(ceiling / scale) / -math.log(getattr(policy, "backoff_factor", 0.5))
-    if state["consecutive_skipped"] > backoffs + getattr(policy, "hysteresis", 1):
-        return _FORWARD, _INPUT
-    return _DESCENT, _FORWARD, _BACKWARD, _INPUT
-
-
-def bounds_of(policy: LossScale | None) -> tuple[float, float] | None:
-    """Return the float32 bounds of the loss scale, if they are known."""
-    bounds = getattr(policy, "min_scale", None), getattr(policy, "max_scale", None)
-    return None if None in bounds else (float(np.float32(bounds[0])), float(np.float32(bounds[1])))
-
-
-def _read(node: Any, *names: str) -> dict[str, float]:
+def _read(fields: dict[str, Any]) -> dict[str, float]:
     """Return scalar fields of a state as Python numbers."""
-    # flax.nnx keeps each array in a Variable, a pytree of one leaf.
-    fields = {name: jax.tree.leaves(getattr(node, name))[0] for name in names}
-    checks.concrete("opt_state", fields, _OUTSIDE)
+    checks.concrete(
+        "opt_state",
+        fields,
+        "Call `check_health` outside of `jax.jit`, on the state that the compiled step returned; "
+        "`is_stalled` works inside.",
+    )
     for name, field in fields.items():
-        checks.scalar(f"opt_state.{name}", field, _REPLICA)
+        checks.scalar(f"opt_state.{name}", field, "Take one replica: `x[0]` of every leaf.")
     return {name: jax.device_get(as_field(name, field)).item() for name, field in fields.items()}
 
 
+def _read_spike(spike: SpikeState) -> dict[str, float]:
+    # flax.nnx keeps each array in a Variable, a pytree of one leaf.
+    _, held, consecutive_skipped = jax.tree.leaves(spike)
+    return _read({"held": held, "consecutive_skipped": consecutive_skipped})
+
+
 def _refuse_impossible(
-    state: dict[str, float],
-    rule_state: PyTree,
-    inner_state: PyTree,
-    bounds: tuple[float, float] | None,
+    state: dict[str, float], rule_state: PyTree, inner_state: PyTree, policy: LossScale | None
 ) -> None:
     """Refuse a state to which no training leads, but damage or an edit by hand does.
 
     With a loss scale far too large or too small, all gradients are zero, and the steps applied.
     """
     remedy = "Restore an earlier checkpoint, or put the state of `init` in its place."
-    low, high = bounds or (SMALLEST_SCALE, LARGEST_SCALE)
+    low, high, where = SMALLEST_SCALE, LARGEST_SCALE, "between 2**-126 and 2**126"
+    bounds = bounds_of(policy)
+    if bounds is not None:
+        (low, high), where = bounds, "between {:g} and {:g}".format(*bounds)
+    elif isinstance(policy, FixedLossScale):
+        low = high = float(np.float32(policy.scale))
+        where = f"of {low:g}, that of its policy,"
     counts = {name: number for name, number in state.items() if name != "loss_scale"}
-    scale = state.get("loss_scale", low)
-    if not low <= scale <= high or min(counts.values()) < 0:
-        between = f"{low:g} and {high:g}" if bounds else "2**-126 and 2**126"
+    if not low <= state["loss_scale"] <= high or min(counts.values()) < 0:
         raise ValueError(
-            f"`opt_state` must hold a loss scale between {between} and counts of at least 0, got "
-            f"{scale:g} and {counts}. {remedy}"
+            f"`opt_state` must hold a loss scale {where} and counts of at least 0, got "
+            f"{state['loss_scale']:g} and {counts}. {remedy}"
         )
     for path, spike in leaves_of_type(rule_state, SpikeState):
-        numbers, window = _read(spike, "held", "consecutive_skipped"), spike.values.shape[0]
+        numbers, window = _read_spike(spike), jax.tree.leaves(spike)[0].shape[0]
         if not 0 <= numbers["held"] <= window or numbers["consecutive_skipped"] < 0:
             raise ValueError(
                 f"`opt_state` must hold a Spike with at most the {window} values of its window "
                 f"and counts of at least 0, got {numbers} at {path_name(path)}. {remedy}"
             )
-    for path, array in jax.tree_util.tree_leaves_with_path(inner_state):
-        if np.ndim(array) and not _is_finite(array):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(inner_state):
+        if np.ndim(leaf) and not _is_finite(leaf):
             raise ValueError(
                 "`opt_state` must hold arrays of finite numbers, got NaN or infinity at "
                 f"{path_name(path)} of the inner state, for example the square of a huge gradient. "
                 f"{remedy}"
             )
+        if _is_count(path, leaf) and jax.device_get(leaf) < 0:
+            raise ValueError(
+                f"`opt_state` must hold counts of at least 0, got {leaf} at {path_name(path)} of "
+                f"the inner state. {remedy}"
+            )
+
+
+def _is_count(path: KeyPath, leaf: Any) -> bool:
+    """Return whether a leaf is one integer, with the name that Optax gives to counts."""
+    is_integer = (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.integer)) or type(leaf) is int
+    # Of a Variable of flax.nnx, the last key is `value`.
+    is_named = re.search("count|step", jax.tree_util.keystr(path[-2:])) is not None
+    return is_named and is_integer and not np.ndim(leaf)
 
 
 def _is_finite(array: Any) -> bool:

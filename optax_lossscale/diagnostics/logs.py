@@ -1,4 +1,4 @@
-"""What to log: how training goes, and which arrays are not finite."""
+"""Numbers to log: how training goes, and which arrays are not finite."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -7,14 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._state import LossScaleState, loss_scale_state, skip_counts, strongly_typed
+from optax_lossscale._state import WithLossScalingState, loss_scale_state, strongly_typed
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import INT32_MAX
-from optax_lossscale._support.tree import PyTree, is_inexact, is_symbolic, leaves_of_type, readable
+from optax_lossscale._support.outside import warn_of_what_stands_outside
+from optax_lossscale._support.tree import PyTree, is_inexact, is_symbolic, readable
 
 
 def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
-    """Return what is worth logging at every step.
+    """Return the numbers to log at every step.
 
     It copies nothing and does not wait. Call it in the compiled step and return its result; between
     two steps it works too, unless the next step is given the state's buffers to overwrite
@@ -26,8 +27,8 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
 
     Returns:
       `loss_scale` (float32[]), `applied` (bool[], whether the last step was applied),
-      `growth_count`, `consecutive_skipped` and `total_skipped` (int32[]). Of `skip_if`, which has
-      no loss scale: `applied` and the two counts of skipped steps.
+      `growth_count`, `consecutive_skipped` and `total_skipped` (int32[]). The loss scale of
+      `skip_if` is 1.
 
     Raises:
       ValueError: If `opt_state` holds no such state, or several.
@@ -43,16 +44,14 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
       consecutive_skipped 1
       total_skipped 1
     """
-    counts = skip_counts(opt_state)
-    is_applied = {"applied": counts["consecutive_skipped"] == 0}
-    if not any(leaves_of_type(opt_state, LossScaleState)):
-        return is_applied | counts
+    warn_of_what_stands_outside(opt_state, WithLossScalingState)
     state = strongly_typed(loss_scale_state(opt_state))
     return {
         "loss_scale": state.loss_scale,
-        **is_applied,
+        "applied": state.consecutive_skipped == 0,
         "growth_count": state.growth_count,
-        **counts,
+        "consecutive_skipped": state.consecutive_skipped,
+        "total_skipped": state.total_skipped,
     }
 
 
@@ -81,11 +80,11 @@ def is_stalled(opt_state: PyTree, *, max_consecutive_skipped: int = 50) -> jax.A
       True
     """
     limit = checks.count("max_consecutive_skipped", max_consecutive_skipped, least=0)
-    return skip_counts(opt_state)["consecutive_skipped"] > limit
+    return strongly_typed(loss_scale_state(opt_state)).consecutive_skipped > limit
 
 
 class NonfiniteCounts(NamedTuple):
-    """What `nonfinite_report` says of one array.
+    """The counts of one array in a `nonfinite_report`.
 
     Attributes:
       nan: Elements that are NaN. `int32[]`.
@@ -157,7 +156,8 @@ def format_nonfinite_report(report: Mapping[str, NonfiniteCounts]) -> str:
       the larger share of bad elements come first.
 
     Raises:
-      TypeError: If `report` is traced, or holds the counts of several devices or steps.
+      TypeError: If `report` is not a dict of `NonfiniteCounts`, is traced, or holds the counts of
+        several devices or steps.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -169,6 +169,7 @@ def format_nonfinite_report(report: Mapping[str, NonfiniteCounts]) -> str:
         ['dense']: 1 NaN and 0 infinite of 2 elements (50 %)
     """
     checks.concrete("report", report, "Return it from the compiled step, and format it outside.")
+    checks.report("report", report, NonfiniteCounts, "Make it with `nonfinite_report`.")
     counts = {name: [int(count) for count in each] for name, each in report.items()}
     bad = {name: (nan + inf) / size for name, (nan, inf, size) in counts.items() if nan + inf}
     if not bad:

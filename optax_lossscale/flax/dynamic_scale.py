@@ -1,7 +1,7 @@
 """A drop-in for Flax's `DynamicScale`."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +9,14 @@ from flax import struct
 from flax.training import dynamic_scale
 
 from optax_lossscale._policy import DynamicLossScale
+from optax_lossscale._step.differentiate import value_and_grad
 from optax_lossscale._step.finite import all_finite
-from optax_lossscale._step.scale import unscale_and_check, value_and_grad
+from optax_lossscale._step.scale import unscale_and_check
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import INT32_MAX, LARGEST_SCALE, SMALLEST_SCALE
 from optax_lossscale._support.tree import as_strong_array, is_array
 
-#: What `DynamicScale.value_and_grad` returns: Flax's own class.
+#: The result of `DynamicScale.value_and_grad`: Flax's own class.
 DynamicScaleResult = dynamic_scale.DynamicScaleResult
 
 
@@ -27,7 +28,8 @@ class DynamicScale(dynamic_scale.DynamicScale):
     * The loss scale grows on exactly the `growth_interval`-th finite step in a row; in Flax, one
       step later. A count beyond the interval grows on the next finite step; in Flax, never.
     * `scale` and `fin_steps` are strongly typed arrays from the start: a training step compiles
-      once, not twice.
+      once, not twice. Two Python ints below 2 stay ints, since they may be axes for `jax.vmap`;
+      write a loss scale of 1 as `1.0`.
     * The loss scale stays between 2**-126 and 2**126, where its float32 reciprocal is a normal
       number.
     * The loss is returned as `fun` returned it; Flax scales it, which may overflow, and divides.
@@ -49,20 +51,25 @@ class DynamicScale(dynamic_scale.DynamicScale):
       (True, 2.0, [2.0, 2.0], 1)
     """
 
+    __module__ = "optax_lossscale.flax"  # the public name, which pickles keep
+    #: It grows on the interval itself; read by `interop.from_flax_dynamic_scale`.
+    grows_late: ClassVar[bool] = False
+
     # Annotated as in Flax. Arrays cannot be hashed, and a static argument must be. Each object has
     # an array of its own: a shared buffer cannot be donated.
     fin_steps: int = struct.field(default_factory=lambda: jnp.zeros((), jnp.int32), hash=False)
     scale: float = struct.field(default=65536.0, hash=False)
 
     def __post_init__(self) -> None:
-        """Turn Python numbers into arrays."""
-        # JAX also builds this object with axes, None or specs instead of numbers. Those are never
-        # floats and never appear beside an array, and no user writes the same small integer twice.
-        numbers = self.fin_steps, self.scale
-        are_ints = all(type(x) is int for x in numbers) and (
-            numbers[0] != numbers[1] or numbers[1] > 1
-        )
-        if are_ints or any(is_array(x) or isinstance(x, float) for x in numbers):
+        """Turn Python numbers into arrays, but not axes."""
+        # JAX also builds this object with None, specs or dummy objects in place of the numbers.
+        fields = self.fin_steps, self.scale
+        are_numbers = all(is_array(x) or type(x) in {int, float} for x in fields)
+        # Two Python ints may be axes, too, as in `in_axes=DynamicScale(fin_steps=0, scale=1)`, and
+        # nothing tells those from numbers. Below 2 they stay ints: as a loss scale, 0 and less make
+        # no sense and 1 does nothing, and as an axis, 2 would need three nested maps.
+        may_be_axes = all(type(x) is int and x < 2 for x in fields)
+        if are_numbers and not may_be_axes:
             for name, dtype in (("fin_steps", jnp.int32), ("scale", jnp.float32)):
                 object.__setattr__(self, name, as_strong_array(getattr(self, name), dtype))
 
@@ -83,8 +90,8 @@ class DynamicScale(dynamic_scale.DynamicScale):
 
         Returns:
           A function of the arguments of `fun` that returns a `DynamicScaleResult`: the next
-          `dynamic_scale`, whether all gradients are `finite` (`bool[]`), `aux`, which is what
-          `fun` returned, and `grad`, the true gradients, in float32 or wider.
+          `dynamic_scale`, whether all gradients are `finite` (`bool[]`), `aux`, the result of
+          `fun`, and `grad`, the true gradients, in float32 or wider.
 
         Raises:
           TypeError: If `axis_name` cannot be the name of an axis; from the function returned, if
@@ -92,10 +99,9 @@ class DynamicScale(dynamic_scale.DynamicScale):
         """
         checks.axis_names(axis_name)
         rule = _flax_rule(self)
+        floor = _within_bounds(SMALLEST_SCALE if self.minimum_scale is None else self.minimum_scale)
         state = rule.init()._replace(
-            loss_scale=jnp.clip(
-                jnp.asarray(self.scale, jnp.float32), SMALLEST_SCALE, LARGEST_SCALE
-            ),
+            loss_scale=_within_bounds(self.scale),
             growth_count=jnp.asarray(self.fin_steps, jnp.int32),
         )
 
@@ -113,14 +119,17 @@ class DynamicScale(dynamic_scale.DynamicScale):
                 grad = jax.lax.pmean(grad, axis_name)
                 finite = all_finite(grad)
             new_state = rule.update(state, finite)
-            new_self = self.replace(fin_steps=new_state.growth_count, scale=new_state.loss_scale)
+            scale = new_state.loss_scale
+            # As in Flax, overflows alone meet the floor: below it, a loss scale grows from there.
+            scale = jnp.where(finite, scale, jnp.maximum(scale, floor))
+            new_self = self.replace(fin_steps=new_state.growth_count, scale=scale)
             return DynamicScaleResult(new_self, finite, aux, grad)
 
         return grad_fn_wrapper
 
 
 class _UncheckedLossScale(DynamicLossScale):
-    """The rule of `DynamicLossScale` with whatever hyper-parameters Flax takes."""
+    """The rule of `DynamicLossScale` with any hyper-parameters that Flax takes."""
 
     def __post_init__(self) -> None:
         """Check nothing."""
@@ -128,7 +137,6 @@ class _UncheckedLossScale(DynamicLossScale):
 
 def _flax_rule(ds: dynamic_scale.DynamicScale) -> DynamicLossScale:
     interval: Any = ds.growth_interval
-    floor = SMALLEST_SCALE if ds.minimum_scale is None else ds.minimum_scale
     # Flax grows on every finite step if the interval is 0, and never if it is negative.
     if isinstance(interval, jax.Array):
         interval = jnp.where(interval < 0, INT32_MAX, jnp.maximum(interval, 1))
@@ -139,7 +147,11 @@ def _flax_rule(ds: dynamic_scale.DynamicScale) -> DynamicLossScale:
         # Scalars of any dtype would otherwise promote the loss scale.
         "growth_factor": jnp.asarray(ds.growth_factor, jnp.float32),
         "backoff_factor": jnp.asarray(ds.backoff_factor, jnp.float32),
-        "min_scale": jnp.clip(jnp.asarray(floor, jnp.float32), SMALLEST_SCALE, LARGEST_SCALE),
+        "min_scale": SMALLEST_SCALE,
         "max_scale": LARGEST_SCALE,
     }
     return _UncheckedLossScale(**hyperparams)
+
+
+def _within_bounds(scale: Any) -> jax.Array:
+    return jnp.clip(jnp.asarray(scale, jnp.float32), SMALLEST_SCALE, LARGEST_SCALE)

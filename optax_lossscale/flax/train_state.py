@@ -10,13 +10,13 @@ from flax import core, struct
 from flax.training import train_state
 from jax.typing import ArrayLike
 
-from optax_lossscale._policy import LossScaleLike, as_loss_scale
-from optax_lossscale._state import Guard, applied, loss_scale_state, refuse_guard
-from optax_lossscale._step.choose import tree_where
+from optax_lossscale._policy import LossScaleLike
+from optax_lossscale._state import Guard, applied, increment, loss_scale_state, refuse_guard
 from optax_lossscale._step.guard import with_loss_scaling
 from optax_lossscale._step.scale import scale_loss
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import AxisName
+from optax_lossscale._support.choose import tree_where
 from optax_lossscale._support.tree import (
     FP8_METADATA,
     PyTree,
@@ -26,29 +26,16 @@ from optax_lossscale._support.tree import (
 )
 
 
-class _Wrapped(Guard):
-    """A guard that equals another made of the same, so that two `TrainState`s have one type."""
-
-    made_of: tuple[Any, ...] = ()  # by `_replace`, it is made of nothing but its functions
-
-    def __eq__(self, other: object) -> bool:
-        if self.made_of and isinstance(other, _Wrapped):
-            return self.made_of == other.made_of
-        return tuple(self) == other
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __hash__(self) -> int:
-        return hash(self.made_of[:1])
-
-
 class TrainState(train_state.TrainState):
     """Flax's `TrainState` with loss scaling: a bad step is skipped, with all that belongs to it.
 
     Make one with `create`; subclass it to add fields. Every leaf is an array from the start, so
     that a training step compiles once and can be scanned. `step` counts applied steps, or all
-    steps if `count_skipped` is true.
+    steps if `count_skipped` is true; it stays at 2**31 - 1.
+
+    Each call of `create` makes a new `tx`, which is part of the type of a state. To give two states
+    one type, as `out_shardings` from `jax.eval_shape` must have, give one of them the `tx` of the
+    other: `state.replace(tx=other.tx)`.
 
     If `params` has the collection `_overwrite_with_gradient` of Flax's fp8 layers, its gradient
     replaces it, as in Flax. That gradient is checked too: fp8 layers clip infinite gradients, which
@@ -74,6 +61,8 @@ class TrainState(train_state.TrainState):
       1 False 16384.0
     """
 
+    __module__ = "optax_lossscale.flax"  # the public name, which pickles keep
+
     # Keyword-only, so that a subclass can add fields without a default.
     count_skipped: bool = struct.field(pytree_node=False, kw_only=True, default=False)
 
@@ -81,7 +70,7 @@ class TrainState(train_state.TrainState):
     def create(
         cls,
         *,
-        apply_fn: Callable[..., Any],
+        apply_fn: Callable[..., Any] | None,
         params: PyTree,
         tx: optax.GradientTransformation | optax.MultiSteps,
         loss_scale: LossScaleLike = "dynamic",
@@ -93,7 +82,7 @@ class TrainState(train_state.TrainState):
         """Return the state before the first step.
 
         Args:
-          apply_fn: Usually the model's `apply`.
+          apply_fn: Usually the model's `apply`. None if nothing calls it, as in Flax.
           params: The parameters.
           tx: The optimizer. `create` wraps it with `with_loss_scaling`.
           loss_scale: `"dynamic"`, a number (fixed), a policy, or None.
@@ -110,14 +99,13 @@ class TrainState(train_state.TrainState):
         """
         inner = _without_fp8_metadata(tx)
         guard = with_loss_scaling(inner, loss_scale, skip_if=skip_if, axis_name=axis_name)
-        wrapped = _Wrapped(*guard)
-        wrapped.made_of = tx, as_loss_scale(loss_scale), skip_if, axis_name
+        field: Any = apply_fn  # Flax's field is a Callable, so that its users need not ask for None
         state = cls(
             step=jnp.zeros((), jnp.int32),
-            apply_fn=apply_fn,
+            apply_fn=field,
             params=params,
-            tx=wrapped,
-            opt_state=wrapped.init(params),
+            tx=guard,
+            opt_state=guard.init(params),
             count_skipped=checks.boolean("count_skipped", count_skipped),
             **kwargs,
         )
@@ -130,10 +118,10 @@ class TrainState(train_state.TrainState):
 
     @property
     def applied(self) -> jax.Array:
-        """Whether the last step was applied, whatever skipped it; true before the first. `bool[]`.
+        """Whether the last step was applied; true before the first. `bool[]`.
 
-        For what is computed from the result of a step, such as an average of the parameters, use
-        `tree_where(state.applied, new, old)`.
+        To keep a value that is computed from the result of a step, such as an average of the
+        parameters, on a skipped step: `tree_where(state.applied, new, old)`.
         """
         return applied(self.opt_state)
 
@@ -151,8 +139,8 @@ class TrainState(train_state.TrainState):
             `params.fast` for `optax.lookahead`.
           value: The loss, unscaled. If given, it is passed to the optimizer, and a loss that is
             itself NaN or infinite skips the step; see `optax_lossscale.update`.
-          **kwargs: New values of other fields, such as `batch_stats`. On a skipped step, whatever
-            skipped it, each keeps its old value.
+          **kwargs: New values of other fields, such as `batch_stats`. On a skipped step, each
+            keeps its old value.
 
         Returns:
           The state after the step, of the same type.
@@ -176,9 +164,10 @@ class TrainState(train_state.TrainState):
         is_applied = applied(opt_state)
         old = {name: getattr(self, name) for name in kwargs}
         new = {name: _same_container(kwargs[name], old[name]) for name in kwargs}
-        moved = jnp.logical_or(is_applied, self.count_skipped).astype(jnp.int32)
+        step = jnp.asarray(self.step, jnp.int32)
+        is_counted = jnp.logical_or(is_applied, self.count_skipped)
         return self.replace(
-            step=jnp.asarray(self.step, jnp.int32) + moved,
+            step=jnp.where(is_counted, increment(step), step),
             params=_apply_updates(self.params, updates, is_applied),
             opt_state=opt_state,
             **tree_where(is_applied, new, old),
@@ -204,7 +193,7 @@ def _without_fp8_metadata(
 
     def init_fn(params: Any) -> optax.OptState:
         state = inner.init(params["params"] if has_fp8_metadata(params) else params)
-        refuse_guard("tx", state, "TrainState.create(tx=inner, skip_if=rule, ...)")
+        refuse_guard("tx", state, "`TrainState.create(tx=inner, skip_if=rule, ...)`")
         return state
 
     def update_fn(

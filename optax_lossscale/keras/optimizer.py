@@ -1,5 +1,7 @@
 """Keras' `LossScaleOptimizer` and its arguments, as a chain of Optax transformations."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -53,12 +55,12 @@ def loss_scale_optimizer(
       dynamic_growth_steps: Finite steps in a row after which the loss scale doubles; 2000 by
         default.
       dynamic: Whether the loss scale changes. If false, a step that is not finite is still skipped.
-      learning_rate: What `weight_decay` is multiplied by: a number, or a schedule of the number of
+      learning_rate: The number that `weight_decay` is multiplied by, or a schedule of the number of
         applied steps. By default the inner optimizer's hyper-parameter of this name is read at
-        each step, if `optax.inject_hyperparams` injected one. It is not handed to the inner
-        optimizer, which has a rate of its own.
+        each step, if `optax.inject_hyperparams` injected one. The inner optimizer does not
+        receive it: it has its own.
       weight_decay: At each applied step, `learning_rate * weight_decay * params` is subtracted from
-        the params, besides what the inner optimizer does to them.
+        the params, in addition to the inner optimizer's update.
       clipnorm: Each leaf of the gradients is scaled down to at most this norm.
       clipvalue: Each element of the gradients is clipped to plus or minus this value.
       global_clipnorm: All gradients together are scaled down to at most this norm.
@@ -78,7 +80,7 @@ def loss_scale_optimizer(
         `unscale_and_check`.
 
     Returns:
-      What `with_loss_scaling` returns.
+      An optimizer whose state is a `WithLossScalingState`, as `with_loss_scaling` returns.
 
     Raises:
       TypeError: If an argument is of the wrong type.
@@ -104,11 +106,6 @@ def loss_scale_optimizer(
       Array([0.5, 1.5], dtype=float32)
     """
     given = {name: value for name, value in locals().items() if value is not None}
-    if isinstance(initial_scale, bool):
-        raise TypeError(
-            f"`initial_scale` must be a Python number, got {initial_scale}. The second argument of "
-            "tf.keras' LossScaleOptimizer is a keyword here: `dynamic=False, initial_scale=1024`."
-        )
     _check_each(given)
     _check_together(given)
     tx = inner_optimizer
@@ -121,24 +118,21 @@ def loss_scale_optimizer(
     if global_clipnorm is not None:
         tx = optax.chain(optax.clip_by_global_norm(global_clipnorm), tx)
     if use_ema:
-        momentum = 0.99 if ema_momentum is None else ema_momentum
-        average = average_params(momentum, ema_overwrite_frequency)
+        average = average_params(given.get("ema_momentum", 0.99), ema_overwrite_frequency)
         tx = optax.chain(without_masters(tx, "use_ema"), average)
     if gradient_accumulation_steps is not None:
         tx = accumulated(tx, int(gradient_accumulation_steps))
 
+    default = DynamicLossScale()
+    start = given.get("initial_scale", default.initial_scale)
     if loss_scale_factor is not None:
         policy = FixedLossScale(loss_scale_factor, skip_nonfinite=False)
-    elif not dynamic and initial_scale is not None:
-        policy = FixedLossScale(initial_scale)
+    elif not dynamic:
+        policy = FixedLossScale(start)
     else:
-        default = DynamicLossScale()
-        start = default.initial_scale if initial_scale is None else initial_scale
         policy = DynamicLossScale(
             initial_scale=start,
-            growth_interval=(
-                default.growth_interval if dynamic_growth_steps is None else dynamic_growth_steps
-            ),
+            growth_interval=given.get("dynamic_growth_steps", default.growth_interval),
             min_scale=min(default.min_scale, start),
             max_scale=max(default.max_scale, start),
         )
@@ -175,8 +169,49 @@ def ema_params(opt_state: PyTree) -> PyTree:
     return state.ema_params
 
 
+_LARGEST = float(jnp.finfo(jnp.float32).max)
+_norm = functools.partial(checks.between, low=checks.SMALLEST_SCALE, high=_LARGEST)
+_rate = functools.partial(checks.between, low=0, high=_LARGEST)
+
+# Optax and the policies check some of these, too, but under other names.
+_CHECKS: dict[str, Callable[[str, Any], object]] = {
+    "dynamic": checks.boolean,
+    "use_ema": checks.boolean,
+    "initial_scale": checks.scale_number,
+    "loss_scale_factor": checks.scale_number,
+    "clipnorm": _norm,
+    "clipvalue": _norm,
+    "global_clipnorm": _norm,
+    "learning_rate": lambda name, value: callable(value) or _rate(name, value),
+    "weight_decay": _rate,
+    "ema_momentum": functools.partial(checks.between, low=0, high=1),
+    "dynamic_growth_steps": checks.count,
+    "ema_overwrite_frequency": checks.count,
+    "gradient_accumulation_steps": functools.partial(checks.count, least=2),
+}
+
+
+def _check_each(given: dict[str, Any]) -> None:
+    if isinstance(given.get("inner_optimizer"), optax.MultiSteps):
+        raise TypeError(
+            "`inner_optimizer` must be an optax.GradientTransformation, got an optax.MultiSteps, "
+            "between whose steps clipping, decay and the average would go on. Use "
+            "`gradient_accumulation_steps`."
+        )
+    if isinstance(given.get("initial_scale"), bool):
+        raise TypeError(
+            f"`initial_scale` must be a Python number, got {given['initial_scale']}. The second "
+            "argument of tf.keras' LossScaleOptimizer is a keyword here: `dynamic=False, "
+            "initial_scale=1024`."
+        )
+    for name, check in _CHECKS.items():
+        if name in given:
+            check(name, given[name])
+
+
 def _check_together(given: dict[str, Any]) -> None:
-    if not given.get("dynamic") and not given.keys() & {"initial_scale", "loss_scale_factor"}:
+    is_fixed = "loss_scale_factor" in given
+    if not (given.get("dynamic") or is_fixed or "initial_scale" in given):
         raise ValueError(
             "`initial_scale` must be given if `dynamic` is False, got None. It is the loss scale "
             "then, for example 2**15."
@@ -187,56 +222,26 @@ def _check_together(given: dict[str, Any]) -> None:
             "only one of `clipnorm`, `clipvalue` and `global_clipnorm` may be given, got "
             f"{clips}. Leave the others out, or chain another clip into `inner_optimizer`."
         )
-    fixed = "loss_scale_factor" in given
-    without_effect = {
-        "initial_scale": (fixed, "with `loss_scale_factor`", "Leave one of them out"),
-        "dynamic_growth_steps": (
-            fixed or not given.get("dynamic"),
+    for name, refused, where, remedy in (
+        ("initial_scale", is_fixed, "with `loss_scale_factor`", "Leave one of them out"),
+        (
+            "dynamic_growth_steps",
+            is_fixed or not given.get("dynamic"),
             "for a fixed loss scale",
             "Leave it out, or let the loss scale be dynamic",
         ),
-        "learning_rate": (
+        (
+            "learning_rate",
             "weight_decay" not in given,
             "without `weight_decay`, which alone uses it",
             "Give the rate to `inner_optimizer`",
         ),
-        "ema_overwrite_frequency": (
+        (
+            "ema_overwrite_frequency",
             not given.get("use_ema"),
             "without an average",
             "Set `use_ema=True`, or leave it out",
         ),
-    }
-    for name, (refused, where, remedy) in without_effect.items():
+    ):
         if refused and name in given:
             raise ValueError(f"`{name}` must be None {where}, got {given[name]!r}. {remedy}.")
-
-
-def _check_each(given: dict[str, Any]) -> None:
-    # What Optax does not check, and what policies have by another name.
-    if isinstance(given.get("inner_optimizer"), optax.MultiSteps):
-        raise TypeError(
-            "`inner_optimizer` must be an optax.GradientTransformation, got an optax.MultiSteps, "
-            "between whose steps clipping, decay and the average would go on. Use "
-            "`gradient_accumulation_steps`."
-        )
-    for name in ("dynamic", "use_ema"):
-        if name in given:
-            checks.boolean(name, given[name])
-    for name in ("initial_scale", "loss_scale_factor"):
-        if name in given:
-            checks.scale_number(name, given[name])
-    largest = float(jnp.finfo(jnp.float32).max)
-    bounds = dict.fromkeys(
-        ("clipnorm", "clipvalue", "global_clipnorm"), (checks.SMALLEST_SCALE, largest)
-    )
-    bounds |= dict.fromkeys(("learning_rate", "weight_decay"), (0, largest))
-    for name, (low, high) in (bounds | {"ema_momentum": (0, 1)}).items():
-        if name in given and not (name == "learning_rate" and callable(given[name])):
-            checks.between(name, given[name], low, high)
-    for name, least in (
-        ("dynamic_growth_steps", 1),
-        ("ema_overwrite_frequency", 1),
-        ("gradient_accumulation_steps", 2),
-    ):
-        if name in given:
-            checks.count(name, given[name], least=least)

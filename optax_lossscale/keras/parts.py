@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import DictKey, GetAttrKey
 
+from optax_lossscale._state import increment
 from optax_lossscale._step.masters import MasterWeightsState
 from optax_lossscale._support import checks
 from optax_lossscale._support.tree import at_least_float32, is_inexact, leaves_of_type, path_name
@@ -19,6 +20,8 @@ class DecayedState(NamedTuple):
       inner_state: The optimizer's own state.
       decay_steps: Applied steps, which a schedule of the rate counts. `int32[]`.
     """
+
+    __module__ = "optax_lossscale.keras"  # the public name, which pickles keep
 
     inner_state: optax.OptState
     decay_steps: jax.Array
@@ -33,6 +36,8 @@ class EmaParamsState(NamedTuple):
       ema_steps: Applied steps. `int32[]`.
     """
 
+    __module__ = "optax_lossscale.keras"  # the public name, which pickles keep
+
     ema_params: optax.Params
     ema_steps: jax.Array
 
@@ -40,7 +45,7 @@ class EmaParamsState(NamedTuple):
 def without_masters(
     inner: optax.GradientTransformation, argument: str
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `inner`, which must keep no masters that would undo what `argument` does to params."""
+    """Return `inner`; refuse master weights in it, which would undo the effect of `argument`."""
     inner = checks.transformation("inner_optimizer", inner)
 
     def init_fn(params: optax.Params) -> optax.OptState:
@@ -70,7 +75,7 @@ def decayed(
     weight_decay: float,
     learning_rate: float | optax.Schedule | None,
 ) -> optax.GradientTransformation:
-    """Return `inner` with decoupled weight decay, at a rate of its own."""
+    """Return `inner` with decoupled weight decay at `learning_rate`."""
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: optax.Params) -> DecayedState:
@@ -84,15 +89,15 @@ def decayed(
     ) -> tuple[optax.Updates, DecayedState]:
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
         if learning_rate is None:
-            # Of the new state, which holds the rate that the inner optimizer has just used.
+            # The new state holds the rate that the inner optimizer has just used.
             rate = _injected_learning_rate(inner_state)
         else:
             rate = learning_rate(state.decay_steps) if callable(learning_rate) else learning_rate
-        # Products of small numbers, which float16 would round to zero.
+        # In float32: float16 would round the product of two small numbers to zero.
         decay = optax.add_decayed_weights(-at_least_float32(rate) * weight_decay)
         params = jax.tree.map(at_least_float32, _required(params, "weight_decay"))
         updates, _ = decay.update(updates, optax.EmptyState(), params)
-        return updates, DecayedState(inner_state, _increment(state.decay_steps))
+        return updates, DecayedState(inner_state, increment(state.decay_steps))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -130,14 +135,14 @@ def average_params(
         updates: optax.Updates, state: Any, params: optax.Params | None = None
     ) -> tuple[optax.Updates, EmaParamsState]:
         params = _required(params, "use_ema")
-        ema_steps = _increment(state.ema_steps)
+        ema_steps = increment(state.ema_steps)
 
         def average(old: jax.Array, param: jax.Array) -> jax.Array:
             param = at_least_float32(param)
             if not is_inexact(param):
                 return param
-            # Rounded to the array's dtype first, so that the two weights add up to 1: with 0.9999
-            # and 0.0001 in float32 the average would come out 2e-4 too small.
+            # The momentum is rounded before it is subtracted from 1, so that the two weights add up
+            # to 1: 0.9999 and 0.0001, each rounded to float32, make the average 2e-4 too small.
             m = jnp.asarray(momentum, old.dtype)
             return jnp.where(state.ema_steps == 0, param, m * old + (1 - m) * param)
 
@@ -165,18 +170,14 @@ def accumulated(tx: optax.GradientTransformation, steps: int) -> optax.GradientT
         updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, optax.MultiStepsState]:
         updates, state = multi_steps.update(updates, state, params, **extra_args)
-        # Between its steps MultiSteps returns the inner updates times zero, which is NaN where they
-        # are infinite, and 0.0 where adding must not turn -0.0 into 0.0.
+        # Between its steps, MultiSteps (Optax 0.2.8) returns the inner updates times zero. That is
+        # NaN for an infinite update, and 0.0 would turn a parameter of -0.0 into 0.0.
         applied = state.mini_step == 0
         updates = jax.tree.map(lambda u: jnp.where(applied, u, -jnp.zeros_like(u)), updates)
         return updates, state
 
     # `multi_steps.gradient_transformation()` would drop the extra arguments.
     return optax.GradientTransformationExtraArgs(multi_steps.init, update_fn)
-
-
-def _increment(steps: jax.Array) -> jax.Array:
-    return jnp.asarray(optax.safe_increment(steps))
 
 
 def _required(params: optax.Params | None, argument: str) -> optax.Params:

@@ -1,8 +1,8 @@
 """Shared by the record scripts: the random runs, and the file format.
 
-It uses the standard library only and supports Python 3.8, which old releases of the recorded
-libraries require. One script wrote each file in `recorded`, in a separate environment with only
-these packages and their dependencies:
+It uses NumPy alone and supports Python 3.8, which old releases of the recorded libraries require.
+One script wrote each file in `recorded`, in a separate environment with only these packages and
+their dependencies:
 
 | file                 | script               | Python | installed                               |
 | -------------------- | -------------------- | ------ | --------------------------------------- |
@@ -10,8 +10,8 @@ these packages and their dependencies:
 | tensorflow-2.21.json | record_tensorflow.py | 3.11   | tensorflow-cpu==2.21.0 tf_keras==2.21.0 |
 | mindspore-2.10.json  | record_mindspore.py  | 3.11   | mindspore==2.10.0                       |
 
-The command is `python tests/oracles/<script>`. With the same versions, it writes the same bytes
-again, except for the versions of Python and NumPy in `versions`.
+The command is `python tests/oracles/<script>`. With the same versions, it writes the same
+float32 numbers again.
 
 TensorFlow 2.4 still has the loss scales of `tf.mixed_precision.experimental`. They are the same as
 the recorded ones of `tf.compat.v1.mixed_precision`. For 2.21, Keras 2 is the package `tf_keras`.
@@ -22,7 +22,8 @@ import math
 import pathlib
 import platform
 import random
-import struct
+
+import numpy as np
 
 # The multiplier of every gradient in a step, by the letter of the step.
 STEP = {"T": 1.0, "n": math.nan, "+": math.inf, "-": -math.inf}
@@ -69,20 +70,8 @@ def record(kind, policy, steps, step):
 
 def shortest(number):
     """Return the shortest decimal that rounds to a float32, to keep the files small."""
-    number = float(number)
-    for digits in range(1, 18):
-        short = float(f"{number:.{digits}g}")
-        if bits(short) == bits(number) != b"":
-            return int(short) if short.is_integer() and abs(short) < 1e15 else short
-    return number
-
-
-def bits(number):
-    """Return the nearest float32 as bytes, or empty bytes if there is none."""
-    try:
-        return struct.pack("f", number)
-    except OverflowError:
-        return b""
+    short = float(str(np.float32(number)))
+    return int(short) if short.is_integer() and abs(short) < 1e15 else short
 
 
 def write(name, versions, trajectories):

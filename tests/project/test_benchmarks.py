@@ -1,7 +1,6 @@
 """The benchmarks: every contender takes the same step, and the report says who is left out."""
 
 import dataclasses
-import functools
 import json
 
 import jax
@@ -152,41 +151,6 @@ def test_the_command_runs_every_benchmark(tmp_path):
     assert (tmp_path / "benchmarks.md").read_text().count("\n## ") == len(benchmarks)
 
 
-def test_who_compiles_too_long_is_left_out_from_then_on(monkeypatch):
-    monkeypatch.setattr(run, "COMPILE_LIMIT", 0.0)
-    args = run.parse([*SHORT, "--contenders", "Optax"])
-    (_, first), (_, second) = run.time_compilation(workloads.SIZES["tiny"], args)
-    assert len(first["rows"][PLAIN]["seconds"]) == 1
-    assert second["rows"] == {}
-
-
-def test_who_fails_is_reported_unless_it_is_us():
-    def fail():
-        raise RuntimeError("no such luck\nsecond line")
-
-    for own in (CONTENDERS["Ours"], CONTENDERS["Optax"]):
-        with pytest.raises(RuntimeError, match="no such luck"), cases.excused(own, PLAIN):
-            fail()
-    with (
-        pytest.raises(cases.LeftOutError, match=r"RuntimeError: no such luck$"),
-        cases.excused(CONTENDERS["Jmp"], PLAIN),
-    ):
-        fail()
-
-
-def test_a_sample_starts_fresh_and_drops_its_first_step():
-    taken = []
-
-    def one_step(state, data):
-        taken.append(int(state))
-        return state + data
-
-    sampler = functools.partial(run.sample, one_step, lambda: jnp.zeros((), jnp.int32), 1)
-    seconds = run.time_in_turns({"it": sampler}, rounds=3, sample_seconds=0, title="")
-    assert taken == 4 * [0, 1]  # a round to warm up and three rounds, each of two steps
-    assert len(seconds["it"]) == 3
-
-
 def test_the_workloads_are_what_they_claim():
     shapes = workloads.resnet50(workloads.Sizes())
     assert (len(shapes), sum(map(np.prod, shapes))) == (161, 25_557_032)
@@ -241,20 +205,6 @@ def test_a_program_is_counted_in_its_text():
         microseconds=1.5,
         cycles=7,
     )
-
-
-def test_the_longest_branch_of_a_program_is_counted():
-    branches = "branch_computations={%main, %body}"
-    program = (
-        PROGRAM.replace("ENTRY %main", "%main")
-        + f"""
-ENTRY %top (c: f32[8]) -> f32[8] {{
-  %c = f32[8]{{0}} parameter(0)
-  ROOT %chosen = f32[8]{{0}} conditional(%c, %c, %c), {branches}
-}}
-"""
-    )
-    assert hlo.count(program) == hlo.count(PROGRAM)
 
 
 def test_steps_are_compiled_for_devices_and_counted(tmp_path):

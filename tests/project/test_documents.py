@@ -4,7 +4,13 @@ import os
 import re
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+
+import optax_lossscale as ols
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
@@ -41,9 +47,50 @@ def test_the_search_for_names_of_machines_finds_them_and_leaves_the_rest():
 
 def test_the_readme_is_short_and_shows_the_minimal_example():
     readme = read("README.md")
-    assert readme.count("\n") < 150
+    assert readme.count("\n") <= 170
     _docstring, _, code = read("examples/minimal.py").partition('"""\n\n')
     assert f"```python\n{code}```\n" in readme  # runs there, with its output compared
+
+
+def test_four_lines_of_a_training_step_change_and_it_learns_the_same():
+    diff = re.search(r"^```diff\n(.*?)^```", read("README.md"), re.MULTILINE | re.DOTALL)[1]
+    removed = [line[1:] for line in diff.splitlines() if line.startswith("-")]
+    added = [line[1:] for line in diff.splitlines() if line.startswith("+")]
+    assert (len(removed), len(added)) == (4, 5)
+    assert added[0] == "import optax_lossscale as ols"
+    params = {"w": jnp.ones((8, 4))}
+    batch = jnp.arange(64.0).reshape(8, 8) / 64
+
+    def loss_fn(params, batch):
+        return jnp.mean((batch @ params["w"]).astype(jnp.float32) ** 2)
+
+    after = {}
+    for sign in "-+":
+        step = "\n".join(line[1:] for line in diff.splitlines() if line[:1] in {sign, "", " "})
+        names = {"jax": jax, "jnp": jnp, "optax": optax, "loss_fn": loss_fn}
+        exec(step, names)  # noqa: S102
+        opt_state, train_step = names["tx"].init(params), names["train_step"]
+        after[sign], opt_state, _ = train_step(params, opt_state, batch)
+        products = ols.diagnostics.precision_report(train_step, params, opt_state, batch)
+        assert list(products) == ["float32" if sign == "-" else "float16"]
+    np.testing.assert_allclose(after["+"]["w"], after["-"]["w"], rtol=1e-6)
+    assert (after["+"]["w"] < params["w"]).all()
+
+
+def test_the_bytes_per_parameter_that_the_readme_shows_are_those_of_the_arrays():
+    row = re.compile(r"^\| .*? \| \**(\d+)\** \| \**(\d+)\** \|$", re.MULTILINE)
+    adamw, count, rows = optax.adamw(1e-3), 1 << 20, []
+    for dtype, tx in (
+        (jnp.float32, adamw),
+        (jnp.bfloat16, ols.with_master_weights(adamw)),
+        (jnp.bfloat16, ols.with_master_weights(adamw, remainders=True)),
+        (jnp.bfloat16, ols.with_master_weights(ols.with_bfloat16_state(adamw), remainders=True)),
+    ):
+        params = jax.ShapeDtypeStruct((count,), dtype)
+        arrays = jax.tree.leaves((params, jax.eval_shape(tx.init, params)))
+        stored = round(sum(array.size * array.dtype.itemsize for array in arrays) / count)
+        rows.append((str(stored), str(stored + params.dtype.itemsize)))
+    assert row.findall(read("README.md")) == rows
 
 
 def code_lines(page):

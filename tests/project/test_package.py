@@ -1,9 +1,7 @@
 """The wheel and the sdist: their contents, their metadata, and their use without the checkout."""
 
-import os
 import re
 import shutil
-import subprocess
 import tarfile
 import tomllib
 import zipfile
@@ -57,6 +55,11 @@ def wheel(build):
     return build("wheel")
 
 
+@pytest.fixture(scope="module")
+def sdist(build):
+    return build("sdist")
+
+
 def test_the_wheel_holds_the_package_and_says_what_the_project_does(wheel, files):
     package = [name for name in files if re.fullmatch(rf"{NAME}/([\w/]+\.py|py\.typed)", name)]
     assert {f"{NAME}/py.typed", f"{NAME}/_step/scale.py"} <= set(package)
@@ -73,7 +76,7 @@ def test_the_wheel_holds_the_package_and_says_what_the_project_does(wheel, files
     assert str(metadata.requires_python) == PROJECT["requires-python"]
     assert (metadata.license_expression, metadata.license_files) == ("Apache-2.0", ["LICENSE"])
     assert metadata.description_content_type == "text/markdown"
-    assert metadata.description == (ROOT / "README.md").read_text("utf-8")
+    assert metadata.description.startswith(f"# {NAME}\n")
     assert metadata.classifiers == PROJECT["classifiers"]
     asked = {str(Requirement(line)) for line in PROJECT["dependencies"]}
     for extra, lines in PROJECT["optional-dependencies"].items():
@@ -82,10 +85,9 @@ def test_the_wheel_holds_the_package_and_says_what_the_project_does(wheel, files
     assert sorted(metadata.provides_extra) == sorted(PROJECT["optional-dependencies"])
 
 
-def test_the_sdist_holds_what_git_does_makes_the_same_wheel_and_its_tests_run(
-    files, wheel, build, python, tmp_path
+def test_the_sdist_holds_what_git_does_and_makes_the_same_wheel(
+    files, wheel, sdist, build, tmp_path
 ):
-    sdist = build("sdist")
     assert sdist.name == f"{STEM}.tar.gz"
     with tarfile.open(sdist) as archive:
         names = sorted(member.name for member in archive.getmembers())
@@ -93,9 +95,31 @@ def test_the_sdist_holds_what_git_does_makes_the_same_wheel_and_its_tests_run(
     shutil.unpack_archive(sdist, tmp_path, filter="data")
     again = build("wheel", tmp_path / STEM)
     assert (again.name, again.read_bytes()) == (wheel.name, wheel.read_bytes())
-    chosen = "-p", "no:cacheprovider", "tests/test_public_names.py", "-k", "docstring"
-    printed, _ = python("-m", "pytest", "-q", *chosen, cwd=tmp_path / STEM)
-    assert re.search(r"\d+ passed", printed)
+
+
+RELATIVE = re.compile(r"""\]\((?!https?:|#)[^)]*\)|(?:src|href)=["'](?!https?:)""")
+
+
+@pytest.mark.parametrize("address", ["", "https://example.org/name"])
+def test_every_link_of_the_long_description_leads_somewhere(address, sdist, build, tmp_path):
+    shutil.unpack_archive(sdist, tmp_path, filter="data")
+    project = tmp_path / STEM / "pyproject.toml"
+    (tmp_path / STEM / "PKG-INFO").unlink()  # it holds the description already
+    settings = re.sub(r"\[project\.urls\]\n(.+\n)+", "", project.read_text("utf-8"))
+    settings += f'[project.urls]\nRepository = "{address}"\n' if address else ""
+    project.write_text(settings, "utf-8")
+    with zipfile.ZipFile(build("wheel", tmp_path / STEM)) as archive:
+        text = archive.read(f"{STEM}.dist-info/METADATA").decode()
+    assert RELATIVE.search((ROOT / "README.md").read_text("utf-8"))
+    assert RELATIVE.search(text) is None
+    for link in ("raw/{}/docs/images/word_model.png", "blob/{}/docs/tutorial.md"):
+        assert (f"]({address}/{link})".format(f"v{ols.__version__}") in text) == bool(address)
+
+
+def test_the_uploaders_own_check_takes_the_wheel_and_the_sdist(wheel, sdist, python, tmp_path):
+    pytest.importorskip("twine", reason="it is of the group `check`: `make check` installs it")
+    said, _ = python("-m", "twine", "check", "--strict", wheel, sdist, cwd=tmp_path)
+    assert said.count("PASSED") == 2
 
 
 def test_the_wheel_trains_without_the_extras_and_names_what_they_bring(wheel, python, tmp_path):
@@ -133,6 +157,19 @@ def test_only_a_person_starts_a_release():
     assert workflow.count("id-token: write") == workflow.count("environment: release") == 1
 
 
+def test_nothing_but_the_build_runs_where_the_files_of_a_release_are_made():
+    workflow = (ROOT / ".github/workflows/release.yml").read_text("utf-8")
+    build = re.search(r"\n  build:\n(.*?)\n\n", workflow, re.DOTALL)[1]
+    assert re.findall("run: (.*)", build) == ["make release"]
+    recipe = re.search(
+        r"^release: .*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE
+    )
+    assert recipe[1].splitlines()[1:] == ["\t$(NOX) --session build"]
+    assert workflow.index("  trial:\n    needs: build\n") < workflow.index(
+        "    needs: [test, trial]\n"
+    )
+
+
 MOVABLE = r"uses: (?!\S+@[0-9a-f]{40} # v[\d.]+\n)\S+"  # anything but a commit and its version
 
 
@@ -142,30 +179,7 @@ def test_every_action_of_a_workflow_is_a_commit():
         assert re.findall(MOVABLE, path.read_text("utf-8")) == [], path.name
 
 
-def test_a_release_is_built_from_a_clean_checkout_at_its_tag(tmp_path):
-    (tmp_path / NAME).mkdir()
-    for name in ("Makefile", f"{NAME}/__init__.py"):
-        shutil.copy(ROOT / name, tmp_path / name)
-    who = {
-        f"GIT_{who}_{what}": "a" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")
-    }
-
-    def run(*command):
-        env = os.environ | who
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)  # noqa: PLW1510, S603
-        return done.returncode == 0
-
-    assert run("git", "init", "-q")
-    assert run("git", "add", ".")
-    assert run("git", "commit", "-qm", "all")
-    assert not run("make", "tagged")
-    assert run("git", "tag", f"v{ols.__version__}")
-    assert run("make", "tagged")
-    (tmp_path / NAME / "stray.py").touch()
-    assert not run("make", "tagged")
-
-
-def test_the_version_stands_in_the_package_once_and_documents_agree():
+def test_documents_name_the_packages_version_and_address():
     assigned = [
         path.name
         for path in (ROOT / NAME).rglob("*.py")
@@ -177,3 +191,5 @@ def test_the_version_stands_in_the_package_once_and_documents_agree():
     for name, pattern in patterns.items():
         text = (ROOT / name).read_text("utf-8")
         assert re.search(pattern, text, re.MULTILINE)[1] == ols.__version__, name
+    cited = re.search(r"^repository-code: \"?([^\"\n]+)", text, re.MULTILINE)
+    assert PROJECT.get("urls", {}).get("Repository") == (cited and cited[1])

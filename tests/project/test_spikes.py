@@ -18,19 +18,6 @@ def skipped(name, losses):
     return list(np.flatnonzero(spikes.RULES[name](losses)))
 
 
-@pytest.fixture(scope="module")
-def short():
-    """The table of a short run, and its recorded losses by trace."""
-    traces, record = {}, spikes.record
-
-    def recorded(trace, seeds):
-        return traces.setdefault(trace.name, record(trace, seeds))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spikes, "record", recorded)
-        return spikes.measure(quick=True).text, traces
-
-
 @pytest.mark.parametrize("name", spikes.RULES)
 def test_every_rule_skips_the_spike_and_nothing_else(name):
     spiked = QUIET.copy()
@@ -78,30 +65,6 @@ def test_a_loss_that_has_no_logarithm_is_skipped():
     losses = QUIET.copy()
     losses[[10, 20]] = 0, -1
     assert skipped('`Spike("log_loss")`', losses) == [10, 20]
-
-
-def test_a_short_run_has_rows_of_each_trace(short):
-    text, traces = short
-    names = [trace.name for trace in spikes.all_traces()]
-    assert list(traces) == names
-    rows = [line.split(" | ") for line in text.splitlines()[2:]]
-    assert [name for row in rows if (name := row[0].removeprefix("| ").strip())] == names
-    assert all(float(cell.strip("| ")) >= 0 for row in rows for cell in row[2:])
-
-
-def test_seeds_differ_bad_steps_begin_after_the_warmup_and_a_switch_lasts(short):
-    _, traces = short
-    for (first, _), (second, _) in traces.values():
-        assert np.isfinite(first).all()
-        assert not np.array_equal(first, second)
-    bad, *_, switch = traces.values()
-    for losses, is_bad in bad:
-        assert is_bad.any()
-        assert not is_bad[:100].any()
-        assert losses[is_bad].min() > losses[100:][~is_bad[100:]].max()
-    for losses, is_after in switch:
-        assert list(np.flatnonzero(is_after)) == list(range(100, 200))
-        assert losses[is_after].min() > losses[90:100].max()
 
 
 def test_the_page_shows_each_trace_and_rule():

@@ -280,10 +280,11 @@ class Run:
                 results[mutant.key] = killer
             else:
                 todo[pool.submit(self.judge, mutant, self.covering(mutant))] = mutant
-        for future in as_completed(todo):
+        print(f"{len(todo)} mutants are to be judged. An interrupted run continues.", flush=True)
+        for number, future in enumerate(as_completed(todo), 1):
             mutant, killer = todo[future], future.result()
             if killer is not None:
-                print(f"{mutant.key}: {killer or 'survived'}", flush=True)
+                print(f"{number} of {len(todo)}: {mutant.key}: {killer or 'survived'}", flush=True)
                 results[mutant.key] = killer
                 kills[mutant.key] = [killer, *self.seen(mutant, killer)]
                 store.write_text(json.dumps(kills, indent=1))

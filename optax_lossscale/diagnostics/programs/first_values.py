@@ -1,4 +1,4 @@
-"""What is known of a number that is not finite: where it comes from, and which layer made it."""
+"""The history of numbers that are not finite: their origin, and the layer that made them."""
 
 import dataclasses
 import itertools
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from optax_lossscale._support.jaxprs import Equation
 from optax_lossscale._support.tree import KeyPath, is_inexact
 
 
@@ -20,8 +21,8 @@ class FirstNonfinite:
     Attributes:
       layer: The layer: the key path, in the arguments of the function, of the parameters that were
         read last before the operation; for a cast of a layer's input, of that layer. Of an
-        operation that holds a function and reads several layers, what their paths share. Without
-        any, the named scope. For an argument that is not finite itself, its own key path.
+        operation that holds a function and reads several layers, the part that their paths share.
+        Without any, the named scope. For an argument that is not finite itself, its own key path.
       operation: The name of the operation in JAX, such as `"dot_general"` or
         `"convert_element_type"` (a cast). None for an argument.
       dtype: The type of the array that is not finite.
@@ -32,6 +33,8 @@ class FirstNonfinite:
         the types of the layers, `""` without any.
       backward: Whether the operation belongs to the backward pass.
       source: The line of your own code that the operation comes from, with its file.
+      constant: The finite number in the code, such as the -1e30 of a mask, that a cast to this
+        dtype makes infinite. None otherwise.
     """
 
     layer: str
@@ -43,6 +46,7 @@ class FirstNonfinite:
     scope: str = ""
     backward: bool = False
     source: str = ""
+    constant: float | None = None
 
     def __str__(self) -> str:
         """Return the finding in words, one fact a line."""
@@ -51,6 +55,9 @@ class FirstNonfinite:
             return f"`{self.layer}` is not finite before the first operation: {counts}"
         when = " in the backward pass" if self.backward else ""
         lines = [f"`{self.operation}`{when} is the first to make {counts}"]
+        if self.constant is not None:
+            remedy = f"write `jnp.finfo(x.dtype).{'min' if self.constant < 0 else 'max'}`"
+            lines.append(f"  constant: {self.constant:g} is beyond {self.dtype}; {remedy}")
         facts = {"layer": self.layer, "scope": self.scope, "source": self.source}
         lines += [f"  {name}: {fact}" for name, fact in facts.items() if fact]
         return "\n".join(lines)
@@ -67,15 +74,16 @@ class Leaf(NamedTuple):
 
 @dataclasses.dataclass
 class Origin:
-    """When and by what the first NaN or infinity on the way to a value was made."""
+    """The operation that made the first NaN or infinity on the way to a value."""
 
     time: int
     found: FirstNonfinite
     cast: Any = None  # the result, if a cast made them
+    is_constant: bool = False  # a cast of a number in the code, which no layer has read yet
 
 
 class Value(NamedTuple):
-    """An array, and what is known of its past.
+    """An array and its history.
 
     Attributes:
       array: The array itself.
@@ -83,7 +91,8 @@ class Value(NamedTuple):
       origin: Where they come from; None if they are meant, or there are none.
       leaf: The argument that it was computed from alone, by casting it for example.
       layer: When parameters were last read on the way to it, and of which layer.
-      is_backward: Whether it was computed in the backward pass.
+      is_cotangent: Whether it was computed in the backward pass, and not from residuals alone.
+      is_constant: Whether it is a number or an array in the code.
     """
 
     array: Any
@@ -91,11 +100,37 @@ class Value(NamedTuple):
     origin: Origin | None = None
     leaf: Leaf | None = None
     layer: tuple[int, str] | None = None
-    is_backward: bool = False
+    is_cotangent: bool = False
+    is_constant: bool = False
+
+
+class Place(NamedTuple):
+    """Where an operation stands in the program.
+
+    Attributes:
+      scope: The `jax.named_scope`s around it, and the steps of scans.
+      calls: The equations that it lies within, the innermost first.
+    """
+
+    scope: str = ""
+    calls: tuple[Equation, ...] = ()
+
+    def within(self, eqn: Equation) -> "Place":
+        """Return the place of an equation here, and of the function that it calls."""
+        return Place(f"{self.scope}/{eqn.source_info.name_stack}", (eqn, *self.calls))
+
+    def in_step(self, step: int) -> "Place":
+        """Return the place of one step of a scan."""
+        return self._replace(scope=f"{self.scope}/step {step}")
+
+    def is_backward(self) -> bool:
+        """Return whether it belongs to the backward pass."""
+        # `jax.checkpoint` computes the forward pass a second time there.
+        return "transpose(" in self.scope.rpartition("rematted_computation")[2]
 
 
 def sliced(value: Value, step: int) -> Value:
-    """Return one step of what a scan slices."""
+    """Return one step of an array that a scan slices."""
     array = value.array[step]
     kinds = kinds_of(array)
     origin = value.origin if kinds else None
@@ -107,7 +142,7 @@ def layer_of(
 ) -> tuple[int, str] | None:
     """Return the layer that an operation belongs to."""
     read = [x.leaf for x in operands if x.leaf and x.leaf.is_parameter]
-    if read:  # parameters come before the batch, if they cannot be told apart
+    if read:  # parameters come before the batch, if the model is not known
         read.sort(key=lambda leaf: leaf.position)
         first, *others = (re.findall(r"\[[^\]]*\]|\.?[^\[.]+", leaf.layer) for leaf in read)
         # A function may read several layers, of which any may be the one that is looked for.
@@ -115,7 +150,7 @@ def layer_of(
         shared = itertools.takewhile(lambda keys: len(set(keys)) == 1, zip(*likely, strict=False))
         return time, "".join(keys[0] for keys in shared)
     # A derivative is taken where the forward pass was, not where the backward pass comes from.
-    forward = [x.layer for x in operands if x.layer and not x.is_backward]
+    forward = [x.layer for x in operands if x.layer and not x.is_cotangent]
     layers = forward if is_backward and forward else [x.layer for x in operands if x.layer]
     return max(layers, default=None)
 
@@ -138,6 +173,13 @@ def kinds_of(array: Any) -> frozenset[str]:
     parts = (numbers.real, numbers.imag) if np.iscomplexobj(numbers) else (numbers,)
     tests = {"nan": np.isnan, "inf": lambda x: x == np.inf, "-inf": lambda x: x == -np.inf}
     return frozenset(name for name, test in tests.items() if any(test(x).any() for x in parts))
+
+
+def constant_of(value: Value) -> float | None:
+    """Return the number that a value is, if it is one real number in the code."""
+    if value.is_constant and np.size(value.array) == 1 and np.isrealobj(value.array):
+        return np.asarray(value.array).item()
+    return None
 
 
 def count_nonfinite(array: Any) -> dict[str, Any]:

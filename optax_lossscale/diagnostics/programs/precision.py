@@ -1,0 +1,126 @@
+"""Say in which precision the matrix products of a function run."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from optax_lossscale._support import checks
+from optax_lossscale._support.products import Product, products_of, total_flops
+from optax_lossscale._support.tree import PyTree
+from optax_lossscale.diagnostics.programs.trace import trace
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixProducts:
+    """The products whose operands have one dtype, as `precision_report` counts them.
+
+    Attributes:
+      count: How many products run.
+      flops: Their floating-point operations: a multiplication and an addition are two.
+      source: The line of your own code, with its file, of the first product of those that take the
+        most operations; `""` if all of it lies in installed packages.
+    """
+
+    count: int
+    flops: int
+    source: str
+
+
+def precision_report(
+    fun: Callable[..., PyTree], *args: Any, **kwargs: Any
+) -> dict[str, MatrixProducts]:
+    """Count the matrix products and convolutions by the dtypes of their operands.
+
+    One float32 array makes all that is computed from it float32: a model whose own
+    `x.astype(jnp.float32)` comes first trains in float32, whatever the dtype of its parameters.
+
+    `fun` is traced, and does not run. A product in a scan counts once for each iteration, and so
+    does one in the grid of a Pallas kernel. In a `jax.lax.while_loop`, whose iterations are not
+    known, it counts once. Of the branches of a conditional, the one with the most operations in a
+    dtype counts. Under `jax.shard_map`, one device counts. A product whose result is not used does
+    not count, unless a loop carries it. The report is of the program as JAX hands it to XLA, which
+    may compute a product in another precision, as a GPU computes those of float32 in TF32.
+
+    Args:
+      fun: The function: a whole training step, a gradient function, or the model. Any framework's.
+      *args: The arguments of `fun`, any pytrees. Arrays, or `jax.ShapeDtypeStruct` in their place,
+        are traced, and `fun` gets every other leaf as it is.
+      **kwargs: Its keyword arguments, likewise.
+
+    Returns:
+      The counts by dtype, that with the most operations first. A product of float16 and float32 is
+      one of float32. Of two dtypes of the same width, both are named:
+      `"float8_e4m3fn x float8_e5m2"`.
+
+    Raises:
+      TypeError: If `fun` is not a function that JAX can trace.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> params = {"first": jnp.ones((8, 8)), "head": jnp.ones((8, 1))}
+      >>> def loss_fn(params, x):
+      ...     x = jnp.tanh(x @ params["first"]).astype(jnp.float32)
+      ...     return jnp.mean(x @ params["head"].astype(jnp.float32))
+      >>> step = ols.grad(loss_fn, compute_dtype=jnp.float16)
+      >>> x = jnp.ones((4, 8))
+      >>> report = ols.diagnostics.precision_report(step, ols.init(), params, x)
+      >>> {dtype: products.count for dtype, products in report.items()}
+      {'float16': 2, 'float32': 2}
+    """
+    checks.function("fun", fun, "Give its arguments after it.")
+    try:
+        closed, _ = trace(fun, *args, **kwargs)
+    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
+        raise TypeError(
+            f"`fun` must be a function that JAX can trace, got {fun!r}, which reads the values of "
+            "arrays. Close over the values that decide about the program, or give Python numbers."
+        ) from error
+    by_dtype: dict[str, list[Product]] = {}
+    for product in products_of(closed):
+        by_dtype.setdefault(product.dtype, []).append(product)
+    report = {
+        dtype: MatrixProducts(
+            count=sum(product.times for product in products),
+            flops=total_flops(products),
+            source=max(reversed(products), key=lambda product: product.flops).source(),
+        )
+        for dtype, products in by_dtype.items()
+    }
+    return dict(sorted(report.items(), key=lambda item: -item[1].flops))
+
+
+def format_precision_report(report: Mapping[str, MatrixProducts]) -> str:
+    """Write a report in words, the dtype with the most operations first.
+
+    Args:
+      report: From `precision_report`.
+
+    Returns:
+      For each dtype, a line with the number of products and their share of all operations, and a
+      line that says where in your code most of them come from.
+
+    Raises:
+      TypeError: If `report` is not a dict of `MatrixProducts`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> x, w = jnp.ones((4, 8)), jnp.ones((8, 2))
+      >>> report = ols.diagnostics.precision_report(jnp.dot, x, w)
+      >>> print(ols.diagnostics.format_precision_report(report).splitlines()[0])
+      float32: 1 matrix product, 128 operations (100 %)
+    """
+    checks.report("report", report, MatrixProducts, "Make it with `precision_report`.")
+    total = max(1, sum(products.flops for products in report.values()))
+    lines = []
+    for dtype, products in report.items():
+        count = f"{products.count:,} matrix product" + ("s" if products.count != 1 else "")
+        share = f"{100 * products.flops / total:.3g} %"
+        lines.append(f"{dtype}: {count}, {products.flops:,} operations ({share})")
+        if products.source:
+            lines.append(f"  the largest at {products.source}")
+    return "\n".join(lines) or "No matrix products or convolutions."

@@ -1,0 +1,184 @@
+"""What `_xla` makes of a step: how the check is lowered, and that both forms do the same."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from plain_where import assert_same_bits
+
+import optax_lossscale as ols
+from optax_lossscale import _xla
+from optax_lossscale._xla import finite
+from optax_lossscale._xla.finite import _anywhere, _on_cpu, _on_gpu, _on_tpu
+
+pytestmark = pytest.mark.needs_xla
+
+MANY = [
+    *(np.ones(2**16, np.float32) for _ in range(9)),  # more than one kernel takes
+    *(np.ones((8, 2**13), np.float32), np.ones((2**13, 8), np.float16), np.ones(2**14 - 1)),
+    *(np.ones((3, n), np.complex64) for n in (5, 2**12)),
+    *(np.ones(5, np.float16) for _ in range(17)),
+    *(np.ones((), np.float32), np.ones((0, 3), np.float32)),
+]
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("way", [_anywhere, _on_cpu, _on_gpu, _on_tpu])
+def test_every_way_to_check_looks_at_every_element(way, devices):
+    check = jax.jit(lambda arrays: way(*arrays, devices=devices))
+    assert check(MANY)
+    for i, array in enumerate(MANY):
+        for position in {0, array.size // 3, array.size - 1} if array.size else ():
+            spoilt = array.copy()
+            spoilt.flat[position] = -np.inf
+            assert not check([*MANY[:i], spoilt, *MANY[i + 1 :]])
+
+
+def lowered(check, arrays, shardings, platform="tpu"):
+    """Return the program for as many devices as the shardings have."""
+    step = jax.jit(check, in_shardings=(shardings,))
+    return step.trace(arrays).lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [
+        ((256, 256), "16x16x256"),  # 2**16 elements
+        ((257, 256), "257x2x16x8"),  # only of the last axis: above rows of eight
+        ((255, 260), None),
+        ((128, 256), None),  # small
+        ((512, 8, 64), "32x16x8x64"),
+        ((3, 32, 1024), "3x2x16x1024"),
+        ((2**16,), "512x16x8"),
+        ((2**16 + 8,), None),
+    ],
+)
+def test_on_a_cpu_an_array_without_a_like_is_counted_in_groups(shape, groups):
+    text = lowered(ols.all_finite, jax.ShapeDtypeStruct(shape, jnp.float32), None, "cpu")
+    reshaped = r"stablehlo.reshape %\w+ : \(tensor<[\dx]+xi1>\) -> tensor<([\dx]+)xi1>"
+    assert re.findall(reshaped, text)[:1] == ([groups] if groups else [])
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (16,)])
+@pytest.mark.parametrize("axes", [(), ("manual",), ("auto",), ("manual", "auto")])
+def test_arrays_of_one_shape_are_checked_together_where_they_are_local_or_of_one_axis(axes, shape):
+    arrays = [jnp.ones(shape) for _ in range(17)]
+    check, sharding = ols.all_finite, None
+    if axes:
+        mesh = jax.make_mesh((2,) * len(axes), axes, axis_types=(AxisType.Auto,) * len(axes))
+        sharding = NamedSharding(mesh, P())
+    if "manual" in axes:
+        check = jax.shard_map(
+            check, mesh=mesh, in_specs=P(), out_specs=P(),
+            axis_names=set(axes) - {"auto"}, check_vma=False,
+        )  # fmt: skip
+    together = "auto" not in axes or shape == (16,)
+    for platform in ("cuda", "metal"):
+        text = lowered(check, arrays, sharding, platform)
+        assert text.count("stablehlo.reduce(") == (2 if together else 17)
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (16,)])
+def test_arrays_of_one_shape_are_checked_together_where_their_types_shard_them_alike(shape):
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    shardings = [NamedSharding(mesh, spec) for spec in (P("a"), P("b"), P(), P("a"), P("b"))]
+    good, bad = np.ones(shape), np.full(shape, np.inf)
+    together = [jax.device_put(good, sharding) for sharding in shardings]
+    assert lowered(ols.all_finite, together, shardings, "cuda").count("stablehlo.reduce(") == 3
+    assert ols.all_finite(together)
+    for i, sharding in enumerate(shardings):
+        assert not ols.all_finite(
+            [*together[:i], jax.device_put(bad, sharding), *together[i + 1 :]]
+        )
+
+
+@pytest.mark.parametrize(
+    ("platform", "number", "shape", "reduced"),
+    [
+        # A GPU reduces arrays of one size together, the large ones first to one row.
+        ("cuda", 16, (2**13 - 1,), ["i1"]),
+        ("cuda", 17, (2**13 - 1,), ["i1", "i1"]),
+        ("rocm", 7, (2**13,), ["64xi1", "i1"]),
+        ("cuda", 8, (2**13,), ["64xi1", "64xi1", "i1"]),
+        ("rocm", 8, (2**16,), ["256xi1", "256xi1", "i1"]),
+        ("cuda", 7, (2**13 + 1,), ["i1"]),  # it cannot be split into 64 equal parts
+        # A TPU checks together what its fast memory holds.
+        ("tpu", 12, (8, 8), ["i1"]),
+        ("tpu", 12, (2048, 2048), ["i1"] * 3),
+        ("tpu", 12, (8192, 4096), ["i1"] * 12),
+    ],
+)
+def test_arrays_are_checked_together_as_suits_the_platform(platform, number, shape, reduced):
+    text = lowered(
+        ols.all_finite, [jax.ShapeDtypeStruct(shape, jnp.float32)] * number, None, platform
+    )
+    assert re.findall(r"stablehlo.reduce\(.*-> tensor<(.*)>", text) == reduced
+
+
+def test_gpus_check_arrays_that_may_be_sharded_one_by_one():
+    mesh = jax.make_mesh((2,), ("d",), (AxisType.Auto,), devices=jax.devices()[:2])
+    arrays = [jax.ShapeDtypeStruct((2**13, 2), jnp.float32)] * 3
+    text = lowered(ols.all_finite, arrays, NamedSharding(mesh, P()), "cuda")
+    assert text.count("stablehlo.reduce(") == 3
+
+
+def test_a_check_is_dispatched_once_in_eager_execution():
+    jaxpr = jax.make_jaxpr(ols.all_finite)([jnp.ones(2), jnp.ones(3)])
+    assert len(jaxpr.eqns) == 1
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
+def test_where_the_number_of_devices_is_unknown_each_array_is_checked_by_itself(
+    monkeypatch, platform
+):
+    monkeypatch.setattr(finite, "_devices", lambda _: None)
+    arrays = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 3
+    jax.clear_caches()  # JAX remembers the program of another test
+    text = lowered(ols.all_finite, arrays, None, platform)
+    jax.clear_caches()
+    assert text.count("stablehlo.reduce(") == 4  # and one over the flags
+
+
+def test_sharded_flags_are_stacked_on_a_tpu_and_chained_on_a_gpu():
+    mesh = jax.make_mesh((2,), ("d",), (AxisType.Auto,), devices=jax.devices()[:2])
+    arrays = [jax.ShapeDtypeStruct((2**13, 2), jnp.float32)] * 3
+    texts = (lowered(ols.all_finite, arrays, NamedSharding(mesh, P()), p) for p in ("tpu", "cuda"))
+    assert ["stablehlo.concatenate" in text for text in texts] == [True, False]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_the_plain_forms_give_the_same(transform, monkeypatch):
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    tx = ols.with_loss_scaling(inner, 8.0, skip_if=(ols.Spike("grad_norm", window=2), above))
+    params = {"w": jnp.linspace(-1, 1, 12).reshape(3, 4)}
+
+    def run():
+        state, found, step = tx.init(params), [], transform(functools.partial(tx.update))
+        for grad in (1.0, 2.0, np.inf, 1e4, 1.0):
+            grads = {"w": 8 * grad * params["w"]}
+            updates, state = step(grads, state, params)
+            found.append((updates, state))
+        return found
+
+    expected = run()
+    monkeypatch.setattr(_xla, "enabled", False)
+    for (updates, state), (with_xla, state_with_xla) in zip(run(), expected, strict=True):
+        assert_same_bits(state.loss_scale_state, state_with_xla.loss_scale_state)
+        assert ols.applied(state) == ols.applied(state_with_xla)
+        np.testing.assert_allclose(updates["w"], with_xla["w"], rtol=1e-6)
+
+
+def above(grads, params):
+    del params
+    return optax.tree.norm(grads) > 100
+
+
+def test_at_most_four_functions_are_called_from_outside_of_the_room():
+    assert len(set(_xla.__all__) - {"enabled"}) <= 4
