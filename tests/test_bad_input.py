@@ -445,8 +445,8 @@ TABLE = {
             for tx, got in ((MASTERS, "MasterWeightsState"), (TWO_BYTES, "Bfloat16State"))
         ),
     ],
-    "TypeError: `keep` must be a function from a path to a bool, got {got}. Name ...": [
-        (lambda: ols.with_bfloat16_state(SGD, keep="norm"), "", "'norm'"),
+    "TypeError: `{name}` must be a function, got {got}. For example `lambda path: ...": [
+        (lambda: ols.with_bfloat16_state(SGD, keep="norm"), "keep", "'norm'"),
     ],
     "ValueError: `{name}` must not decide about steps itself, got a ... at {got} of ... Use ...": [
         (lambda: ols.with_bfloat16_state(TX).init(PARAMS), "inner", "`.loss_scale_state`"),
