@@ -71,8 +71,8 @@ def stack(tx: Any) -> Any:
     return ols.skip_if(ols.with_master_weights(tx, remainders=True), ols.Spike())
 
 
-def train(task: Task, tx: Any, seed: int, *, params_dtype: Any = jnp.float32) -> float:
-    """Train from a seed, and return the metric of the float32 weights after the last step."""
+def train(task: Task, tx: Any, seeds: range, *, params_dtype: Any = jnp.float32) -> np.ndarray:
+    """Train from each seed, and return the metric of the float32 weights after the last step."""
 
     @jax.jit
     def run(data: Any, key: jax.Array) -> jax.Array:
@@ -93,7 +93,7 @@ def train(task: Task, tx: Any, seed: int, *, params_dtype: Any = jnp.float32) ->
             params = ols.master_weights(opt_state, params)
         return task.evaluate(params, data)
 
-    return float(run(task.data, jax.random.key(seed)))
+    return np.array([float(run(task.data, jax.random.key(seed))) for seed in seeds])
 
 
 def measure(*, quick: bool) -> Report:
@@ -107,9 +107,7 @@ def measure(*, quick: bool) -> Report:
     for task, around in trainings:
         dtype = jnp.bfloat16 if around is stack else jnp.float32
         ends = {
-            way: np.array(
-                [train(task, around(wrap(task.tx)), seed, params_dtype=dtype) for seed in seeds]
-            )
+            way: train(task, around(wrap(task.tx)), seeds, params_dtype=dtype)
             for way, wrap in WAYS.items()
         }
         rows.append(compared(facts(task), ends))
@@ -151,9 +149,7 @@ def measure_each(*, quick: bool) -> Report:
     for name, make in list(OPTIMIZERS.items())[: 2 if quick else None]:
         tx = make()
         tx = tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
-        plain, *others = (
-            np.array([train(task, wrap(tx), seed) for seed in seeds]) for wrap in WAYS.values()
-        )
+        plain, *others = (train(task, wrap(tx), seeds) for wrap in WAYS.values())
         shown = (interval(100 * (other / plain - 1)) for other in others)
         rows.append([name, f"{plain.mean():.5f}", *(f"{a:+.1f} ± {b:.1f} %" for a, b in shown)])
         print(*rows[-1], flush=True)

@@ -50,8 +50,20 @@ PATHS = {
         "Apex": (30, 43),
         "MastersScaled": (32, 21),
     },
-    "remainders": {"MastersByHand": (28, 14), "Remainders": (26, 14), "SkipIfRemainders": (28, 19)},
-    "remainders-clip": {"MastersByHand": (30, 39), "SkipIfRemainders": (28, 32)},
+    "remainders": {
+        "MastersByHand": (28, 14),
+        "Remainders": (26, 14),
+        "SkipIfRemainders": (28, 19),
+        "RemaindersBfloat16State": (18, 15),
+        "SpikeRemaindersBfloat16State": (20, 30),
+    },
+    "remainders-clip": {
+        "MastersByHand": (30, 39),
+        "SkipIfRemainders": (28, 32),
+        "RemaindersBfloat16State": (20, 40),
+        "SpikeRemaindersBfloat16State": (20, 46),
+    },
+    "state": {"Bfloat16State": (20, 15)},
     "stack": {"Stack": (32, 46), "StackByHand": (32, 60)},
     "stack-half": {"Stack": (32, 46), "StackOfHalvesByHand": (30, 60)},
 }
@@ -63,6 +75,7 @@ PATHS_ON_V5E = {
     ("guards", "Spike"): 1.195,
     ("guards", "SpikeNorm"): 1.48,
     ("masters", "MastersScaled"): 1.195,
+    ("state", "Bfloat16State"): 0.715,
     ("stack", "Stack"): 1.155,
     ("stack-half", "Stack"): 1.165,
 }
