@@ -365,7 +365,7 @@ TABLE = {
         *given(ols.skip_if, "inner", optax.sgd),
         *given(ols.with_master_weights, "inner", optax.sgd),
         *given(train_state, "tx", optax.sgd),
-        (lambda: keras.loss_scale_optimizer(optax), "inner", "<module ..."),
+        (lambda: keras.loss_scale_optimizer(optax), "inner_optimizer", "<module ..."),
         (lambda: keras.loss_scale_optimizer(optax, **DECAY), "inner_optimizer", "<module ..."),
     ],
     "TypeError: `{name}` must be an optax..., got an optax.MultiSteps, ... Use `gradient_acc...": [
@@ -443,9 +443,9 @@ TABLE = {
         (lambda: train_state(tx=optax.chain(SGD, TX)), "tx", "`[1].loss_scale_state`"),
         (lambda: started(SKIPS), "inner", "the root of the tree"),
     ],
-    "ValueError: `{name}` must be left out if `inner_optimizer` keeps ..., got ... at {got} ...": [
-        (lambda: started(MASTERS, **DECAY), "weight_decay", "the root of the tree"),
-        (lambda: started(optax.chain(MASTERS), use_ema=True), "use_ema", "`[0]`"),
+    "ValueError: `{name}` must be left out if `inner_optimizer` keeps ..., got {got}. Decay ...": [
+        (lambda: started(MASTERS, **DECAY), "weight_decay", "..."),
+        (lambda: started(optax.chain(MASTERS), use_ema=True), "use_ema", "..."),
     ],
     "TypeError: `loss` must be floating-point, got {name} at {got}. Cast it with `astype(...": [
         (lambda: ols.scale_loss("x", STATE), "str", "the root of the tree"),
