@@ -44,8 +44,8 @@ def loss_scale_optimizer(
 
     The arguments are those of `keras.optimizers.LossScaleOptimizer` and of the optimizers of Keras,
     and do what they do there. A step is applied when its gradients are finite, and with
-    accumulation when it is also the last of its window; only then do clipping, the inner optimizer,
-    decay and the average take part, and only such steps are counted.
+    accumulation when it is also the last of its window. Other steps change neither the inner
+    optimizer nor the average, and do not count.
 
     Args:
       inner_optimizer: Any Optax optimizer.
