@@ -33,11 +33,7 @@ class _Policy:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Build the policy that `get_config` described.
-
-        Args:
-          config: A dict from `get_config`. Missing hyper-parameters take their defaults, and
-            `class_name` is optional.
+        """Build the policy that `get_config` described; what is missing takes its default.
 
         Raises:
           TypeError: If `config` is not a mapping.
@@ -253,7 +249,7 @@ class DynamicLossScale(_Policy):
             jnp.where(applied if self.consecutive_hysteresis else grows, 0, state.overflow_count),
         )
         backs_off = is_overflow & (overflow_count >= self.hysteresis)
-        # A loss scale that is NaN or out of bounds, through damage or an edit by hand, recovers.
+        # A loss scale that is NaN or out of bounds recovers.
         scale = jnp.fmin(jnp.fmax(state.loss_scale, self.min_scale), self.max_scale)
         grown = jnp.minimum(scale * self.growth_factor, self.max_scale)
         backed_off = jnp.maximum(scale * self.backoff_factor, self.min_scale)
