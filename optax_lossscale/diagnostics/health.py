@@ -74,11 +74,8 @@ def check_health(
     guards = [guard for _, guard in leaves_of_type(opt_state, WithLossScalingState)]
     rule_state, inner_state = guards[0][1:] if guards else ((), ())
     _refuse_impossible(state, rule_state, inner_state, known)
-    scale, skipped, in_total = (
-        state["loss_scale"],
-        state["consecutive_skipped"],
-        state["total_skipped"],
-    )
+    scale, skipped = state["loss_scale"], state["consecutive_skipped"]
+    in_total = state["total_skipped"]
     if skipped > limit:
         spikes = [_read_spike(spike) for _, spike in leaves_of_type(rule_state, SpikeState)]
         in_a_row = max((spike["consecutive_skipped"] for spike in spikes), default=0)
