@@ -121,7 +121,7 @@ def test_a_loss_scale_at_its_cap_that_never_overflowed_warns_that_it_may_not_be_
         (4.0, None, "the loss scale is 4. Likely"),
         # The float32 closest to 0.1 is above it.
         (0.1, ols.DynamicLossScale(min_scale=0.1), "is 0.1, at its floor of 0.1. Likely"),
-        (128.0, ols.FixedLossScale(128), "is 128, under FixedLossScale, which has no floor. Like"),
+        (128.0, ols.FixedLossScale(128), "the loss scale is 128. Likely"),
     ],
 )
 def test_the_error_says_where_the_loss_scale_stands(loss_scale, policy, message):

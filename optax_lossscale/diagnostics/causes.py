@@ -1,4 +1,4 @@
-"""The causes of many skipped steps in a row: a table, and the facts that its rows ask for."""
+"""The causes of many skipped steps in a row: a table, and the facts that choose its rows."""
 
 import math
 from collections.abc import Callable
@@ -12,8 +12,7 @@ from optax_lossscale._policy import FixedLossScale, LossScale
 class Run(NamedTuple):
     """The facts about a stalled run that decide between the causes."""
 
-    skipped: float  # steps in a row
-    finite: float  # those of them, counted from the last, known to be finite: a rule skipped them
+    finite: float  # the last skipped steps that are known to be finite: a rule skipped them
     has_rules: bool
     scale: float  # the loss scale
     is_fixed: bool | None  # None: unknown
@@ -21,16 +20,12 @@ class Run(NamedTuple):
     is_loss: bool  # no gradients overflowed where the loss was finite
 
 
-def _never(_: Run) -> bool:
-    return False
-
-
 class Cause(NamedTuple):
     """A cause of skipped steps: its text, when the facts rule it out, and when it comes first."""
 
     text: str
-    ruled_out: Callable[[Run], bool] = _never
-    comes_first: Callable[[Run], bool] = _never
+    ruled_out: Callable[[Run], bool] = lambda _: False
+    comes_first: Callable[[Run], bool] = lambda _: False
 
 
 CAUSES = (
@@ -86,24 +81,10 @@ CAUSES = (
 def likely_causes(
     state: dict[str, float], has_rules: bool, spikes: float, policy: LossScale | None
 ) -> list[str]:
-    """Return the causes that the state does not rule out, the likeliest first.
+    """Return the causes that the fields of a `LossScaleState` do not rule out, the likeliest first.
 
-    Args:
-      state: The fields of the `LossScaleState`.
-      has_rules: Whether the guard has rules.
-      spikes: The steps in a row that a `Spike` has skipped.
-      policy: The policy, or None if it is unknown.
+    Of the steps skipped in a row, a `Spike` has skipped the last `spikes`. None is no known policy.
     """
-    run = _facts(state, has_rules, spikes, policy)
-    if run.finite >= run.skipped:
-        return [CAUSES[-1].text]  # only a rule skips a finite step
-    possible = [cause for cause in CAUSES if not cause.ruled_out(run)]
-    return [cause.text for cause in sorted(possible, key=lambda cause: not cause.comes_first(run))]
-
-
-def _facts(
-    state: dict[str, float], has_rules: bool, spikes: float, policy: LossScale | None
-) -> Run:
     scale, skipped = state["loss_scale"], state["consecutive_skipped"]
     bounds = bounds_of(policy)
     floor, cap = bounds or (scale, scale)
@@ -112,20 +93,23 @@ def _facts(
     has_grown = has_rules and scale > floor and not state["growth_count"] + state["overflow_count"]
     has_grown &= skipped >= getattr(policy, "loss_patience", math.inf)
     finite = getattr(policy, "growth_interval", 1) if has_grown else state["growth_count"]
+    if max(finite, spikes) >= skipped:
+        return [CAUSES[-1].text]  # only a rule skips a finite step
     # Every overflow is counted and lowers the loss scale, and only a finite step raises it again.
     is_low = bounds is not None and scale <= max(floor, 1.0)
     backoffs = math.log(cap / scale) / -math.log(getattr(policy, "backoff_factor", 0.5))
     too_many = not has_rules and skipped > backoffs + getattr(policy, "hysteresis", 1)
     is_loss = bounds is not None and not is_low and (too_many or not state["overflow_count"])
-    return Run(
-        skipped=skipped,
-        finite=skipped if spikes >= skipped else finite,
+    run = Run(
+        finite=finite,
         has_rules=has_rules,
         scale=scale,
         is_fixed=False if bounds else isinstance(policy, FixedLossScale) or None,
         is_low=is_low,
         is_loss=is_loss and not finite,
     )
+    possible = [cause for cause in CAUSES if not cause.ruled_out(run)]
+    return [cause.text for cause in sorted(possible, key=lambda cause: not cause.comes_first(run))]
 
 
 def bounds_of(policy: LossScale | None) -> tuple[float, float] | None:

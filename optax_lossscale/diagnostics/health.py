@@ -1,7 +1,6 @@
 """Say why training stalls."""
 
 import re
-import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -38,14 +37,12 @@ def check_health(
     """Raise an error if training has stalled, and say why.
 
     Call it on the host now and then, for example with each log line: it waits for the step that
-    makes `opt_state`. A dynamic loss scale skips a step when it is too large, a few in a row at
-    the start, and one now and then. Dozens in a row mean that something else is wrong.
+    makes `opt_state`. A dynamic loss scale skips a few steps in a row at the start, and one now and
+    then. Dozens in a row mean that something else is wrong.
 
     Args:
-      opt_state: The state of `with_loss_scaling` or `skip_if`, or any pytree that holds exactly
-        one, however deep; or a `LossScaleState`.
-      max_consecutive_skipped: The number of skipped steps in a row that is still healthy. More
-        raise the error.
+      opt_state: As for `metrics`.
+      max_consecutive_skipped: The number of skipped steps in a row that is still healthy.
       policy: The policy of the run, `"dynamic"` or a `get_config()` dict. Its bounds are part of
         the diagnosis. With None they are unknown, and the diagnosis is less precise.
 
@@ -55,16 +52,15 @@ def check_health(
         likeliest first, and what to do about each.
       TypeError: If `max_consecutive_skipped` is not an integer, `policy` is a number, or
         `opt_state` is traced: an error cannot be raised from a compiled step.
-      ValueError: If `max_consecutive_skipped` is negative, or `opt_state` holds no such state, or
-        several, or one of several replicas, or an impossible state, as a damaged checkpoint does: a
-        negative count, of the inner optimizer too; a loss scale outside of the bounds of `policy`
-        (of 2**-126 and 2**126 without them), or other than that of a `FixedLossScale`; a `Spike`
-        that holds more values than its window; NaN or infinity in an array of the inner
-        optimizer's state.
+      ValueError: If `max_consecutive_skipped` is negative; if `opt_state` holds no such state,
+        several, or one of several replicas; or if no training leads to it, but a damaged checkpoint
+        does: a negative count, of the inner optimizer too; a loss scale outside of the bounds of
+        `policy` (of 2**-126 and 2**126 without them), or other than that of a `FixedLossScale`; a
+        `Spike` with more values than its window; NaN or infinity in an array of the inner state.
 
     Warns:
-      UserWarning: If the loss scale has grown to its cap and no step was ever skipped. Training
-        works, but either the loss need not be scaled or the cap is too low.
+      UserWarning: If the loss scale has grown to its cap and no step was ever skipped: either the
+        loss need not be scaled, or the cap is too low.
 
     Examples:
       >>> import optax_lossscale as ols
@@ -73,48 +69,35 @@ def check_health(
     limit = checks.count("max_consecutive_skipped", max_consecutive_skipped, least=0)
     checks.policy(policy)
     known = None if policy is None else as_loss_scale(policy)
+    bounds = bounds_of(known)
     state = _read(loss_scale_state(opt_state)._asdict())
     guards = [guard for _, guard in leaves_of_type(opt_state, WithLossScalingState)]
     rule_state, inner_state = guards[0][1:] if guards else ((), ())
     _refuse_impossible(state, rule_state, inner_state, known)
-    if state["consecutive_skipped"] > limit:
+    scale, skipped = state["loss_scale"], state["consecutive_skipped"]
+    in_total = state["total_skipped"]
+    if skipped > limit:
         spikes = [_read_spike(spike) for _, spike in leaves_of_type(rule_state, SpikeState)]
         in_a_row = max((spike["consecutive_skipped"] for spike in spikes), default=0)
         causes = likely_causes(state, bool(rule_state), in_a_row, known)
-        listed = (f"\n  {i}. {cause}" for i, cause in enumerate(causes, start=1))
+        where = ""
+        if bounds is not None:
+            where = f", {'at' if scale <= bounds[0] else 'above'} its floor of {bounds[0]:g}"
         raise LossScaleStalledError(
-            f"{_standing(state, known)} Likely causes, the likeliest first:" + "".join(listed)
+            f"The last {skipped} steps were skipped ({in_total} since the start), and the loss "
+            f"scale is {scale:g}{where}. Likely causes, the likeliest first:"
+            + "".join(f"\n  {i}. {cause}" for i, cause in enumerate(causes, start=1))
         )
-    _warn_at_cap(state, known)
-
-
-def _standing(state: dict[str, float], policy: LossScale | None) -> str:
-    scale, bounds = state["loss_scale"], bounds_of(policy)
-    where = ""
-    if bounds is not None:
-        where = f", {'at' if scale <= bounds[0] else 'above'} its floor of {bounds[0]:g}"
-    elif isinstance(policy, FixedLossScale):
-        where = ", under FixedLossScale, which has no floor"
-    return (
-        f"The last {state['consecutive_skipped']} steps were skipped ({state['total_skipped']} "
-        f"since the start), and the loss scale is {scale:g}{where}."
-    )
-
-
-def _warn_at_cap(state: dict[str, float], policy: LossScale | None) -> None:
-    bounds = bounds_of(policy)
-    if policy is None or bounds is None or state["total_skipped"]:
-        return
-    with jax.transfer_guard("allow"):  # reading the initial loss scale is explicit
-        start = init(policy).loss_scale.item()
-    if start < state["loss_scale"] == bounds[1]:
-        warnings.warn(
-            f"The loss scale is at its cap of {bounds[1]:g} and no step was ever skipped. "
-            "Either the loss need not be scaled, as in bfloat16 and float32: `loss_scale=None` "
-            "saves the check. Or the gradients are so small that a larger loss scale would fit: "
-            "raise `max_scale`. `gradient_exponents` shows which.",
-            stacklevel=3,
-        )
+    if known is not None and bounds is not None and scale == bounds[1] and not in_total:
+        with jax.transfer_guard("allow"):  # reading the initial loss scale is explicit
+            start = init(known).loss_scale.item()
+        if start < scale:
+            checks.warn(
+                f"The loss scale is at its cap of {scale:g} and no step was ever skipped. "
+                "Either the loss need not be scaled, as in bfloat16 and float32: `loss_scale=None` "
+                "saves the check. Or the gradients are so small that a larger loss scale would "
+                "fit: raise `max_scale`. `gradient_exponents` shows which."
+            )
 
 
 def _read(fields: dict[str, Any]) -> dict[str, float]:

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 
 from optax_lossscale._support import checks
+from optax_lossscale._support.jaxprs import trace
 from optax_lossscale._support.products import Product, products_of, total_flops
 from optax_lossscale._support.tree import PyTree
-from optax_lossscale.diagnostics.programs.trace import trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +36,11 @@ def precision_report(
     One float32 array makes all that is computed from it float32: a model whose own
     `x.astype(jnp.float32)` comes first trains in float32, whatever the dtype of its parameters.
 
-    `fun` is traced, and does not run. A product in a scan counts once for each iteration, and so
-    does one in the grid of a Pallas kernel. In a `jax.lax.while_loop`, whose iterations are not
-    known, it counts once. Of the branches of a conditional, the one with the most operations in a
-    dtype counts. Under `jax.shard_map`, one device counts. A product whose result is not used does
-    not count, unless a loop carries it. The report is of the program as JAX hands it to XLA, which
-    may compute a product in another precision, as a GPU computes those of float32 in TF32.
+    `fun` is traced, and does not run. A product counts once for each iteration of a scan and of the
+    grid of a Pallas kernel, and once in a `jax.lax.while_loop`. Of the branches of a conditional,
+    that with the most operations in a dtype counts; under `jax.shard_map`, one device. A product
+    whose result is not used does not count, unless a loop carries it. XLA may compute a product in
+    another precision, as a GPU computes those of float32 in TF32.
 
     Args:
       fun: The function: a whole training step, a gradient function, or the model. Any framework's.
@@ -73,7 +72,7 @@ def precision_report(
     """
     checks.function("fun", fun, "Give its arguments after it.")
     try:
-        closed, _ = trace(fun, *args, **kwargs)
+        closed, _ = trace(fun, args, kwargs)
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
         raise TypeError(
             f"`fun` must be a function that JAX can trace, got {fun!r}, which reads the values of "
