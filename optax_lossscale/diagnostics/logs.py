@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._state import WithLossScalingState, loss_scale_state, strongly_typed
+from optax_lossscale._state import loss_scale_state, strongly_typed, warn_of_what_stands_outside
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import INT32_MAX
-from optax_lossscale._support.outside import warn_of_what_stands_outside
 from optax_lossscale._support.tree import PyTree, is_inexact, is_symbolic, readable
 
 
@@ -42,7 +41,7 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
       consecutive_skipped 1
       total_skipped 1
     """
-    warn_of_what_stands_outside(opt_state, WithLossScalingState)
+    warn_of_what_stands_outside(opt_state)
     state = strongly_typed(loss_scale_state(opt_state))
     return {
         "loss_scale": state.loss_scale,
