@@ -184,7 +184,9 @@ class Ours(Contender):
     def training_step(self, loss_fn: LossFn, tx: Optimizer, state: State, batch: Any) -> State:
         if not self.scales:
             return super().training_step(loss_fn, tx, state, batch)
-        loss, grads = ols.value_and_grad(loss_fn)(state, state.params, batch)
+        # Of one of two states, and without a word about what stands outside of the guard.
+        scale_state = ols.loss_scale_state(state.kept or state.opt_state)
+        loss, grads = ols.value_and_grad(loss_fn)(scale_state, state.params, batch)
         return self.optimizer_step(tx, state, grads, loss)
 
 
