@@ -48,10 +48,9 @@ def argument_names(fun: Callable[..., Any], number: int) -> list[str]:
         parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):  # of some functions written in C
         parameters = []
-    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [p.name for p in parameters if p.kind in by_position][:number]
-    rest = (p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL)
-    rest = next(rest, "args")
+    by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    names = [p.name for p in by_position[:number]]
+    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
     return [*names, *(f"{rest}[{i}]" for i in range(number - len(names)))]
 
 

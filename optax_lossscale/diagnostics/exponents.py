@@ -17,8 +17,7 @@ from optax_lossscale._support.tree import PyTree, is_array, is_inexact, is_symbo
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# The exponents that floor(log2|x|) takes for a float32 that is neither zero nor infinite; below
-# -126 the number is subnormal.
+# Those of all float32 numbers; below -126 they are subnormal.
 EXPONENTS = np.arange(-149, 128)
 
 
@@ -26,10 +25,10 @@ class GradientExponents(NamedTuple):
     """The exponents of gradients, from `gradient_exponents`. Add two with `jax.tree.map`.
 
     Attributes:
-      histogram: Elements by floor(log2(|g|)), from -149 (the smallest float32) to 127. Zeros, NaN
-        and infinities are left out. `int32[277]`.
+      histogram: Elements by floor(log2(|g|)), from -149 (the smallest float32) to 127, without
+        zeros, NaN and infinities. `int32[277]`.
       zero: Elements that are zero. `int32[]`.
-      flushed: Elements that are not zero, and would be rounded to zero. `int32[]`.
+      flushed: Other elements that would be rounded to zero. `int32[]`.
       subnormal: Elements that would be rounded to a subnormal number, with fewer digits. `int32[]`.
       overflow: Elements that are infinite or would be rounded to infinity. `int32[]`.
       size: All elements, NaN included. `int32[]`.
@@ -229,8 +228,7 @@ def plot_gradient_exponents(
     Needs matplotlib, the extra `plot`. `ax.figure.savefig(path)` saves the picture.
 
     Args:
-      exponents: From `gradient_exponents`, on the host. To see the gradients as training computes
-        them, count scaled gradients.
+      exponents: As for `suggest_scale`. Count scaled gradients to see those that training computes.
       ax: The axes to draw into, by default those of a new figure.
       dtype: The type whose limits are drawn.
 

@@ -23,9 +23,8 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
         one, however deep; or a `LossScaleState`.
 
     Returns:
-      `loss_scale` (float32[]), `applied` (bool[], whether the last step was applied),
-      `growth_count`, `consecutive_skipped` and `total_skipped` (int32[]). The loss scale of
-      `skip_if` is 1.
+      `loss_scale` (float32[], 1 for `skip_if`), `applied` (bool[]: the last step), `growth_count`,
+      `consecutive_skipped` and `total_skipped` (int32[]).
 
     Raises:
       ValueError: If `opt_state` holds no such state, or several.
@@ -33,13 +32,8 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
     Examples:
       >>> import optax_lossscale as ols
       >>> state = ols.update(ols.init(), False, "dynamic")
-      >>> for name, value in ols.diagnostics.metrics(state).items():
-      ...     print(name, value)
-      loss_scale 16384.0
-      applied False
-      growth_count 0
-      consecutive_skipped 1
-      total_skipped 1
+      >>> print(*(f"{k}={v}" for k, v in ols.diagnostics.metrics(state).items()))
+      loss_scale=16384.0 applied=False growth_count=0 consecutive_skipped=1 total_skipped=1
     """
     warn_of_what_stands_outside(opt_state)
     state = strongly_typed(loss_scale_state(opt_state))
@@ -63,7 +57,7 @@ def is_stalled(opt_state: PyTree, *, max_consecutive_skipped: int = 50) -> jax.A
       max_consecutive_skipped: The number of skipped steps in a row that is still healthy.
 
     Returns:
-      Whether more steps in a row were skipped. `bool[]`.
+      Whether more were skipped. `bool[]`.
 
     Raises:
       TypeError: If `max_consecutive_skipped` is not an integer.
@@ -96,13 +90,12 @@ class NonfiniteCounts(NamedTuple):
 def nonfinite_report(grads: PyTree) -> dict[str, NonfiniteCounts]:
     """Count the NaN and infinite elements of each array.
 
-    It takes any tree: gradients, the batch, the parameters. Gradients alone do not name the layer
-    that overflowed: NaN made in the backward pass spreads to all layers before it, and a loss that
-    is not finite makes every gradient NaN. `first_nonfinite` names the layer.
+    Gradients alone do not name the layer that overflowed, since NaN spreads to all layers before it
+    in the backward pass, and to all from the loss. `first_nonfinite` names the layer.
 
     Args:
-      grads: Gradients, or any pytree. Leaves that hold no floating-point or complex numbers are
-        left out. A complex element counts once, as NaN if either part is.
+      grads: Gradients, the batch, or any pytree. Leaves that hold no floating-point or complex
+        numbers are left out. A complex element counts once, as NaN if either part is.
 
     Returns:
       The counts, by the key path of the array as `jax.tree_util.keystr` writes it. Counts of an

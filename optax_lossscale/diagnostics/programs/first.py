@@ -44,16 +44,15 @@ _CALLS = frozenset(
 def first_nonfinite(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> FirstNonfinite | None:
     """Find the operation that makes the first NaN or infinity: which layer overflowed?
 
-    `fun` is traced, and run on the host operation by operation in the order of the program. Of the
-    operations that turn finite numbers into NaN or infinity, the earliest whose result reaches the
-    output is returned. An infinity that does not reach the output is harmless: `x / (1 + exp(-x))`
-    is right where `exp` overflows. Its derivative is not, so if the loss is finite and the
-    gradients are not, search `jax.grad(loss_fn)`.
+    `fun` is traced, and run on the host operation by operation. Of the operations that turn finite
+    numbers into NaN or infinity, the earliest whose result reaches the output is returned. An
+    infinity that does not is harmless: `x / (1 + exp(-x))` is right where `exp` overflows. Its
+    derivative is not: if the loss is finite and the gradients are not, search `jax.grad(loss_fn)`.
 
-    Infinities that are written into the code (`jnp.where(mask, scores, -jnp.inf)`), and negative
-    ones in the arguments, are taken as meant. An operation that makes NaN of them is returned. A
-    finite number that a small dtype makes infinite (the -1e30 of a mask, in float16) is returned
-    itself, as the cast of a constant: such a mask should be `jnp.finfo(x.dtype).min`.
+    Infinities in the code (`jnp.where(mask, scores, -jnp.inf)`) and negative ones in the arguments
+    are taken as meant; an operation that makes NaN of them is returned. A finite number in the code
+    that a small dtype makes infinite (the -1e30 of a mask, in float16) is returned as the cast of a
+    constant: such a mask should be `jnp.finfo(x.dtype).min`.
 
     This is much slower than a compiled call, which may also keep more digits between operations,
     and overflow later. Calls, `jax.checkpoint`, `jax.lax.cond` and `jax.lax.scan` are followed;
@@ -69,8 +68,8 @@ def first_nonfinite(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Fi
       **kwargs: Its keyword arguments, likewise.
 
     Returns:
-      The operation that made the first NaN or infinity, or None if the outputs are finite. If an
-      argument holds NaN or positive infinity that reaches the output, that argument.
+      The operation, or an argument whose NaN or positive infinity reaches the output; None if the
+      outputs are finite.
 
     Raises:
       TypeError: If `fun` is not a function, or an argument is traced: call it outside of `jax.jit`.

@@ -18,10 +18,10 @@ class FirstNonfinite:
     `str` writes it in words.
 
     Attributes:
-      layer: The layer: the key path, in the arguments of the function, of the parameters that were
-        read last before the operation; for a cast of a layer's input, of that layer. Of an
-        operation that holds a function and reads several layers, the part that their paths share.
-        Without any, the named scope. For an argument that is not finite itself, its own key path.
+      layer: The key path, in the arguments of the function, of the layer whose parameters were read
+        last, or whose input is cast; of several layers that one operation with a function in it
+        reads, the part that their paths share; without any, the named scope. For an argument that
+        is not finite itself, its own key path.
       operation: The name of the operation in JAX, such as `"dot_general"` or
         `"convert_element_type"` (a cast). None for an argument.
       dtype: The type of the array that is not finite.
@@ -86,25 +86,15 @@ class Origin:
 
 
 class Value(NamedTuple):
-    """An array and its history.
-
-    Attributes:
-      array: The array itself.
-      kinds: Which of `"nan"`, `"inf"` and `"-inf"` it holds.
-      origin: Where they come from; None if they are meant, or there are none.
-      leaf: The argument that it was computed from alone, by casting it for example.
-      layer: When parameters were last read on the way to it, and of which layer.
-      is_cotangent: Whether it was computed in the backward pass, and not from residuals alone.
-      is_constant: Whether it is a number or an array in the code.
-    """
+    """An array and its history."""
 
     array: Any
-    kinds: frozenset[str] = frozenset()
-    origin: Origin | None = None
-    leaf: Leaf | None = None
-    layer: tuple[int, str] | None = None
-    is_cotangent: bool = False
-    is_constant: bool = False
+    kinds: frozenset[str] = frozenset()  # those of "nan", "inf" and "-inf" that it holds
+    origin: Origin | None = None  # where they come from; None if they are meant
+    leaf: Leaf | None = None  # the argument that it was computed from alone, by a cast for example
+    layer: tuple[int, str] | None = None  # when parameters were last read for it, and whose
+    is_cotangent: bool = False  # computed in the backward pass, and not from residuals alone
+    is_constant: bool = False  # a number or an array in the code
 
     def at(self, step: int) -> "Value":
         """Return one step of an array that a scan slices."""

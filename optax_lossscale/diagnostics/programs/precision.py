@@ -19,8 +19,8 @@ class MatrixProducts:
     Attributes:
       count: How many products run.
       flops: Their floating-point operations: a multiplication and an addition are two.
-      source: The line of your own code, with its file, of the first product of those that take the
-        most operations; `""` if all of it lies in installed packages.
+      source: The line of your own code, with its file, of the first of the largest products; `""`
+        if all of it lies in installed packages.
     """
 
     count: int
@@ -43,15 +43,14 @@ def precision_report(
     another precision, as a GPU computes those of float32 in TF32.
 
     Args:
-      fun: The function: a whole training step, a gradient function, or the model. Any framework's.
+      fun: A whole training step, a gradient function, or the model, of any framework.
       *args: The arguments of `fun`, any pytrees. Arrays, or `jax.ShapeDtypeStruct` in their place,
         are traced, and `fun` gets every other leaf as it is.
       **kwargs: Its keyword arguments, likewise.
 
     Returns:
-      The counts by dtype, that with the most operations first. A product of float16 and float32 is
-      one of float32. Of two dtypes of the same width, both are named:
-      `"float8_e4m3fn x float8_e5m2"`.
+      The counts by dtype, that with the most operations first. Of two operands, the wider dtype
+      counts; if they are as wide, both are named: `"float8_e4m3fn x float8_e5m2"`.
 
     Raises:
       TypeError: If `fun` is not a function that JAX can trace.
@@ -99,8 +98,8 @@ def format_precision_report(report: Mapping[str, MatrixProducts]) -> str:
       report: From `precision_report`.
 
     Returns:
-      For each dtype, a line with the number of products and their share of all operations, and a
-      line that says where in your code most of them come from.
+      For each dtype, a line with the number of products and their share of all operations, and one
+      with the source of the largest.
 
     Raises:
       TypeError: If `report` is not a dict of `MatrixProducts`.
