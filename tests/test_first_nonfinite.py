@@ -284,30 +284,45 @@ def test_the_operation_is_named(fun, w, x, expected):
     assert (found and (found.operation, found.layer, found.scope)) == expected
 
 
-def test_of_a_function_that_is_not_followed_the_layers_that_it_reads_are_named():
-    def both(params, x):
-        return x * params["net"]["first"]["w"] * params["net"]["last"]["w"]
+def both(params, x):
+    return x * params["net"]["first"]["w"] * params["net"]["last"]["w"]
 
-    def sharded(params, x):
-        mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-        spec = jax.sharding.PartitionSpec()
-        return jax.shard_map(both, mesh=mesh, in_specs=spec, out_specs=spec)(params, x)
 
-    def looped(params, x):
-        return jax.lax.while_loop(lambda c: c[0] < 1, lambda c: (1, both(params, c[1])), (0, x))[1]
+def sharded(params, x):
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec()
+    return jax.shard_map(both, mesh=mesh, in_specs=spec, out_specs=spec)(params, x)
 
-    params = {"net": {"first": {"w": ONE}, "last": {"w": BIG}}}
-    assert first_nonfinite(both, params, BIG).layer == "params['net']['last']"
-    tied = {"net": {"first": {"w": 1e8 * BIG}, "last": {"w": 3e8 * BIG}}}
-    found = first_nonfinite(lambda p: p["net"]["last"]["w"] * p["net"]["first"]["w"], tied)
-    assert found.layer == "p['net']['first']"
-    found = first_nonfinite(lambda p: p["first"]["w"].at[:1].add(p["last"]["w"][:1]), tied["net"])
-    assert (found.operation, found.layer) == ("scatter-add", "p['first']")
-    for fun in (sharded, jax.jit(sharded), looped):
-        found = first_nonfinite(fun, params, BIG)
-        assert found.operation == ("while" if fun is looped else "shard_map")
-        assert found.layer == "params['net']"
-        assert Path(__file__).name in found.source
+
+def looped(params, x):
+    return jax.lax.while_loop(lambda c: c[0] < 1, lambda c: (1, both(params, c[1])), (0, x))[1]
+
+
+@pytest.mark.parametrize(
+    ("fun", "operation", "layer"),
+    [
+        (both, "mul", "['net']['last']"),
+        (sharded, "shard_map", "['net']"),
+        pytest.param(jax.jit(sharded), "shard_map", "['net']", id="jit"),
+        (looped, "while", "['net']"),
+        # The first of two parameters, in the order of the arguments.
+        (lambda params, _: params["last"]["w"] * params["first"]["w"], "mul", "['first']"),
+        (
+            lambda params, _: params["first"]["w"].at[:1].add(params["last"]["w"][:1]),
+            "scatter-add",
+            "['first']",
+        ),
+    ],
+)
+def test_of_a_function_that_is_not_followed_the_layers_that_it_reads_are_named(
+    fun, operation, layer
+):
+    net = {"first": {"w": ONE}, "last": {"w": BIG}}
+    tied = {"first": {"w": 1e8 * BIG}, "last": {"w": 3e8 * BIG}}
+    params = {"net": net} if "net" in layer else tied
+    found = first_nonfinite(fun, params, BIG)
+    assert (found.operation, found.layer) == (operation, "params" + layer)
+    assert Path(__file__).name in found.source
 
 
 def test_a_scan_that_is_finite_step_by_step_is_blamed_itself():
@@ -330,9 +345,9 @@ def test_a_batch_does_not_count_as_a_layer():
     def of_the_batch(params, batch):
         return jnp.sqrt(-batch["x"]) + predict(params, batch) + batch["y"]
 
+    @jax.named_scope("error")
     def of_two_in_the_batch(params, batch):
-        with jax.named_scope("error"):
-            return jnp.log(batch["y"] - batch["x"]) + predict(params, batch)
+        return jnp.log(batch["y"] - batch["x"]) + predict(params, batch)
 
     ones = jnp.ones((2, 2))
     batch = {"x": ones, "y": 0 * ones, "mask": jnp.ones((2, 2), int)}
@@ -340,9 +355,9 @@ def test_a_batch_does_not_count_as_a_layer():
     # The same number of arrays is read from both, so they cannot be distinguished.
     assert first_nonfinite(loss_fn, params, batch).layer == "batch['y']"
     params["head"] = {"w": ones, "b": ones}
-    assert first_nonfinite(loss_fn, params, batch).layer == "params['head']"
-    assert first_nonfinite(of_the_batch, params, batch).layer == "batch['x']"
-    assert first_nonfinite(of_two_in_the_batch, params, batch).layer == "error"
+    expected = {loss_fn: "params['head']", of_the_batch: "batch['x']", of_two_in_the_batch: "error"}
+    for fun, layer in expected.items():
+        assert first_nonfinite(fun, params, batch).layer == layer
 
 
 LAYERS = {"a": {"w": 1e-30 * ONE}, "b": {"w": 1e30 * ONE}, "c": {"w": ONE}}
@@ -441,9 +456,7 @@ def test_arguments_are_named_as_well_as_can_be():
 
 
 def test_arrays_alone_are_traced():
-    def fun(x, train, scale):
-        return x / (1 if train else 0) * scale
-
+    fun = lambda x, train, scale: x / (1 if train else 0) * scale  # noqa: E731
     assert first_nonfinite(fun, ONE, True, 2.0) is None
     assert first_nonfinite(fun, ONE, False, 2.0).operation == "div"
 
@@ -453,12 +466,13 @@ def test_numpy_arrays_keys_and_sharded_arrays_are_read():
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
 
-    def fun(key, mask, x):
-        return jnp.where(mask, jax.random.normal(key, (2,)), jnp.log(x))
+    def operation(x):
+        fun = lambda k, m, x: jnp.where(m, jax.random.normal(k, (2,)), jnp.log(x))  # noqa: E731
+        mask = np.array([True, False])
+        found = first_nonfinite(fun, jax.random.key(0), mask, jax.device_put(x, sharding))
+        return found and found.operation
 
-    args = jax.random.key(0), np.array([True, False])
-    assert first_nonfinite(fun, *args, jax.device_put(ONE, sharding)) is None
-    assert first_nonfinite(fun, *args, jax.device_put(0 * ONE, sharding)).operation == "log"
+    assert (operation(ONE), operation(0 * ONE)) == (None, "log")
 
 
 def test_the_guards_of_jax_do_not_stop_the_search():
@@ -485,11 +499,8 @@ def test_the_finding_reads_as_text_and_cannot_be_changed():
         found.nan = 0
     with pytest.raises(TypeError, match="positional"):
         type(found)("layer", None, "float32", 0, 1, 2)
-
-
-def test_a_finding_counts_each_kind():
-    found = first_nonfinite(jnp.log, jnp.array([0.0, -1.0, 1.0, -1.0]))
-    assert (found.nan, found.inf, found.size) == (2, 1, 4)
+    counted = first_nonfinite(jnp.log, jnp.array([0.0, -1.0, 1.0, -1.0]))
+    assert (counted.nan, counted.inf, counted.size) == (2, 1, 4)
 
 
 def test_without_a_line_of_your_own_there_is_no_source():
@@ -527,9 +538,7 @@ def test_an_infinity_that_the_next_step_discards_is_not_blamed(result, steps, x,
 
 
 def test_what_is_not_selected_is_not_blamed():
-    def fun(x):
-        return jnp.where(x > 0, jnp.sqrt(-x), jnp.exp(100 * x))
-
+    fun = lambda x: jnp.where(x > 0, jnp.sqrt(-x), jnp.exp(100 * x))  # noqa: E731
     found = first_nonfinite(fun, jnp.array([-1.0, 2.0]))
     assert (found.operation, found.nan) == ("sqrt", 1)
     assert first_nonfinite(fun, jnp.array([-1.0, -2.0])) is None
@@ -537,10 +546,5 @@ def test_what_is_not_selected_is_not_blamed():
 
 def test_a_training_step_is_searched_with_a_number_written_into_it():
     tx = ols.with_loss_scaling(optax.sgd(1.0), 1.0)
-    state = tx.init(jnp.ones(2))
-
-    def step(grads):
-        updates, _ = tx.update(grads, state, value=1.0)
-        return jnp.log(jnp.sum(updates) + 2)
-
-    assert ols.diagnostics.first_nonfinite(step, jnp.ones(2)).operation == "log"
+    step = lambda g: jnp.log(tx.update(g, tx.init(ONE), value=1.0)[0].sum() + 2)  # noqa: E731
+    assert first_nonfinite(step, ONE).operation == "log"
