@@ -352,8 +352,8 @@ def test_each_device_reads_its_own_part_of_the_gradients_once_more():
     )
     own_part = sum(4 * p.size for p in params) / DEVICES
     more = scaling.cost_analysis()["bytes accessed"] - plain.cost_analysis()["bytes accessed"]
-    # XLA:CPU also writes and reads a mask of a byte for each number.
-    assert 0.98 * own_part <= more <= 1.55 * own_part
+    # XLA:CPU also writes and reads a mask of a byte for each 16 numbers.
+    assert 0.98 * own_part <= more <= 1.1 * own_part
     assert collectives(plain) == []
     # A byte for each array.
     assert collectives(scaling) == [("all-reduce", " ".join(["pred[]"] * len(params)))]
