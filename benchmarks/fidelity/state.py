@@ -57,7 +57,7 @@ def autoencoder(*, batch: int = 128, features: int = 256, steps: int = 6000) -> 
         metric="training loss",
         decimals=5,
         steps=steps,
-        tx=optax.adam(1e-3),
+        tx=optax.adam(optax.cosine_decay_schedule(1e-3, steps)),
     )
 
 
