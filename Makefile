@@ -9,6 +9,8 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check
 # Each file runs in one worker, since the blocks of a document build on each other.
 PYTEST := $(RUN) -m pytest -n 2 --dist loadfile
+QUICKLY = JAX_DISABLE_MOST_OPTIMIZATIONS=true $(PYTEST)
+BEHAVIOUR := bfloat16_state derivatives keep masters scaling skip_if transform
 # It sees every Python that pyenv has installed.
 NOX = PYENV_VERSION="$${PYENV_VERSION:-$$(pyenv versions --bare 2>/dev/null | paste -sd: -)}" \
   $(RUN) -m nox
@@ -32,10 +34,13 @@ aot:
 
 # For the inner loop: takes under a minute, and covers all but a few branches of the package.
 quick: $(VENV)/test.installed
-	JAX_DISABLE_MOST_OPTIMIZATIONS=true $(PYTEST) -m "not slow and not exhaustive" --ignore=tests/project tests
+	$(QUICKLY) -m "not slow and not exhaustive" --ignore=tests/project tests
 
+# The tests of behaviour run once more in the plain forms, without `optax_lossscale/_xla`.
 test: $(VENV)/test.installed
 	$(PYTEST) -m "not exhaustive"
+	OLS_TESTS_WITHOUT_XLA=1 $(QUICKLY) -m "not exhaustive" -k "derivative or not slow" \
+	  $(BEHAVIOUR:%=tests/test_%.py)
 
 # Adds the exhaustive tests: every optimizer of Optax, where `make test` runs one of each kind.
 test-all: $(VENV)/test.installed

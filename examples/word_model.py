@@ -42,10 +42,9 @@ def load_data() -> np.ndarray:
 
 def loss_fn(params: dict[str, jax.Array], batch: jax.Array) -> jax.Array:
     """Return the mean cross-entropy; the logits are computed in the dtype of the parameters."""
-    before, word = batch[:, :4], batch[:, 4]
-    hidden = jnp.tanh(params["words"][before].reshape(len(batch), -1) @ params["hidden"])
-    logits = (hidden @ params["output"]).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, word).mean()
+    before = params["words"][batch[:, :4]].reshape(len(batch), -1)
+    logits = (jnp.tanh(before @ params["hidden"]) @ params["output"]).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 4]).mean()
 
 
 def train(name: str, data: np.ndarray, steps: int, size: int) -> tuple[np.ndarray, float]:
@@ -85,8 +84,9 @@ def report(runs: dict[str, tuple], path: Path) -> None:
         right.plot(1 + np.arange(len(loss)), 100 * zeros, **FORMATS[name][2])
         ends = f"{loss[-1]:.2f}", f"{zeros.mean():.1%}", f"{skipped[-1]:.0f}", f"{scale[-1]:,.0f}"
         print(row(name, *ends, f"{stored:.1f}"))
-    left.set(title="Test loss", xlabel="step")
-    right.set(title="Zeros in the output layer's gradient, %", xlabel="step", ylim=(-3, 103))
+    axis = {"xlabel": "step", "xticks": len(loss) * np.arange(5) // 4}
+    left.set(title="Test loss", **axis)
+    right.set(title="Zeros in the output layer's gradient, %", ylim=(-3, 103), **axis)
     left.legend(frameon=False, fontsize="large")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

@@ -3,17 +3,17 @@
 A run that switches midway keeps its rule, its loss scale and its count of finite steps: the loss
 scale next changes at the step at which it would have changed before. No library is imported.
 
-The libraries differ in when the loss scale grows. With an interval of N, JMP and torch grow on the
-N-th finite step in a row, as this library does. Releases of Flax grow one step later. A count
-beyond the interval, because the interval was shortened, grows on the next finite step here.
+With an interval of N, JMP and torch grow on the N-th finite step in a row, as this library does.
+Releases of Flax grow one step later. A count beyond the interval, because the interval was
+shortened, grows on the next finite step here.
 
-They also differ in bounds: their only ceiling is the largest number of the loss scale's dtype, and
-torch has no floor. A loss scale beyond a bound moves to it on the next step here; in Flax and JMP,
-an overflow lifts it to the floor. The counters of skipped steps start at 0, since the others do not
-keep them.
+The libraries' only ceiling is the largest number of the loss scale's dtype, and torch has no floor.
+A loss scale beyond a bound moves to it on the next step here; in Flax and JMP, an overflow lifts it
+to the floor. The counts of skipped steps start at 0, since the others do not keep them.
 """
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,14 +30,11 @@ __all__ = [
     "to_torch_state_dict",
 ]
 
-# The names that the libraries give to counts of steps.
-_COUNTS = {"fin_steps", "counter", "_growth_tracker", "growth_count", "growth_interval", "period"}
-
 
 def from_flax_dynamic_scale(
     ds: Any, *, grows_late: bool = True
 ) -> tuple[DynamicLossScale, LossScaleState]:
-    """Convert a `flax.training.dynamic_scale.DynamicScale`.
+    """Return the policy and the state of a `flax.training.dynamic_scale.DynamicScale`.
 
     Args:
       ds: The `DynamicScale`, with concrete numbers; one replica of a replicated one.
@@ -46,11 +43,8 @@ def from_flax_dynamic_scale(
         for a class that grows on that step itself, as in commit 8163517a of Flax. The class
         `optax_lossscale.flax.DynamicScale`, which does so too, is recognized and needs no False.
 
-    Returns:
-      The policy for `with_loss_scaling`, and the state to put into the optimizer state.
-
     Raises:
-      TypeError: If `ds` lacks an attribute of a `DynamicScale`, or one is not a concrete number.
+      TypeError: If `ds` lacks an attribute, or one is not a concrete number.
       ValueError: If one is not a scalar or is out of bounds.
 
     Examples:
@@ -63,16 +57,15 @@ def from_flax_dynamic_scale(
     expected = "a flax.training.dynamic_scale.DynamicScale"
     names = ("scale", "fin_steps", "growth_interval", "growth_factor", "backoff_factor")
     scale, count, interval, growth, backoff = _numbers("ds", ds, names, expected)
-    minimum = getattr(ds, "minimum_scale", None)
-    floor = 0.0 if minimum is None else _number("ds", "minimum_scale", minimum)
-    rule = {"growth_factor": growth, "backoff_factor": backoff, "min_scale": floor}
-    late = getattr(ds, "grows_late", grows_late)
+    floor = 0.0 if ds.minimum_scale is None else _number("ds", "minimum_scale", ds.minimum_scale)
     # An interval of 0 grows on every finite step in both, as one of 1 does here.
-    return _convert("ds", scale, count, interval + (late or interval == 0), **rule)
+    interval += getattr(ds, "grows_late", grows_late) or interval == 0
+    rule = {"growth_factor": growth, "backoff_factor": backoff, "min_scale": floor}
+    return _convert("ds", scale, count, interval, **rule)
 
 
 def from_jmp(ls: Any) -> tuple[DynamicLossScale, LossScaleState]:
-    """Convert a `jmp.DynamicLossScale`.
+    """Return the policy and the state of a `jmp.DynamicLossScale`.
 
     The floor is the one that the object holds. JMP itself loses it when the object passes through
     `jax.jit`, and then uses 1. In JMP a float16 loss scale never grows above 2**15, since twice
@@ -81,12 +74,9 @@ def from_jmp(ls: Any) -> tuple[DynamicLossScale, LossScaleState]:
     Args:
       ls: The `jmp.DynamicLossScale`, with concrete numbers; one replica of a replicated one.
 
-    Returns:
-      The policy for `with_loss_scaling`, and the state to put into the optimizer state.
-
     Raises:
-      TypeError: If `ls` lacks an attribute of a `jmp.DynamicLossScale`, as JMP's other two classes
-        do, or one is not a concrete number.
+      TypeError: If `ls` lacks an attribute, as JMP's other two classes do, or one is not a concrete
+        number.
       ValueError: If one is not a scalar or is out of bounds.
 
     Examples:
@@ -113,13 +103,10 @@ def from_jmp(ls: Any) -> tuple[DynamicLossScale, LossScaleState]:
 
 
 def from_torch_state_dict(d: Mapping[str, Any]) -> tuple[DynamicLossScale, LossScaleState]:
-    """Convert the state of a `torch.amp.GradScaler`.
+    """Return the policy and the state of a `torch.amp.GradScaler`.
 
     Args:
       d: The result of `GradScaler.state_dict()`.
-
-    Returns:
-      The policy for `with_loss_scaling`, and the state to put into the optimizer state.
 
     Raises:
       TypeError: If `d` is not a mapping or lacks a key, as the empty dict of a disabled scaler
@@ -139,8 +126,8 @@ def from_torch_state_dict(d: Mapping[str, Any]) -> tuple[DynamicLossScale, LossS
         "which returns an empty dict, use `as_loss_scale(None)`"
     )
     names = ("scale", "_growth_tracker", "growth_interval", "growth_factor", "backoff_factor")
-    numbers = _numbers("d", d if isinstance(d, Mapping) else {}, names, expected)
-    scale, count, interval, growth, backoff = numbers
+    theirs = SimpleNamespace(**d) if isinstance(d, Mapping) else d
+    scale, count, interval, growth, backoff = _numbers("d", theirs, names, expected)
     return _convert("d", scale, count, interval, growth_factor=growth, backoff_factor=backoff)
 
 
@@ -178,8 +165,8 @@ def to_torch_state_dict(policy: DynamicLossScale, state: Any) -> dict[str, Any]:
             f"`policy` must have hysteresis=1, got {policy.hysteresis}: torch backs off on every "
             "overflow. Pass `dataclasses.replace(policy, hysteresis=1)` if that is acceptable."
         )
-    found = loss_scale_state(state)._asdict()
-    scale, count = _numbers("state", found, ("loss_scale", "growth_count"), "a LossScaleState")
+    found, names = loss_scale_state(state), ("loss_scale", "growth_count")
+    scale, count = _numbers("state", found, names, "a LossScaleState")
     _check_standing("state", scale, count)
     return {
         "scale": scale,
@@ -194,31 +181,27 @@ def to_torch_state_dict(policy: DynamicLossScale, state: Any) -> dict[str, Any]:
 def _numbers(
     argument: str, theirs: Any, names: tuple[str, ...], expected: str
 ) -> tuple[float, ...]:
-    """Return the attributes or values of these names as numbers."""
-    if not isinstance(theirs, Mapping):
-        theirs = {name: getattr(theirs, name) for name in names if hasattr(theirs, name)}
-    missing = [name for name in names if name not in theirs]
+    """Return the attributes of these names as numbers."""
+    missing = [name for name in names if not hasattr(theirs, name)]
     if missing:
         raise TypeError(f"`{argument}` lacks {', '.join(missing)}. It must be {expected}.")
-    return tuple(_number(argument, name, theirs[name]) for name in names)
+    return tuple(_number(argument, name, getattr(theirs, name)) for name in names)
 
 
 def _number(argument: str, name: str, value: Any) -> float:
     checks.scalar(f"{argument}.{name}", value, "Take one replica: `x[0]` of every leaf.")
     try:
-        number = float(value)
+        return float(value)
     except (TypeError, ValueError) as error:  # a traced value is a TypeError, too
         raise TypeError(
             f"`{argument}` must hold concrete numbers, got {name}={value!r}. Convert it outside of "
             "`jax.jit` and other transformations."
         ) from error
-    if name in _COUNTS and not number.is_integer():
-        raise ValueError(f"`{argument}` must count whole steps, got {name}={value}. Use `int`.")
-    return number
 
 
 def _check_standing(argument: str, loss_scale: float, growth_count: float) -> None:
-    if not (SMALLEST_SCALE <= loss_scale <= LARGEST_SCALE and growth_count >= 0):
+    is_count = growth_count >= 0 and growth_count.is_integer()
+    if not (is_count and SMALLEST_SCALE <= loss_scale <= LARGEST_SCALE):
         raise ValueError(
             f"`{argument}` must hold a loss scale between 2**-126 and 2**126 and a count of at "
             f"least 0, got {loss_scale} and {growth_count:g}. Start again with `init`."
@@ -236,21 +219,21 @@ def _convert(
     **factors: Any,
 ) -> tuple[DynamicLossScale, LossScaleState]:
     _check_standing(argument, loss_scale, growth_count)
+    interval: Any = min(growth_interval, float(INT32_MAX))
     min_scale = max(min_scale, SMALLEST_SCALE)
     max_scale = max(max_scale, min_scale)
     try:
         policy = DynamicLossScale(
             # The state may be below the floor: the next step lifts it, and there the next overflow.
             initial_scale=min(max(loss_scale, min_scale), max_scale),
-            growth_interval=int(min(growth_interval, INT32_MAX)),
+            growth_interval=int(interval) if interval.is_integer() else interval,
             min_scale=min_scale,
             max_scale=max_scale,
             **factors,
         )
     except ValueError as error:
         raise ValueError(f"`{argument}` cannot be represented. {error}") from error
-    state = policy.init()
-    return policy, state._replace(
+    return policy, policy.init()._replace(
         loss_scale=jnp.asarray(loss_scale, jnp.float32),
         growth_count=jnp.asarray(int(min(growth_count, INT32_MAX)), jnp.int32),
     )

@@ -10,14 +10,13 @@ import numpy as np
 
 from optax_lossscale._state import loss_scale_state
 from optax_lossscale._support import checks
-from optax_lossscale._support.tree import PyTree, Tree, is_fp8_metadata, is_inexact, path_name
+from optax_lossscale._support.tree import PyTree, is_fp8_metadata, is_inexact, path_name
 
 __all__ = ["assert_scaled_once"]
 
-# The gradients are computed at a loss scale and at a quarter of it, at the first of these where
-# they are finite: the larger it is, the fewer of them round to zero.
+# The first of these at which the gradients are finite is compared with a quarter of it. The larger
+# it is, the fewer gradients round to zero.
 _SCALES = tuple(2.0**power for power in range(24, -12, -4))
-_STEP = 4.0
 
 _MISTAKES = {
     0: "not scaled, or unscaled before `tx.update`, which unscales. Differentiate "
@@ -31,20 +30,16 @@ _MISTAKES = {
 def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any) -> None:
     """Assert that gradients are proportional to the loss scale.
 
-    The gradients are computed at two loss scales, and for each array k in
-    `gradients ~ loss_scale**k` is measured: 1 is right, 0 means that the loss was not scaled or
-    the gradients were unscaled already, 2 that it was scaled twice. Give it the gradients that go
-    into `tx.update`: an optimizer like Adam, which divides by their size, hides the mistake in its
-    updates.
-
-    The loss scales are chosen such that the gradients are finite, from 2**24 downwards, whatever
-    the one in `state`. Arrays whose gradient is zero are not judged.
+    For each array, k in `gradients ~ loss_scale**k` is measured: 1 is right, 0 means that the loss
+    was not scaled or the gradients were unscaled already, 2 that it was scaled twice. Give it the
+    gradients that go into `tx.update`: Adam, which divides by their size, hides the mistake in its
+    updates. Arrays whose gradient is zero are not judged.
 
     Args:
       grad_fn: `grad_fn(state, *args)` returns the gradients that go into `tx.update`, scaled.
       state: A `LossScaleState`, or any pytree that holds exactly one: an optimizer's state, a
-        Flax TrainState, an `nnx.Optimizer`. `grad_fn` is given copies of it with
-        other loss scales.
+        Flax TrainState, an `nnx.Optimizer`. `grad_fn` is given copies of it with two other loss
+        scales, 2**24 or less, at which the gradients are finite.
       *args: The other arguments of `grad_fn`.
 
     Raises:
@@ -78,26 +73,23 @@ def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any
 
 def _powers(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any) -> dict[str, float]:
     """Return k by the name of the array, at the first loss scale where all is finite."""
+    old = loss_scale_state(state).loss_scale
+
+    def largest_at(loss_scale: float) -> dict[str, float]:
+        new = jnp.asarray(loss_scale, jnp.float32)
+        with_new = jax.tree.map(lambda leaf: new if leaf is old else leaf, state)
+        return _largest(grad_fn(with_new, *args))
+
     for scale in _SCALES:
-        low, high = (
-            _largest(grad_fn(_with_scale(state, each), *args)) for each in (scale / _STEP, scale)
-        )
-        if not all(map(math.isfinite, (*low.values(), *high.values()))):
-            continue
+        low, high = largest_at(scale / 4), largest_at(scale)
         measured = [name for name in low if low[name] and high.get(name)]
-        if measured:
-            return {name: math.log(high[name] / low[name], _STEP) for name in measured}
+        if measured and all(map(math.isfinite, (*low.values(), *high.values()))):
+            return {name: math.log(high[name] / low[name], 4) for name in measured}
     raise ValueError(
         "`grad_fn` must return gradients that are finite and not all zero, which they are at no "
-        f"loss scale between {_SCALES[-1] / _STEP:g} and {_SCALES[0]:g}. Choose other parameters "
-        "or data; `first_nonfinite` says where they are not finite."
+        f"loss scale between {_SCALES[-1] / 4:g} and {_SCALES[0]:g}. Choose other parameters or "
+        "data; `first_nonfinite` says where they are not finite."
     )
-
-
-def _with_scale(state: Tree, loss_scale: float) -> Tree:
-    """Return a copy of `state` with another loss scale. It may be nested in any containers."""
-    old, new = loss_scale_state(state).loss_scale, jnp.asarray(loss_scale, jnp.float32)
-    return jax.tree.map(lambda leaf: new if leaf is old else leaf, state)
 
 
 def _largest(grads: PyTree) -> dict[str, float]:
@@ -108,12 +100,7 @@ def _largest(grads: PyTree) -> dict[str, float]:
         "Call `assert_scaled_once` outside of `jax.jit`; the function itself may be jitted.",
     )
     return {
-        path_name(path): float(np.max(np.abs(_wide(leaf)), initial=0))
+        path_name(path): float(np.max(np.abs(np.asarray(leaf).astype(np.complex128)), initial=0))
         for path, leaf in jax.tree_util.tree_leaves_with_path(grads)
         if is_inexact(leaf) and not is_fp8_metadata(path)
     }
-
-
-def _wide(leaf: Any) -> np.ndarray:
-    array = np.asarray(leaf)
-    return array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)

@@ -21,7 +21,7 @@ def with_plain_where(inner, policy):
     inner = optax.with_extra_args_support(inner)
 
     def init(params):
-        return ols.WithLossScalingState(policy.init(), optax.EmptyState(), inner.init(params))
+        return ols.WithLossScalingState(policy.init(), (), inner.init(params))
 
     def update(updates, state, params=None, **extra_args):
         reciprocal = 1 / state.loss_scale_state.loss_scale

@@ -1,11 +1,12 @@
-"""Every error that bad input raises: its type, its message, and the calls that raise it.
+"""Every error that bad input raises: its type, its first words, and the calls that raise it.
 
-A message names the argument, shows its value and ends with a remedy; `...` matches any text. The
-table is complete: it reaches each `raise` of the package and each call of a check.
+The first words name the argument. The table is complete: it reaches each `raise` of the package and
+each call of a check.
 """
 
 import ast
 import dataclasses
+import decimal
 import fractions
 import functools
 import pathlib
@@ -33,27 +34,35 @@ PACKAGE = pathlib.Path(ols.__file__).parent
 NAN, INF, HUGE = float("nan"), float("inf"), 10**400  # HUGE does not fit a float64
 FLOAT32_MAX, INT32_MAX = float(np.finfo(np.float32).max), 2**31 - 1
 ONE, TWO, HALF = jnp.ones(1), jnp.ones(2), jnp.ones(1, jnp.float16)
-KEY, TRUE, FLOAT0 = jax.random.key(0), jnp.array(True), np.zeros(1, jax.dtypes.float0)
+KEY, FLOAT0 = jax.random.key(0), np.zeros(1, jax.dtypes.float0)
 PARAMS, SGD = {"w": ONE}, optax.sgd(0.1)
+MANY = {"held": jnp.int32(129)}
 INJECTED = optax.chain(*[optax.inject_hyperparams(optax.sgd)(0.1)] * 2)
-TX = ols.with_loss_scaling(SGD)
-STATE, OPT_STATE = ols.init(8.0), TX.init(PARAMS)
-COUNTS = STATE._fields[1:]
-EXPONENTS = diag.gradient_exponents(PARAMS)
-SKIPS = ols.skip_if(SGD)
-SKIPPED = SKIPS.init(PARAMS)
-SPIKES = ols.Spike().init(PARAMS)
-MASTERS = ols.with_master_weights(SGD)
-TWO_BYTES = ols.with_bfloat16_state(SGD)
+TX, SKIPS, MASTERS = ols.with_loss_scaling(SGD), ols.skip_if(SGD), ols.with_master_weights(SGD)
+SMALL = ols.with_bfloat16_state(SGD)
+STATE, OPT_STATE, SPIKES = ols.init(8.0), TX.init(PARAMS), ols.Spike().init(PARAMS)
+COUNTS, FULL = STATE._fields[1:], SPIKES._replace(held=jnp.int32(128))
+EXPONENTS, NO_EXPONENTS = map(diag.gradient_exponents, (PARAMS, [0.0, NAN, INF]))
 STATES, STACKED = jax.tree.map(lambda x: jnp.stack([x, x]), (STATE, EXPONENTS))
 TORCH = interop.to_torch_state_dict(DynamicLossScale(), STATE)
-DECAY = {"weight_decay": 0.1, "learning_rate": 0.1}
+DECAY, EMA = {"weight_decay": 0.1, "learning_rate": 0.1}, {"use_ema": True}
+FORGIVING = DynamicLossScale(hysteresis=2)
 SHAPE = jax.ShapeDtypeStruct((2**16, 2**15), jnp.float16)
+NEGATE = optax.scale(-1.0)
+WRAPPERS = ols.with_loss_scaling, ols.skip_if, ols.with_bfloat16_state
+EXPONENTS_READERS = diag.suggest_scale, diag.plot_gradient_exponents
+READERS = diag.metrics, diag.check_health, diag.is_stalled, ols.applied
+
+
+def returning(value):
+    return lambda *_, **__: value
+
 
 # Calls that lack only the tested argument.
-having = STATE._replace
+having, holding = STATE._replace, OPT_STATE._replace
 fixed_update, dynamic_update = FixedLossScale(8).update, DynamicLossScale().update
 scale_loss = functools.partial(ols.scale_loss, 1.0)
+choose = functools.partial(ols.tree_where, True)
 unscale = functools.partial(ols.unscale_and_check, PARAMS)
 check_health = diag.check_health
 suggest_scale = functools.partial(diag.suggest_scale, EXPONENTS)
@@ -61,8 +70,18 @@ plot = functools.partial(diag.plot_gradient_exponents, EXPONENTS)
 exponents = functools.partial(diag.gradient_exponents, PARAMS)
 train_state = functools.partial(TrainState.create, apply_fn=None, params=PARAMS)
 optimizer = functools.partial(keras.loss_scale_optimizer, SGD)
-to_torch = functools.partial(interop.to_torch_state_dict, DynamicLossScale())
-from_torch = interop.from_torch_state_dict
+rule_that = functools.partial(
+    SimpleNamespace,
+    init=returning(()),
+    measure=returning(0.0),
+    judge=returning((False, ())),
+)
+from_torch, to_dict = interop.from_torch_state_dict, interop.to_torch_state_dict
+to_torch = functools.partial(to_dict, DynamicLossScale())
+
+
+def traced(call):
+    return lambda: jax.jit(call)(8.0)
 
 
 def from_flax(**values):
@@ -74,32 +93,16 @@ def from_jmp(**values):
 
 
 def health(**fields):
-    return diag.check_health(having(**fields))
-
-
-def skip_health(**fields):
-    return diag.check_health(SKIPPED._replace(**fields))
-
-
-def returning(value):
-    return lambda *_, **__: value
-
-
-def init_half(inner):
-    return ols.skip_if(inner).init({"w": jnp.ones(2, jnp.float16)})
+    return check_health(having(**fields))
 
 
 def differentiate(fun, state=STATE, **arguments):
     return ols.value_and_grad(fun, **arguments)(state, ONE)
 
 
-def choose(on_true, on_false, pred=True):
-    return ols.tree_where(pred, on_true, on_false)
-
-
-def take(state=STATE, axis_name=None):
+def take(state=STATE, axis_name=None, value=0.0):
     tx = ols.with_loss_scaling(SGD, axis_name=axis_name)
-    return tx.update(PARAMS, OPT_STATE._replace(loss_scale_state=state))
+    return tx.update(PARAMS, holding(loss_scale_state=state), value=value)
 
 
 def keep(before, after):
@@ -109,37 +112,21 @@ def keep(before, after):
     return tx.update(ONE, tx.init(ONE))
 
 
-def rule_that(answers, *, measures=False, after=()):
-    """Return a rule with these answers and this state after a step."""
-    says = {"update": returning((answers, after))}
-    if measures:
-        says = {"measure": returning(0.0), "judge": returning((answers, after))}
-    return SimpleNamespace(init=returning(()), **says)
-
-
 NO_RULES = (
-    *("x", 3, ols.Spike, {}, SimpleNamespace(init=len)),
+    *("x", 3, ols.Spike, {}, SGD, optax.MultiSteps(SGD, 2), SimpleNamespace(init=len, update=len)),
     *(SimpleNamespace(init=len, **{name: len}) for name in ("measure", "judge")),
 )
 
 
-def spike_health(**fields):
-    diag.check_health(OPT_STATE._replace(rule_state=SPIKES._replace(**fields)))
-
-
-def skip_from(rule_state, rule):
+def skip(rule, rule_state=None, **extra_args):
     tx = ols.skip_if(SGD, rule)
-    return tx.update(PARAMS, tx.init(PARAMS)._replace(rule_state=rule_state), value=1.0)
+    state = tx.init(PARAMS)
+    state = state if rule_state is None else state._replace(rule_state=rule_state)
+    return tx.update(PARAMS, state, PARAMS, **extra_args)
 
 
-def skip(rule, **extra_args):
-    tx = ols.skip_if(SGD, rule)
-    return tx.update(PARAMS, tx.init(PARAMS), PARAMS, **extra_args)
-
-
-def master_step(params):
-    half = {"w": HALF}
-    return MASTERS.update(half, MASTERS.init(half), params)
+def master_step(params, updates=PARAMS):
+    return MASTERS.update(updates, MASTERS.init({"w": HALF}), params)
 
 
 def apply(grads, **fields):
@@ -150,559 +137,431 @@ def started(inner, **arguments):
     return keras.loss_scale_optimizer(inner, **arguments).init(PARAMS)
 
 
-def without_params(**arguments):
-    tx = optimizer(**arguments)
-    return tx.update(PARAMS, tx.init(PARAMS))
-
-
-def given(function, names, *values, **others):
-    """Return a row for each of these arguments with each of these values, next to the others."""
+def given(functions, names, *values, **others):
+    """Return a row for each function, each argument and each value, next to the others."""
     return [
-        (functools.partial(function, **others, **{name: value}), name, repr(value))
+        (name, functools.partial(function, **others, **{name: value}))
+        for function in (functions if isinstance(functions, tuple) else (functions,))
         for name in names.split()
         for value in values
     ]
 
 
-def each(functions, argument, name, got):
-    """Return a row for each of these functions with this argument."""
-    return [(functools.partial(function, argument), name, got) for function in functions]
+def named(name, *calls):
+    return [(name, call) for call in calls]
 
 
-def traced(call):
-    return lambda: jax.jit(call)(8.0)
-
-
-REPLICA, MAP = "(2,). Take one replica: ...", "(2,). Map over the replicas with ..."
-NOWHERE = "0 in a dict, found at: nowhere"
-READERS = diag.metrics, diag.check_health, diag.is_stalled, ols.applied
-SKIP_COUNTS = "consecutive_skipped", "total_skipped"
-RANGE = "2**-126 and 2**126"
-
-# By type and message: the calls that raise it, and the `name` and the `got` in its message.
+# By type and first words: the calls that raise it. `{}` stands for an argument, or for what a row
+# names beside its call.
 TABLE = {
     # -- numbers
-    "TypeError: `{name}` must be a Python number, got {got}. Convert an array with `float`, ...": [
+    "TypeError: `{}` must be a Python number": [
         *given(FixedLossScale, "scale", None, "x", True, 1j, [1], jnp.float32(4)),
-        (traced(FixedLossScale), "scale", "...Trace..."),
         *given(DynamicLossScale, "initial_scale min_scale max_scale", "x"),
         *given(DynamicLossScale, "growth_factor backoff_factor", "x"),
         *given(ols.Spike, "sigmas", "x"),
-        *given(optimizer, "initial_scale", "x"),
-        *given(optimizer, "clipnorm", jnp.sin),
+        *given(optimizer, "initial_scale ema_momentum clipnorm", "x", False),
         *given(optimizer, "weight_decay", jnp.sin, learning_rate=0.1),
         *given(optimizer, "learning_rate", "x", weight_decay=0.1),
-        *given(optimizer, "ema_momentum", "x"),
         *given(exponents, "loss_scale", True, "1024"),
-        *each((scale_loss, *READERS[:2]), having(loss_scale="x"), "state.loss_scale", "'x'"),
-        (lambda: fixed_update(having(loss_scale="x"), True), "state.loss_scale", "'x'"),
-        (lambda: dynamic_update(having(loss_scale="x"), True), "state.loss_scale", "'x'"),
+        *named("scale", traced(FixedLossScale)),
+        *named("state.loss_scale", lambda: scale_loss(having(loss_scale="x"))),
+        *named("state.loss_scale", lambda: check_health(having(loss_scale="x"))),
+        *named("initial_scale", lambda: optimizer(False, 1024)),
     ],
-    "TypeError: `{name}` must be True or False, got {got}. Any text is True.": [
+    "TypeError: `{}` must be True or False": [
         *given(DynamicLossScale, "consecutive_hysteresis", "false"),
-        *given(functools.partial(FixedLossScale, 8), "skip_nonfinite", "no", 1),
-        *given(functools.partial(ols.with_master_weights, SGD), "remainders", "no"),
-        *given(functools.partial(train_state, tx=SGD), "count_skipped", "no"),
+        *given(FixedLossScale, "skip_nonfinite", "no", 1, scale=8),
+        *given(ols.with_master_weights, "remainders", "no", inner=SGD),
+        *given(train_state, "count_skipped", "no", tx=SGD),
         *given(optimizer, "dynamic use_ema", "False"),
     ],
-    "ValueError: `{name}` must be finite in float32, got {got}. Use a finite number.": [
+    "ValueError: `{}` must be finite in float32": [
         *given(FixedLossScale, "scale", NAN, INF, -INF, HUGE, 2 * FLOAT32_MAX),
         *given(DynamicLossScale, "growth_factor", INF),
         *given(exponents, "loss_scale", NAN, INF),
     ],
-    "ValueError: `{name}` must lie between 2**-126 and 2**126, ..., got {got}. Use a power ...": [
+    "ValueError: `{}` must lie between": [
         *given(FixedLossScale, "scale", -1.0, 0, 2.0**-127, 2.0**127),
         *given(DynamicLossScale, "initial_scale min_scale max_scale", 0),
+        *given(DynamicLossScale, "backoff_factor", -0.5, 0.0, 1.0, 1 - 1e-9, 2.0**-127),
         *given(ols.as_loss_scale, "loss_scale", 0),
         *given(optimizer, "initial_scale", 0, 2.0**127),
         *given(optimizer, "initial_scale", 0, dynamic=False),
         *given(optimizer, "loss_scale_factor", -1),
-        *given(exponents, "loss_scale", 0, -1.0),
-        (lambda: exponents(loss_scale=jnp.float32(0)), "loss_scale", "0.0"),
-        (lambda: scale_loss(having(loss_scale=-1)), "state.loss_scale", "-1"),
-    ],
-    "ValueError: `{name}` must lie between ... and ..., got {got}. Change it, or leave it out.": [
+        *given(exponents, "loss_scale", 0, -1.0, jnp.float32(0)),
+        *named("state.loss_scale", lambda: scale_loss(having(loss_scale=-1))),
         *given(optimizer, "clipnorm clipvalue global_clipnorm", -1.0, 0, 2.0**-127),
         *given(optimizer, "weight_decay", -0.1, learning_rate=jnp.sin),
         *given(optimizer, "learning_rate", -0.1, weight_decay=0.1),
         *given(optimizer, "ema_momentum", -0.1, 1.1),
     ],
-    "TypeError: `{name}` must be an integer, got {got}. Use `int` to convert it.": [
+    "ValueError: `initial_scale` must lie between `min_scale` and `max_scale`": [
+        *given(DynamicLossScale, "min_scale", 2.0**16),
+        *given(DynamicLossScale, "max_scale", 2.0**14),
+    ],
+    "ValueError: `growth_factor` must be greater than 1": given(
+        DynamicLossScale, "growth_factor", -2.0, 0.0, 1.0, 1 + 1e-9
+    ),
+    "TypeError: `{}` must be an integer": [
         *given(DynamicLossScale, "growth_interval", None, "x", True, 1.5, jnp.int32(4)),
         *given(DynamicLossScale, "hysteresis loss_patience", 1.5),
+        *named("growth_interval", lambda: from_jmp(period=1.5)),
         *given(ols.Spike, "window warmup max_consecutive_skipped", 1.5),
-        *given(diag.is_stalled, "max_consecutive_skipped", True, opt_state=STATE),
-        *given(check_health, "max_consecutive_skipped", True, opt_state=STATE),
+        *given(READERS[1:3], "max_consecutive_skipped", True, opt_state=STATE),
         *given(suggest_scale, "headroom", 1.5),
         *given(optimizer, "dynamic_growth_steps gradient_accumulation_steps", 2.5),
         *given(optimizer, "ema_overwrite_frequency", 1.5, use_ema=True),
-        (lambda: diag.metrics(having(growth_count=1.5)), "state.growth_count", "1.5"),
-        (lambda: diag.metrics(having(growth_count=None)), "state.growth_count", "None"),
+        *named("state.growth_count", lambda: diag.metrics(having(growth_count=1.5))),
+        *named("state.growth_count", lambda: diag.metrics(having(growth_count=None))),
     ],
-    "ValueError: `{name}` must be at least ... and fit an int32, got {got}. Use an integer ...": [
+    "ValueError: `{}` must be at least": [
         *given(DynamicLossScale, "growth_interval", 0, -1, 2**31, HUGE),
         *given(DynamicLossScale, "hysteresis loss_patience", 0),
         *given(ols.Spike, "window", 1),
         *given(ols.Spike, "warmup max_consecutive_skipped", 0),
-        *given(diag.is_stalled, "max_consecutive_skipped", -1, opt_state=STATE),
-        *given(check_health, "max_consecutive_skipped", -1, opt_state=STATE),
+        *given(READERS[1:3], "max_consecutive_skipped", -1, opt_state=STATE),
         *given(suggest_scale, "headroom", -1),
         *given(optimizer, "dynamic_growth_steps", 0),
         *given(optimizer, "gradient_accumulation_steps", 1),
         *given(optimizer, "ema_overwrite_frequency", 0, use_ema=True),
-        *((lambda n=n: diag.metrics(having(**{n: -1})), f"state.{n}", "-1") for n in COUNTS),
+        *((f"state.{n}", lambda n=n: diag.metrics(having(**{n: -1}))) for n in COUNTS),
     ],
     # -- policies
-    "ValueError: `{name}` must be greater than 1 in float32, got {got}. Use 2, or ...": [
-        *given(DynamicLossScale, "growth_factor", -2.0, 0.0, 1.0, 1 + 1e-9),
+    "TypeError: `{}` must be a policy": [
+        *given(check_health, "policy", 8.0, 8, True, jnp.float32(8), opt_state=STATE),
+        *given(ols.update, "policy", 8.0, True, np.float32(8), state=STATE, grads_finite=True),
+        *given(ols.as_loss_scale, "loss_scale", True, 1j, [8], jnp.float32(8), FixedLossScale),
+        *named("loss_scale", traced(ols.init)),
     ],
-    "ValueError: `{name}` must lie between 0 and 1, both ..., got {got}. Use 0.5.": [
-        *given(DynamicLossScale, "backoff_factor", -0.5, 0.0, 1.0, 1 - 1e-9, 2.0**-127),
+    "ValueError: `config` must describe a FixedLossScale, got class_name={}": [
+        *named("'Dynamic'", lambda: FixedLossScale.from_config({"class_name": "Dynamic"})),
+        *named(
+            "'FixedLossScale' and the unknown keys [1, 'x']",
+            lambda: FixedLossScale.from_config({"x": 1, "scale": 8, 1: 2}),
+        ),
     ],
-    "ValueError: `initial_scale` must lie between `min_scale` and `max_scale`, got ... Move ...": [
-        *given(DynamicLossScale, "min_scale", 2.0**16),
-        *given(DynamicLossScale, "max_scale", 2.0**14),
-    ],
-    'TypeError: `{name}` must be a policy, "dynamic" or a dict from `get_config`, got {got}...': [
-        *given(functools.partial(check_health, STATE), "policy", 8.0, 8, True, jnp.float32(8)),
-    ],
-    "TypeError: `{name}` must be a dict from `get_config`, got {got}. Use `as_loss_scale` ...": [
-        *given(FixedLossScale.from_config, "config", None, "x", []),
-    ],
-    "ValueError: `config` must describe a FixedLossScale, got class_name={got}. Use `as_loss_...": [
-        (lambda: FixedLossScale.from_config({"class_name": "Dynamic"}), "", "'Dynamic'"),
-    ],
-    "ValueError: `config` has unknown keys {got}; FixedLossScale has [...]. Remove them.": [
-        (lambda: FixedLossScale.from_config({"x": 1, "scale": 8, 1: 2}), "", "[1, 'x']"),
-    ],
-    "ValueError: `{name}` must be a policy ..., or a dict from `get_config`; got {got}.": [
+    "ValueError: `loss_scale` must be a policy": [
         *given(ols.as_loss_scale, "loss_scale", "x", "Dynamic"),
-        *given(ols.update, "loss_scale", "x", state=STATE, grads_finite=True),
+        *given(ols.update, "policy", "x", state=STATE, grads_finite=True),
         *given(ols.with_loss_scaling, "loss_scale", "x", inner=SGD),
         *given(train_state, "loss_scale", "x", tx=SGD),
     ],
-    "TypeError: `{name}` must be a policy ..., or a dict from `get_config`; got {got}.": [
-        *given(ols.as_loss_scale, "loss_scale", True, 1j, [8], jnp.float32(8), FixedLossScale),
-        (traced(ols.init), "loss_scale", "...Trace..."),
-    ],
-    "ValueError: `loss_scale` must name a class in [...], got class_name={got}. Call ...": [
-        (lambda: ols.init({}), "", "None"),
-        (lambda: ols.init({"class_name": "Other"}), "", "'Other'"),
-        (lambda: ols.init({"class_name": ["FixedLossScale"]}), "", "['FixedLossScale']"),
-    ],
+    "ValueError: `{}` must name a class": given(
+        ols.init, "loss_scale", {}, {"class_name": "Other"}, {"class_name": ["x"]}
+    ),
     # -- flags and states
-    "TypeError: `{name}` must be a bool or a boolean array, got {got}. Compute it with ...": [
-        *given(choose, "pred", None, "x", 1, jnp.float32(1), on_true=ONE, on_false=ONE),
-        *given(ols.update, "grads_finite", 1, state=STATE, loss_scale="dynamic"),
-        *given(ols.update, "loss_finite", 1, state=STATE, loss_scale=8, grads_finite=True),
-        *given(fixed_update, "grads_finite", 1, state=STATE),
-        *given(fixed_update, "loss_finite", 1, state=STATE, grads_finite=True),
-        *given(dynamic_update, "grads_finite", 1, state=STATE),
-        *given(dynamic_update, "loss_finite", 1, state=STATE, grads_finite=True),
-        (lambda: skip(returning(1)), "rule", "1"),
-        (lambda: skip(rule_that(1)), "rule", "1"),
-        (lambda: skip((rule_that(1, measures=True),)), "rule", "1"),
+    "TypeError: `{}` must be a bool or a boolean array": [
+        *given(ols.tree_where, "pred", None, "x", 1, jnp.float32(1), on_true=ONE, on_false=ONE),
+        *given(ols.update, "grads_finite", 1, state=STATE, policy="dynamic"),
+        *given(ols.update, "loss_finite", 1, state=STATE, grads_finite=True, policy="dynamic"),
+        *given((fixed_update, dynamic_update), "grads_finite", 1, state=STATE),
+        *given((fixed_update, dynamic_update), "loss_finite", 1, state=STATE, grads_finite=True),
+        *named("rule", lambda: skip(returning(1))),
+        *named("SimpleNamespace.judge", lambda: skip((rule_that(judge=returning((1, ()))),))),
     ],
-    "ValueError: `{name}` must be a scalar, got shape {got}": [
-        (lambda: choose(ONE, ONE, ONE > 0), "pred", "(1,). Reduce it with `jnp.all`, or map ..."),
-        (lambda: choose(ONE, ONE, TWO > 0), "pred", "(2,). Reduce it with `jnp.all`, or map ..."),
-        *each((scale_loss, unscale, take), STATES, "state.loss_scale", MAP),
-        (lambda: differentiate(jnp.sum, STATES), "state.loss_scale", MAP),
-        *((lambda n=n: health(**{n: TWO}), f"opt_state.{n}", REPLICA) for n in STATE._fields),
-        *((lambda n=n: skip_health(**{n: TWO}), f"opt_state.{n}", REPLICA) for n in SKIP_COUNTS),
-        (lambda: exponents(loss_scale=TWO), "loss_scale", "(2,). Look at one replica at a time."),
-        (lambda: from_flax(scale=TWO), "ds.scale", REPLICA),
-        (lambda: from_flax(minimum_scale=TWO), "ds.minimum_scale", REPLICA),
-        (lambda: to_torch(STATES), "state.loss_scale", REPLICA),
-        (lambda: skip(ols.Spike(), value=TWO), "value", "(2,). Take its mean."),
+    "TypeError: `{}` must be a number, an array of numbers or a tree": given(
+        take, "value", "nan", decimal.Decimal("NaN"), np.array([NAN], object), [1.0, "x"]
+    ),
+    "ValueError: `{}` must be a scalar": [
+        *given(ols.tree_where, "pred", ONE > 0, TWO > 0, on_true=ONE, on_false=ONE),
+        *given(exponents, "loss_scale", TWO),
+        *((f"opt_state.{n}", lambda n=n: check_health(having(**{n: TWO}))) for n in STATE._fields),
+        *named("state.loss_scale", lambda: scale_loss(STATES), lambda: unscale(STATES)),
+        *named("state.loss_scale", lambda: take(STATES), lambda: to_torch(STATES)),
+        *named("ds.scale", lambda: from_flax(scale=TWO)),
+        *named("ds.minimum_scale", lambda: from_flax(minimum_scale=TWO)),
+        *named("value", lambda: skip(ols.Spike(), value=TWO)),
+        *named("SimpleNamespace.measure", lambda: skip(rule_that(measure=returning(TWO)))),
     ],
-    "TypeError: `state` must be a {name}, got {got}": [
-        (lambda: fixed_update(tuple(STATE), True), "LossScaleState", "tuple. Find it in ..."),
-        (lambda: dynamic_update(tuple(STATE), True), "LossScaleState", "tuple. Find it in ..."),
-        (lambda: TX.update(PARAMS, STATE), "WithLossScalingState", "LossScaleState. Make it ..."),
-        (lambda: TX.update(PARAMS, SKIPPED), "WithLossScalingState", "SkipIfState. Make it ..."),
-        (lambda: SKIPS.update(PARAMS, STATE), "SkipIfState", "LossScaleState. Make it ..."),
-        (lambda: SKIPS.update(PARAMS, OPT_STATE), "SkipIfState", "WithLossScalingState. Make ..."),
-        (lambda: MASTERS.update(PARAMS, STATE), "MasterWeightsState", "LossScaleState. Make ..."),
-        (lambda: TWO_BYTES.update(PARAMS, STATE), "Bfloat16State", "LossScaleState. Make ..."),
+    "TypeError: `state` must be a {}": [
+        *named("LossScaleState", lambda: fixed_update(tuple(STATE), True)),
+        *named("WithLossScalingState", lambda: TX.update(PARAMS, STATE)),
+        *named("WithLossScalingState", lambda: SKIPS.update(PARAMS, STATE)),
+        *named("MasterWeightsState", lambda: MASTERS.update(PARAMS, STATE)),
+        *named("Bfloat16State", lambda: SMALL.update(PARAMS, STATE)),
     ],
-    "ValueError: `{name}` must hold exactly one LossScaleState, got {got}. Wrap the whole ...": [
-        (lambda: scale_loss(None), "state", "0 in a NoneType, found at: nowhere"),
-        (lambda: unscale(tuple(STATE)), "state", "0 in a tuple, found at: nowhere"),
-        (lambda: differentiate(jnp.sum, PARAMS), "state", NOWHERE),
-        (lambda: ols.loss_scale_state(SGD), "opt_state", "0 in a Gradient..., found at: nowhere"),
-        (lambda: assert_scaled_once(apply, PARAMS), "opt_state", NOWHERE),
-        *each([to_torch], PARAMS, "opt_state", NOWHERE),
-        (
-            lambda: ols.loss_scale_state({"a": OPT_STATE, "b": [STATE]}),
-            "opt_state",
-            "2 in a dict, found at: `['a'].loss_scale_state`, `['b'][0]`",
-        ),
+    "ValueError: `{}` must hold exactly one": [
+        *named("state", lambda: scale_loss(None), lambda: unscale(tuple(STATE))),
+        *named("state", lambda: differentiate(jnp.sum, PARAMS)),
+        *given((ols.loss_scale_state, *READERS), "opt_state", SGD, PARAMS),
+        *named("opt_state", lambda: to_torch(PARAMS), lambda: assert_scaled_once(apply, PARAMS)),
+        *named("opt_state", lambda: keras.ema_params({}), lambda: ols.master_weights({}, PARAMS)),
     ],
-    "ValueError: `{name}` must hold exactly one EmaParamsState, got {got}. Build ...": [
-        (lambda: keras.ema_params(PARAMS), "opt_state", NOWHERE),
-    ],
-    "ValueError: `{name}` must hold exactly one MasterWeightsState, got {got}. Wrap the ...": [
-        (lambda: ols.master_weights({}, PARAMS), "opt_state", NOWHERE),
-    ],
-    "ValueError: `{name}` must hold exactly one ...LossScaleState..., got {got}. Wrap ..., or...": [
-        *each(READERS, PARAMS, "opt_state", NOWHERE),
-        *each(
-            READERS, {"a": SKIPPED, "b": OPT_STATE}, "opt_state", "2 in ...: `['a']`, `['b']...`"
-        ),
-    ],
-    # -- axes, optimizers, losses
-    "TypeError: `{name}` must be the name of a mapped axis, ..., got {got}. Give the one ...": [
+    "ValueError: `opt_state` must hold exactly one LossScaleState, got 2 in a dict, found at: "
+    "`['a'].loss_scale_state`, `['b'][0]`": given(
+        READERS, "opt_state", {"a": OPT_STATE, "b": [STATE]}
+    ),
+    # -- axes, optimizers, rules
+    "TypeError: `{}` must be the name of a mapped axis": [
         *given(unscale, "axis_name", 3, True, ["x"], ("x", 0), ONE, state=STATE),
-        *given(ols.with_loss_scaling, "axis_name", 3, inner=SGD),
-        *given(ols.skip_if, "axis_name", 3, inner=SGD),
+        *given((ols.with_loss_scaling, ols.skip_if), "axis_name", 3, inner=SGD),
         *given(DynamicScale().value_and_grad, "axis_name", 3, fun=jnp.sum),
     ],
-    "ValueError: `{name}` must be the name of a mapped axis, ..., got {got}. Call the ...": [
+    "ValueError: `{}` must be the name of a mapped axis": [
         *given(unscale, "axis_name", "x", ("x", "y"), state=STATE),
         *given(take, "axis_name", "x"),
     ],
-    "TypeError: `{name}` must be an optax.Gr... or an optax.Mu..., got {got}. Call ...": [
-        *given(ols.with_loss_scaling, "inner", None, "x", optax.sgd, OPT_STATE),
-        *given(ols.skip_if, "inner", optax.sgd),
+    "TypeError: `{}` must be an optax.GradientTransformation": [
+        *given(ols.with_loss_scaling, "inner", None, "x", OPT_STATE),
+        *given(WRAPPERS, "inner", optax.sgd),
         *given(ols.with_master_weights, "inner", optax.sgd),
-        *given(ols.with_bfloat16_state, "inner", optax.sgd),
         *given(train_state, "tx", optax.sgd),
-        (lambda: keras.loss_scale_optimizer(optax), "inner", "<module ..."),
-        (lambda: keras.loss_scale_optimizer(optax, **DECAY), "inner_optimizer", "<module ..."),
-    ],
-    "TypeError: `{name}` must be an optax..., got an optax.MultiSteps, ... Use `gradient_acc...": [
+        *named(
+            "inner_optimizer",
+            lambda: keras.loss_scale_optimizer(optax),
+            lambda: keras.loss_scale_optimizer(optax, **DECAY),
+        ),
         *given(keras.loss_scale_optimizer, "inner_optimizer", optax.MultiSteps(SGD, 2)),
     ],
-    "TypeError: `{name}` must be what `with_loss_scaling` returns, got {got}. Make the ...": [
-        *given(apply, "tx", SGD, optax.chain(TX), grads=PARAMS),
-    ],
-    # -- rules, masters and casts
-    "TypeError: `{name}` must be a function of ..., an object ..., got {got}. Use ...": [
-        *given(ols.skip_if, "rule", *NO_RULES, inner=SGD),
-        *given(ols.with_loss_scaling, "skip_if", *NO_RULES, inner=SGD),
+    "TypeError: `{}` must be what `with_loss_scaling` returns": given(
+        apply, "tx", SGD, optax.chain(TX), grads=PARAMS
+    ),
+    "TypeError: `{}` must be a function": [
+        *given(ols.skip_if, "rule", *NO_RULES, (ols.Spike(), 3), inner=SGD),
+        *given(ols.with_loss_scaling, "skip_if", *NO_RULES, [(ols.Spike(),)], inner=SGD),
         *given(train_state, "skip_if", *NO_RULES, tx=SGD),
-        (lambda: ols.skip_if(SGD, (ols.Spike(), 3)), "rule", "3"),
-        (lambda: ols.with_loss_scaling(SGD, skip_if=[(ols.Spike(),)]), "skip_if", "(Spike(...),)"),
+        *given(ols.cast, "keep", "bias", 3, tree=PARAMS, dtype="float16"),
+        *given(ols.value_and_grad, "keep", "bias", fun=jnp.sum, compute_dtype="float16"),
+        *given(ols.with_bfloat16_state, "keep", "bias", inner=SGD),
+        *given((ols.value_and_grad, ols.grad), "fun", None, 3.0),
+        *given((diag.precision_report, diag.first_nonfinite), "fun", PARAMS),
+        *named("fun", lambda: diag.precision_report(np.asarray, ONE)),
+        *named("fun", lambda: diag.precision_report(lambda x: ONE[x > 0], ONE)),
     ],
-    "ValueError: `state.rule_state` must be that of `{name}`, got {got}. Make it ...": [
-        (lambda: skip_from(SPIKES, None), "rule", "SpikeState(...)"),
-        (lambda: skip_from((), (ols.Spike(),)), "rule", "()"),
-        (lambda: skip_from(SPIKES, (ols.Spike(),)), "rule", "SpikeState(...)"),
+    "ValueError: `state.rule_state` must be a tuple with the state of each of {} rules": [
+        *named("0", lambda: skip(None, (SPIKES,))),
+        *named("1", *(lambda x=x: skip(ols.Spike(), x, value=1.0) for x in ((), {"0": SPIKES}))),
+        *named("2", lambda: skip((ols.Spike(), returning(False)), (SPIKES,), value=1.0)),
     ],
-    "TypeError: `state.rule_state` must be a {name}, got {got}. Make it ...": [
-        (lambda: skip_from(SPIKES, returning(True)), "EmptyState", "SpikeState"),
-        (lambda: skip_from(optax.EmptyState(), ols.Spike()), "SpikeState", "EmptyState"),
+    "TypeError: `state.rule_state` must be a {}": [
+        *named("EmptyState", lambda: skip(returning(True), (SPIKES,))),
+        *named("SpikeState", lambda: skip(ols.Spike(), (optax.EmptyState(),), value=1.0)),
     ],
-    'TypeError: `{name}` must be "value", "grad_norm" or ..., got {got}. Leave it out ...': [
-        *given(ols.Spike, "of", None, 3),
+    'TypeError: `{}` must be "value", "grad_norm" or': given(ols.Spike, "of", None, 3),
+    "ValueError: `{}` must exceed 1.5": given(ols.Spike, "sigmas", -1.0, 0, 1.5, 1.5 + 1e-9),
+    "ValueError: `{}` must be at most `window`": given(ols.Spike, "warmup", 5, window=4),
+    "TypeError: `{}` must be given to `update`, because Spike": [
+        *named("value", lambda: skip(ols.Spike())),
+        *named("lag", lambda: skip(ols.Spike("lag"), value=1.0)),
     ],
-    "ValueError: `sigmas` must exceed 1.5, got {got}: ... Use 6.": [
-        *given(ols.Spike, "sigmas", -1.0, 0, 1.5, 1.5 + 1e-9),
+    "ValueError: `{}` must not decide about steps itself": [
+        *named("inner", *(lambda f=f: f(TX).init(PARAMS) for f in WRAPPERS)),
+        *named("inner", lambda: ols.with_loss_scaling(SKIPS).init(PARAMS), lambda: started(SKIPS)),
+        *named("tx", lambda: train_state(tx=optax.chain(SGD, TX))),
     ],
-    "ValueError: `warmup` must be at most `window`, got {got}. More values are never held.": [
-        (lambda: ols.Spike(window=4, warmup=5), "", "5 and 4"),
+    # -- masters, small states, casts
+    "ValueError: `{}` must be given": [
+        *named("params", lambda: master_step(None)),
+        *named("params", lambda: optimizer(**DECAY).update(PARAMS, started(SGD, **DECAY))),
+        *named("params", lambda: optimizer(**EMA).update(PARAMS, started(SGD, **EMA))),
+        *named("updates", lambda: master_step(PARAMS, None)),
+        *named("keep", lambda: ols.grad(jnp.sum, keep=bool)),
+        *named("initial_scale", lambda: optimizer(dynamic=False)),
     ],
-    "TypeError: `{name}` must be given to `update`, because {got} measures it. Call ...": [
-        (lambda: skip(ols.Spike()), "value", "Spike(of='value', ...)"),
-        (lambda: skip(ols.Spike("lag"), value=1.0), "lag", "Spike(of='lag', ...)"),
+    "TypeError: `opt_state` must hold float32 masters": [lambda: master_step(PARAMS)],
+    "ValueError: `inner` must leave the updates of `with_master_weights` as they are, got a "
+    "MasterWeightsState at `{}`": [
+        (path, lambda tx=tx: ols.skip_if(tx).init({"w": HALF}))
+        for path, tx in (
+            ("[0]", optax.chain(MASTERS, NEGATE)),
+            ("['z']", optax.named_chain(("z", MASTERS), ("a", NEGATE))),
+            (".base_optimizer_state", optax.contrib.schedule_free(MASTERS, 0.1)),
+        )
     ],
-    "ValueError: `params` must be given to `update`, got None: ... Call ...": [
-        (lambda: MASTERS.update(PARAMS, MASTERS.init(PARAMS)), "", ""),
+    "ValueError: `inner` must be the optimizer alone, got a {}": [
+        *named("MasterWeightsState", lambda: ols.with_bfloat16_state(MASTERS).init(PARAMS)),
+        *named("Bfloat16State", lambda: ols.with_bfloat16_state(SMALL).init(PARAMS)),
     ],
-    "TypeError: `opt_state` must hold float32 masters ..., got {got} at `['w']`. Give the ...": [
-        (lambda: master_step({"w": ONE}), "", "float32 for a float32 parameter"),
+    "ValueError: `{}` must be left out if `inner_optimizer` keeps master weights": [
+        *named("weight_decay", lambda: started(MASTERS, **DECAY)),
+        *named("use_ema", lambda: started(optax.chain(MASTERS), **EMA)),
     ],
-    "TypeError: `{name}` must be a floating-point dtype, got {got}. Use ...": [
-        (lambda: ols.cast(PARAMS, "int8"), "dtype", "int8"),
-        (lambda: ols.cast(PARAMS, None), "dtype", "None"),
-        (lambda: ols.cast(PARAMS, "complex64"), "dtype", "complex64"),
-        (lambda: ols.value_and_grad(jnp.sum, compute_dtype="int8"), "compute_dtype", "int8"),
+    "TypeError: `{}` must be a floating-point dtype": [
+        *given(ols.cast, "dtype", "int8", None, "complex64", "bf16", tree=PARAMS),
+        *given(ols.value_and_grad, "compute_dtype", "int8", "bf16", fun=jnp.sum),
+        *given(exponents, "dtype", "int8", "complex64", "float64"),
+        *given((suggest_scale, plot), "dtype", "int8"),
     ],
-    "ValueError: `keep` must be given together with `compute_dtype`, got `keep` alone. Say ...": [
-        (lambda: ols.value_and_grad(jnp.sum, keep=bool), "", ""),
+    "TypeError: `tree` must not hold a stateful flax.nnx object, got {}": [
+        *named("BatchNorm", lambda: ols.cast([nnx.BatchNorm(1, rngs=nnx.Rngs(0))], "float16")),
+        *named("Average", lambda: ols.cast([nnx.metrics.Average()], "float16")),
     ],
-    "TypeError: `tree` must not hold a stateful flax.nnx object, got {got}: ... Give ...": [
-        (lambda: ols.cast([nnx.BatchNorm(1, rngs=nnx.Rngs(0))], "float16"), "", "BatchNorm"),
-        (lambda: ols.cast([nnx.metrics.Average()], "float16"), "", "Average"),
+    # -- losses
+    "TypeError: `loss` must be floating-point, got {}": [
+        *named("str at the root", lambda: train_state(tx=SGD).scale_loss("x")),
+        *named("complex at the root", lambda: ols.scale_loss(1j, STATE)),
+        *named("key<fry> at the root", lambda: ols.scale_loss(KEY, STATE)),
+        *named("int32 at the root", lambda: ols.scale_loss(jnp.int32(1), STATE)),
+        *named("int at `['a'][1]`", lambda: ols.scale_loss({"a": [1.0, 1]}, STATE)),
+        *named("str at `[1]`", lambda: differentiate(returning([1.0, "x"]))),
     ],
-    "ValueError: `inner` must leave the updates of ..., got a ... at {got} of ... Keep ...": [
-        (lambda: init_half(optax.chain(MASTERS, optax.scale(-1.0))), "", "`[0]`"),
-        (
-            lambda: init_half(optax.named_chain(("z", MASTERS), ("a", optax.scale(-1.0)))),
-            "",
-            "`['z']`",
-        ),
-        (
-            lambda: init_half(optax.contrib.schedule_free(MASTERS, 0.1)),
-            "",
-            "`.base_optimizer_state`",
-        ),
-    ],
-    "ValueError: `{name}` must be the optimizer alone, got a {got} of its state. Keep ...": [
+    "TypeError: `fun` must return a {}": [
+        *named("scalar loss", lambda: differentiate(lambda x: x, compute_dtype="float32")),
         *(
-            (lambda tx=tx: ols.with_bfloat16_state(tx).init(PARAMS), "inner", f"{got} at ...")
-            for tx, got in ((MASTERS, "MasterWeightsState"), (TWO_BYTES, "Bfloat16State"))
+            ("pair", lambda x=x: differentiate(returning(x), has_aux=True))
+            for x in (None, 1.0, (1.0,), (1.0, 2.0, 3.0), {"a": 1.0, "b": 2.0})
         ),
     ],
-    "TypeError: `{name}` must be a function, got {got}. For example `lambda path: ...": [
-        (lambda: ols.with_bfloat16_state(SGD, keep="norm"), "keep", "'norm'"),
-    ],
-    "ValueError: `{name}` must not decide about steps itself, got a ... at {got} of ... Use ...": [
-        (lambda: ols.with_bfloat16_state(TX).init(PARAMS), "inner", "`.loss_scale_state`"),
-        (lambda: ols.with_loss_scaling(TX).init(PARAMS), "inner", "`.loss_scale_state`"),
-        (lambda: ols.skip_if(TX).init(PARAMS), "inner", "`.loss_scale_state`"),
-        (lambda: ols.with_loss_scaling(SKIPS).init(PARAMS), "inner", "the root of the tree"),
-        (lambda: train_state(tx=optax.chain(SGD, TX)), "tx", "`[1].loss_scale_state`"),
-        (lambda: started(SKIPS), "inner", "the root of the tree"),
-    ],
-    "ValueError: `{name}` must be left out if `inner_optimizer` keeps ..., got ... at {got} ...": [
-        (lambda: started(MASTERS, **DECAY), "weight_decay", "the root of the tree"),
-        (lambda: started(optax.chain(MASTERS), use_ema=True), "use_ema", "`[0]`"),
-    ],
-    "TypeError: `loss` must be floating-point, got {name} at {got}. Cast it with `astype(...": [
-        (lambda: ols.scale_loss("x", STATE), "str", "the root of the tree"),
-        (lambda: ols.scale_loss(1j, STATE), "complex", "the root of the tree"),
-        (lambda: ols.scale_loss(KEY, STATE), "key<fry>", "the root of the tree"),
-        (lambda: ols.scale_loss(jnp.int32(1), STATE), "int32", "the root of the tree"),
-        (lambda: ols.scale_loss({"a": [1.0, 1]}, STATE), "int", "`['a'][1]`"),
-        (lambda: train_state(tx=SGD).scale_loss("x"), "str", "the root of the tree"),
-        (lambda: differentiate(returning([1.0, "x"])), "str", "`[1]`"),
-    ],
-    "TypeError: `{name}` must return a pair, ..., got {got}. Return both, or leave ...": [
-        (lambda value=value: differentiate(returning(value), has_aux=True), "fun", repr(value))
-        for value in (None, 1.0, (1.0,), (1.0, 2.0, 3.0), {"a": 1.0, "b": 2.0})
-    ],
-    "TypeError: `transform` must return ((loss, aux), grads) ..., got {got} of <... Pass ...": [
-        (lambda x=x: differentiate(jnp.sum, transform=returning(returning(x))), "", repr(x))
+    "TypeError: `transform` must return ((loss, aux), grads)": [
+        lambda x=x: differentiate(jnp.sum, transform=returning(returning(x)))
         for x in (
             *(3.0, (1.0, 2.0), [(1.0, None), 2.0], ((1.0, None, None), 2.0)),
             *(([1.0, None], 2.0), ((1.0, None), 2.0, None), ((1.0, None),)),
         )
     ],
     # -- trees
-    "ValueError: `{name}` must keep its structure, got another at {got}. ...": [
-        (lambda: choose({"a": None}, {"a": 1}), "on_true", "`['a']`"),
-        (lambda: choose({"a": [1]}, {"a": (1,)}), "on_true", "`['a']`"),
-        (lambda: choose({"a": 1, "b": 1}, {"a": 1}), "on_true", "`['b']`"),
-        (lambda: choose({"a": [1, 1]}, {"a": [1]}), "on_true", "`['a'][1]`"),
-        (lambda: choose({"a": [1], "b": [1]}, {"a": [1], "b": []}), "on_true", "`['b'][0]`"),
-        (lambda: choose({"a": 1}, {"a": {"b": 1}}), "on_true", "`['a']['b']`"),
-        (lambda: choose(STATE, tuple(STATE)), "on_true", "`.loss_scale`"),
-        (lambda: choose(None, 1), "on_true", "the root of the tree"),
-        (lambda: keep([1], [1, 1]), "inner", "`[1]`"),
-        (lambda: apply({"v": ONE}), "grads", "`['v']`"),
-        (lambda: skip(rule_that(TRUE, after=[1])), "rule", "`[0][0]`"),
-        (lambda: master_step({"v": HALF}), "params", "`['v']`"),
-        (lambda: master_step({"w": None}), "params", "`['w']`"),
+    "ValueError: `on_true` must keep its structure, got another at {}": [
+        *named("`['a']`", lambda: choose({"a": None}, {"a": 1})),
+        *named("`['a']`", lambda: choose({"a": [1]}, {"a": (1,)})),
+        *named("`['b']`", lambda: choose({"a": 1, "b": 1}, {"a": 1})),
+        *named("`['a'][1]`", lambda: choose({"a": [1, 1]}, {"a": [1]})),
+        *named("`['b'][0]`", lambda: choose({"a": [1], "b": [1]}, {"a": [1], "b": []})),
+        *named("`['a']['b']`", lambda: choose({"a": 1}, {"a": {"b": 1}})),
+        *named("`.loss_scale`", lambda: choose(STATE, tuple(STATE))),
+        *named("the root of the tree", lambda: choose(None, 1)),
+        *named("`[0]`", lambda: skip(rule_that(judge=returning((False, [1]))))),
     ],
-    "ValueError: `{name}` must keep its shapes, got {got}. ...": [
-        (lambda: choose([ONE], [TWO]), "on_true", "(1,) for (2,) at `[0]`"),
-        (lambda: choose(ONE, jnp.float32(1)), "on_true", "(1,) for () at the root of the tree"),
-        (lambda: keep(ONE, TWO), "inner", "(2,) for (1,) at the root of the tree"),
-        (lambda: apply({"w": "x"}), "grads", "() for (1,) at `['w']`"),
-        (lambda: master_step({"w": HALF[None]}), "params", "(1, 1) for (1,) at `['w']`"),
-        (lambda: ols.Spike(window=2).update(SPIKES, 1, value=1.0), "state", "(128,) for (2,) ..."),
+    "ValueError: `{}` must keep its structure": [
+        *named("inner", lambda: keep([1], [1, 1])),
+        *named("grads", lambda: apply({"v": ONE})),
+        *named("params", lambda: master_step({"v": HALF}), lambda: master_step({"w": None})),
     ],
-    "ValueError: the leaf at {name} must be an array in both ..., got {got}. Make it ...": [
-        (lambda: choose({"a": "x"}, {"a": "y"}), "`['a']`", "'x' and 'y'"),
-        (lambda: choose(1, 2), "the root of the tree", "1 and 2"),
-        (lambda: choose(1.0, jnp.float32(1)), "the root of the tree", "1.0 and Array(1., ...)"),
-        (lambda: choose(jnp.float32(1), 1.0), "the root of the tree", "Array(1., ...) and 1.0"),
+    "ValueError: `{}` must keep its shapes": [
+        *named("on_true", lambda: choose([ONE], [TWO]), lambda: choose(ONE, jnp.float32(1))),
+        *named("inner", lambda: keep(ONE, TWO)),
+        *named("grads", lambda: apply({"w": "x"})),
+        *named("params", lambda: master_step({"w": HALF[None]})),
+        *named("state", lambda: skip(ols.Spike(window=2), (SPIKES,), value=1.0)),
     ],
-    "TypeError: the leaf at {name} must have one dtype in both trees, got {got}. Cast one ...": [
-        (lambda: choose({"a": ONE}, {"a": HALF}), "`['a']`", "float32 and float16"),
-        (lambda: choose(FLOAT0, ONE), "the root of the tree", "...float0... and float32"),
-        (lambda: choose(KEY, jax.random.PRNGKey(0)), "the root of the tree", "key<fry> and uint32"),
+    "ValueError: the leaf at {} must be an array in both trees or the same in both": [
+        *named("`['a']`", lambda: choose({"a": "x"}, {"a": "y"})),
+        *named("the root of the tree", lambda: choose(1, 2), lambda: choose(1.0, jnp.float32(1))),
+        *named("the root of the tree", lambda: choose(jnp.float32(1), 1.0)),
     ],
-    "TypeError: `{name}` must keep the kind of numbers in its state, got {got}. Initialize ...": [
-        (lambda: keep(jnp.arange(1), ONE), "inner", "float32 for int32 at the root of the tree"),
+    "TypeError: the leaf at {} must have one dtype in both trees": [
+        *named("`['a']`", lambda: choose({"a": ONE}, {"a": HALF})),
+        *named("the root of the tree", lambda: choose(FLOAT0, ONE)),
+        *named("the root of the tree", lambda: choose(KEY, jax.random.PRNGKey(0))),
     ],
+    "TypeError: `inner` must keep the kind of numbers": [lambda: keep(jnp.arange(1), ONE)],
     # -- diagnostics and testing
-    "ValueError: `opt_state` must hold a loss scale between {name} and ..., got {got}. Res...": [
+    "ValueError: `opt_state` must hold {}": [
         *(
-            (lambda x=x: health(loss_scale=jnp.float32(x)), RANGE, f"{x:g} and {{'growth_count...")
-            for x in (NAN, INF, 0, -8, 2.0**127)
+            ("a loss scale", lambda x=x: check_health(having(**x)))
+            for x in (
+                *({"loss_scale": jnp.float32(x)} for x in (NAN, INF, 0, -8, 2.0**127)),
+                *({name: jnp.int32(-1)} for name in COUNTS),
+            )
         ),
-        (
-            lambda: check_health(having(loss_scale=0.5), policy="dynamic"),
-            "1 and 1.67772e+07",
-            "0.5 and ...",
+        *named("a loss scale", lambda: check_health(having(loss_scale=0.5), policy="dynamic")),
+        *named("a loss scale", lambda: check_health(STATE, policy=FixedLossScale(16))),
+        *(
+            ("a Spike", lambda x=x: check_health(holding(rule_state=(SPIKES._replace(**x),))))
+            for x in (MANY, {"held": jnp.int32(-1)}, {"consecutive_skipped": jnp.int32(-1)})
         ),
         *(
-            (lambda n=n: health(**{n: jnp.int32(-1)}), RANGE, f"8 and ...'{n}': -1...")
-            for n in COUNTS
+            (what, lambda x=x: check_health(holding(inner_state=x)))
+            for what, x in (
+                ("counts of at least 0, got -1 at `['count']`", {"count": -1}),
+                ("counts of at least 0, got -1 at `['step']`", {"step": jnp.int32(-1)}),
+                ("arrays of finite numbers, got NaN or infinity at `[1]`", [ONE, NAN * ONE]),
+                ("arrays of finite numbers, got NaN or infinity at `['m']`", {"m": INF * HALF}),
+            )
         ),
     ],
-    "ValueError: `opt_state` must hold a loss scale of {name}, that of ..., got {got}. Rest...": [
-        (lambda: check_health(STATE, policy=FixedLossScale(16)), "16", "8 and ..."),
+    "TypeError: `{}` must hold values, got traced arrays": [
+        *named("opt_state", traced(lambda n: health(growth_count=n))),
+        *named("exponents", traced(lambda n: diag.suggest_scale(EXPONENTS._replace(zero=n)))),
+        *named("exponents", traced(diag.plot_gradient_exponents)),
+        *named("report", traced(lambda n: diag.format_nonfinite_report({"": (n, 0)}))),
+        *named("args", traced(lambda n: diag.first_nonfinite(jnp.sin, n))),
+        *named("grad_fn", traced(lambda n: assert_scaled_once(returning([ONE, n]), STATE))),
     ],
-    "ValueError: `opt_state` must hold counts of at least 0, got {got} of the inner state. ...": [
-        (lambda: skip_health(inner_state={"count": -1}), "", "-1 at `['count']`"),
+    "TypeError: `{}` must be a GradientExponents": given(EXPONENTS_READERS, "exponents", PARAMS),
+    "TypeError: `{}` must be a dict": [
+        *given(FixedLossScale.from_config, "config", None, []),
+        *given(diag.format_nonfinite_report, "report", PARAMS, diag.NonfiniteCounts(0, 0, 1)),
+        *given(diag.format_precision_report, "report", jnp.sum),
     ],
-    "ValueError: `opt_state` must hold a Spike with at most the 128 ..., got {got}. Restore ...": [
-        (lambda: spike_health(held=jnp.int32(129)), "", "{'held': 129, ...} at the root ..."),
-        (lambda: spike_health(held=jnp.int32(-1)), "", "{'held': -1, ...} at the root of the tree"),
-        (lambda: spike_health(consecutive_skipped=jnp.int32(-1)), "", "...': -1} at the root ..."),
+    "ValueError: `grads` must have at most": [lambda: jax.eval_shape(exponents.func, SHAPE)],
+    "ValueError: `{}` must hold one histogram": given(EXPONENTS_READERS, "exponents", STACKED),
+    "ValueError: `exponents` must hold counts, got negative ones": [
+        lambda x=x: diag.suggest_scale(EXPONENTS._replace(histogram=x))
+        for x in (-EXPONENTS.histogram, np.full(277, NAN))
     ],
-    "ValueError: `opt_state` must hold arrays of finite ..., got NaN or infinity at {got} ...": [
-        (lambda: skip_health(inner_state=[ONE, NAN * ONE]), "", "`[1]`"),
-        (lambda: skip_health(inner_state={"m": INF * HALF}), "", "`['m']`"),
-    ],
-    "TypeError: `{name}` must hold values, got traced arrays. {got}": [
-        (traced(lambda n: health(growth_count=n)), "opt_state", "Call `check_health` ..."),
-        (traced(lambda n: skip_health(total_skipped=n)), "opt_state", "Call `check_health` ..."),
-        (traced(lambda n: diag.suggest_scale(EXPONENTS._replace(zero=n))), "exponents", "Ret..."),
-        (traced(diag.plot_gradient_exponents), "exponents", "Return them ..."),
-        (traced(lambda n: diag.format_nonfinite_report({"": (n, 0)})), "report", "Return it ..."),
-        (traced(lambda n: diag.first_nonfinite(jnp.sin, n)), "args", "Call `first_nonfinite` ..."),
-        (traced(lambda n: assert_scaled_once(returning([ONE, n]), STATE)), "grad_fn", "Call ..."),
-    ],
-    "TypeError: `fun` must be a function, got {got}. Give its arguments after it.": [
-        *each((diag.precision_report, diag.first_nonfinite), {"w": 1}, "", "{'w': 1}"),
-    ],
-    "TypeError: `exponents` must be a GradientExponents, got {got}. Count them with ...": [
-        *each((diag.suggest_scale, diag.plot_gradient_exponents), PARAMS, "", "dict"),
-    ],
-    "TypeError: `report` must be a dict of {name}, got {got}. Make it with `nonfinite_report`.": [
-        *each([diag.format_nonfinite_report], PARAMS, "NonfiniteCounts", "ArrayImpl"),
-        *each(
-            [diag.format_nonfinite_report],
-            diag.NonfiniteCounts(0, 0, 1),
-            "NonfiniteCounts",
-            "NonfiniteCounts",
-        ),
-    ],
-    "TypeError: `report` must be a dict of {name}, got {got}. Make it with `precision_report`.": [
-        *each([diag.format_precision_report], jnp.sum, "MatrixProducts", "function"),
-    ],
-    "TypeError: `fun` must be a function that JAX can trace, got {got}, which reads ...": [
-        (lambda: diag.precision_report(np.asarray, ONE), "", "<built-in function asarray>"),
-        (lambda: diag.precision_report(lambda x: ONE[x > 0], ONE), "", "..."),
-    ],
-    "TypeError: `{name}` must be a floating-point dtype of at most 32 bits, got ... Use ...": [
-        *given(exponents, "dtype", "int8", "complex64", "float64"),
-        *given(suggest_scale, "dtype", "int8"),
-        *given(plot, "dtype", "int8"),
-    ],
-    "ValueError: `grads` must have at most 2**31 - 1 elements, got 2147483648. Look at one ...": [
-        (lambda: jax.eval_shape(diag.gradient_exponents, SHAPE), "", ""),
-    ],
-    "ValueError: `exponents` must hold one histogram, got shape (2, 277). Sum over ...": [
-        (lambda: diag.suggest_scale(STACKED), "", ""),
-        (lambda: diag.plot_gradient_exponents(STACKED), "", ""),
-    ],
-    "ValueError: `exponents` must hold counts, got negative ones: ... Add on the host, ...": [
-        (lambda: diag.suggest_scale(EXPONENTS._replace(histogram=-EXPONENTS.histogram)), "", ""),
-        (lambda: diag.suggest_scale(EXPONENTS._replace(histogram=np.full(277, NAN))), "", ""),
-    ],
-    "ValueError: `exponents` must count at least one ..., got an empty histogram. Count ...": [
-        (lambda: diag.suggest_scale(diag.gradient_exponents([0.0, NAN, INF])), "", ""),
-    ],
-    "ValueError: `grad_fn` must return gradients that are finite and not all zero, ... Choo...": [
-        (lambda x=x: assert_scaled_once(returning(x), STATE), "", "")
-        for x in (None, "x", 0.0, NAN, INF)
+    "ValueError: `{}` must count at": given(diag.suggest_scale, "exponents", NO_EXPONENTS),
+    "ValueError: `grad_fn` must return gradients that are finite and not all zero": [
+        lambda x=x: assert_scaled_once(returning(x), STATE) for x in (None, "x", 0.0, NAN, INF)
     ],
     # -- states of other libraries
-    "TypeError: `{name}` lacks {got}": [
-        (lambda: interop.from_flax_dynamic_scale(None), "ds", "scale, fin_steps, ... It must ..."),
-        (lambda: interop.from_jmp(jmp.NoOpLossScale()), "ls", "counter, ...; for a jmp.Static..."),
-        (lambda: from_torch(3), "d", "scale, ... It must be the result of torch's ..."),
-        (lambda: from_torch({"scale": 2.0}), "d", "_growth_tracker, ... It must be ..."),
+    "TypeError: `{}` lacks": [
+        *given(interop.from_flax_dynamic_scale, "ds", None),
+        *given(interop.from_jmp, "ls", jmp.NoOpLossScale()),
+        *given(from_torch, "d", 3, {"scale": 2.0}),
     ],
-    "TypeError: `{name}` must hold concrete numbers, got {got}. Convert it outside of ...": [
-        (lambda: from_flax(scale=None), "ds", "scale=None"),
-        (lambda: from_flax(minimum_scale="x"), "ds", "minimum_scale='x'"),
-        (lambda: from_jmp(period=1j), "ls", "period=1j"),
-        (lambda: from_torch(TORCH | {"scale": "x"}), "d", "scale='x'"),
-        (lambda: to_torch(having(growth_count="x")), "state", "growth_count='x'"),
-        (traced(lambda x: from_flax(scale=x)), "ds", "scale=...Trace..."),
-        (traced(lambda x: to_torch(having(loss_scale=x))), "state", "loss_scale=...Trace..."),
+    "TypeError: `{}` must hold concrete numbers": [
+        *named("ds", lambda: from_flax(scale=None), lambda: from_flax(minimum_scale="x")),
+        *named("ds", traced(lambda x: from_flax(scale=x))),
+        *named("ls", lambda: from_jmp(period=1j)),
+        *given(from_torch, "d", TORCH | {"scale": "x"}),
+        *named("state", lambda: to_torch(having(growth_count="x"))),
+        *named("state", traced(lambda x: to_torch(having(loss_scale=x)))),
     ],
-    "ValueError: `{name}` must count whole steps, got {got}. Use `int`.": [
-        (lambda: from_flax(fin_steps=1.5), "ds", "fin_steps=1.5"),
-        (lambda: from_flax(growth_interval=1.5), "ds", "growth_interval=1.5"),
-        (lambda: from_jmp(counter=1.5), "ls", "counter=1.5"),
-        (lambda: from_jmp(period=1.5), "ls", "period=1.5"),
-        (lambda: from_torch(TORCH | {"_growth_tracker": NAN}), "d", "_growth_tracker=nan"),
-        (lambda: to_torch(having(growth_count=1.5)), "state", "growth_count=1.5"),
+    "ValueError: `{}` must hold a loss scale between": [
+        *given(from_torch, "d", *(TORCH | {"scale": x} for x in (NAN, INF, 0.0, -8.0))),
+        *given(from_torch, "d", *(TORCH | {"scale": x} for x in (2.0**-127, 2.0**127))),
+        *given(from_torch, "d", TORCH | {"_growth_tracker": -1}),
+        *named("ds", lambda: from_flax(scale=0.0)),
+        *named("ls", lambda: from_jmp(counter=-1)),
+        *named("state", lambda: to_torch(having(loss_scale=0))),
+        *given(from_torch, "d", TORCH | {"_growth_tracker": NAN}),
+        *named("state", lambda: to_torch(having(growth_count=1.5))),
     ],
-    "ValueError: `{name}` must hold a loss scale between ..., got {got}. Start again ...": [
-        *(
-            (lambda x=x: from_torch(TORCH | {"scale": x}), "d", f"{x} and 0")
-            for x in (NAN, INF, 0.0, -8.0, 2.0**-127, 2.0**127)
-        ),
-        (lambda: from_torch(TORCH | {"_growth_tracker": -1}), "d", "8.0 and -1"),
-        (lambda: from_flax(scale=0.0), "ds", "0.0 and 0"),
-        (lambda: from_jmp(counter=-1), "ls", "8.0 and -1"),
-        (lambda: to_torch(having(loss_scale=0)), "state", "0.0 and 0"),
+    "ValueError: `{}` cannot be represented": [
+        *given(from_torch, "d", TORCH | {"growth_factor": 1.0}, TORCH | {"backoff_factor": 1.0}),
+        *given(from_torch, "d", TORCH | {"growth_interval": 0}),
+        *named("ds", lambda: from_flax(minimum_scale=NAN)),
+        *named("ls", lambda: from_jmp(factor=0), lambda: from_jmp(factor=1)),
     ],
-    "ValueError: `{name}` cannot be represented. `{got}` must ...": [
-        (lambda: from_torch(TORCH | {"growth_factor": 1.0}), "d", "growth_factor"),
-        (lambda: from_torch(TORCH | {"backoff_factor": 1.0}), "d", "backoff_factor"),
-        (lambda: from_torch(TORCH | {"growth_interval": 0}), "d", "growth_interval"),
-        (lambda: from_flax(minimum_scale=NAN), "ds", "min_scale"),
-        (lambda: from_jmp(factor=0), "ls", "growth_factor"),
-        (lambda: from_jmp(factor=1), "ls", "growth_factor"),
-    ],
-    "TypeError: `policy` must be a DynamicLossScale, got FixedLossScale... Pass the policy ...": [
-        (lambda: interop.to_torch_state_dict(FixedLossScale(8), STATE), "", ""),
-    ],
-    "ValueError: `policy` must have hysteresis=1, got 2: ... Pass `dataclasses.replace(...": [
-        (lambda: interop.to_torch_state_dict(DynamicLossScale(hysteresis=2), STATE), "", ""),
-    ],
+    "TypeError: `policy` must be a DynamicLossScale": [lambda: to_dict(FixedLossScale(8), STATE)],
+    "ValueError: `{}` must have hysteresis=1": given(to_dict, "policy", FORGIVING, state=STATE),
     # -- Keras' arguments
-    "TypeError: `initial_scale` must be a Python number, got {got}. The second argument ...": [
-        (lambda: optimizer(False, 1024), "", "False"),
+    "ValueError: only one of `clipnorm`, `clipvalue` and `global_clipnorm`": [
+        lambda name=name: optimizer(clipvalue=1, **{name: 2})
+        for name in ("clipnorm", "global_clipnorm")
     ],
-    "ValueError: `initial_scale` must be given if `dynamic` is False, got None. It is ...": [
-        *given(optimizer, "dynamic", False),
-    ],
-    "ValueError: only one of ... may be given, got {got}. Leave the others out, or ...": [
-        (lambda clips=clips: optimizer(**clips), "", repr(clips))
-        for clips in ({"clipnorm": 1, "clipvalue": 2}, {"clipvalue": 1, "global_clipnorm": 2})
-    ],
-    "ValueError: `{name}` must be None ..., got {got}. ...": [
-        *given(optimizer, "initial_scale", 5, loss_scale_factor=2),
-        *given(optimizer, "dynamic_growth_steps", 5, loss_scale_factor=2),
+    "ValueError: `{}` must be None": [
+        *given(optimizer, "initial_scale dynamic_growth_steps", 5, loss_scale_factor=2),
         *given(optimizer, "dynamic_growth_steps", 5, initial_scale=2, dynamic=False),
         *given(optimizer, "learning_rate", 0.1),
         *given(optimizer, "ema_overwrite_frequency", 3),
     ],
-    "ValueError: `weight_decay` must have one learning rate ..., got no ... and {got}. Give ...": [
-        (lambda: started(SGD, weight_decay=1), "", "0 ..., found at: nowhere"),
-        (lambda: started(INJECTED, weight_decay=1), "", "2 ...: `[0].hyp...`, `[1].hyp...rate']`"),
-    ],
-    "ValueError: `params` must be given to `update` because of `{name}`, got None. Call ...": [
-        (lambda: without_params(**DECAY), "weight_decay", ""),
-        (lambda: without_params(use_ema=True), "use_ema", ""),
+    "ValueError: `weight_decay` must have one learning rate": [
+        lambda x=x: started(x, weight_decay=1) for x in (SGD, INJECTED)
     ],
 }
-ROWS = [
-    (call, message.format(name=name, got=got))
-    for message, rows in TABLE.items()
-    for call, name, got in rows
-]
 
 
+@functools.cache
 def error_of(call):
     with pytest.raises((TypeError, ValueError)) as caught:
         call()
     return caught.value
 
 
-@pytest.mark.parametrize(
-    ("call", "message"), ROWS, ids=[f"{i}-{message:.50}" for i, (_, message) in enumerate(ROWS)]
-)
-def test_bad_input_is_refused_by_name_with_the_value_and_a_remedy(call, message):
-    error = error_of(call)
-    said = f"{type(error).__name__}: {error}"
-    assert re.fullmatch(".*".join(map(re.escape, message.split("..."))), said, re.DOTALL), said
+@pytest.mark.parametrize("message", TABLE)
+def test_bad_input_is_refused_by_name(message):
+    for row in TABLE[message]:
+        name, call = row if isinstance(row, tuple) else ("", row)
+        said = f"{type(error_of(call)).__name__}: {error_of(call)}"
+        assert said.startswith(message.format(name)), said
+        assert said.endswith("."), said
 
 
 def errors_and_checks():
     """Yield the places where the package raises an error for bad input or calls a check."""
-    relevant = re.compile(r"raise (Type|Value)Error\(|checks\.(?!as_float32)\w+\(")
+    relevant = re.compile(r"raise (Type|Value)Error\(|checks\.(?!as_float32|warn)\w+\(")
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Raise | ast.Call) and relevant.match(ast.unparse(node)):
@@ -712,8 +571,11 @@ def errors_and_checks():
 def test_every_error_and_every_check_of_the_package_is_reached_from_the_table():
     reached = {
         (frame.filename, frame.lineno)
-        for call, _ in ROWS
-        for frame in traceback.extract_tb(error_of(call).__traceback__)
+        for rows in TABLE.values()
+        for row in rows
+        for frame in traceback.extract_tb(
+            error_of(row[1] if isinstance(row, tuple) else row).__traceback__
+        )
     }
     missing = [
         f"{path}:{lines[0]}"
@@ -721,6 +583,11 @@ def test_every_error_and_every_check_of_the_package_is_reached_from_the_table():
         if reached.isdisjoint((path, line) for line in lines)
     ]
     assert not missing
+
+
+def test_a_number_as_policy_is_refused_with_the_policy_to_write():
+    for call in (lambda: ols.update(STATE, True, 8.0), lambda: check_health(STATE, policy=8.0)):
+        assert "`FixedLossScale(x)`" in str(error_of(call))
 
 
 ACCEPTED = [
@@ -739,18 +606,17 @@ ACCEPTED = [
     *given(health, "loss_scale", 2.0**-126, 2.0**126),
     *given(health, " ".join(COUNTS), 0),
     *given(ols.Spike, "sigmas", 1.5 + 2.0**-22, FLOAT32_MAX),
-    *given(spike_health, "held", jnp.int32(0), jnp.int32(128)),
+    *(("held", lambda x=x: check_health(holding(rule_state=(x,)))) for x in (SPIKES, FULL)),
     *given(check_health, "max_consecutive_skipped", 0, opt_state=STATE),
     *given(suggest_scale, "headroom", np.int64(0)),
     *given(exponents, "dtype", "float32"),
+    *given(take, "value", None, 1, True, np.float16(1), {"a": jnp.int32(1)}),
 ]
 
 
-@pytest.mark.parametrize(
-    "call", [call for call, *_ in ACCEPTED], ids=[f"{name}={got}" for _, name, got in ACCEPTED]
-)
-def test_the_bounds_themselves_are_accepted(call):
-    call()
+def test_the_bounds_themselves_are_accepted():
+    for _, call in ACCEPTED:
+        call()
 
 
 def test_numbers_of_numpy_become_numbers_of_python():

@@ -14,11 +14,9 @@ import numpy as np
 import optax
 import pytest
 from jax.dtypes import float0
-from jax.experimental import checkify
 from optimizers import OPTIMIZERS, tiers
 
 import optax_lossscale as ols
-from optax_lossscale._step import keep
 
 pytestmark = pytest.mark.integration
 
@@ -91,58 +89,13 @@ def test_skipped_steps_leave_no_trace_in_the_derivative(name, derivative):
         )
 
 
-@pytest.mark.usefixtures("off_the_cpu")  # where bad gradients are not zeroed
-@pytest.mark.parametrize("derivative", MODES)
-@pytest.mark.parametrize("name", tiers({"adafactor"}))
-def test_they_leave_none_off_the_cpu(name, derivative):
-    test_skipped_steps_leave_no_trace_in_the_derivative(name, derivative)
-
-
-def float_error(fun, *args):
-    """Return where a function first makes NaN or divides by zero, or None."""
-    error, _ = jax.jit(checkify.checkify(fun, errors=checkify.float_checks))(*args)
-    return error.get() and error.get().splitlines()[0]
-
-
-@pytest.mark.parametrize("name", tiers({"adam"}))
-def test_what_is_thrown_away_makes_no_nan_and_divides_by_no_zero(name, monkeypatch):
-    optimizer = OPTIMIZERS[name]
-    bare = jax.grad(functools.partial(train, optimizer.plain(), optimizer, 1.0))
-    tx = ols.with_loss_scaling(optimizer.make(), 8.0)
-    wrapped = jax.grad(functools.partial(train, tx, optimizer, 8.0))
-    try:
-        if float_error(bare, THETA, plan(())):
-            pytest.skip("the bare optimizer does")
-    except ValueError as error:
-        pytest.skip(f"the bare optimizer has no derivative: {error}")
-    found = float_error(wrapped, THETA, plan((1, 3)))
-    # Optimizers that divide by the norm of the gradients do so by that of zeros, too.
-    monkeypatch.setattr(keep, "_leaves_read_later", lambda *_: {})
-    jax.clear_caches()
-    assert found == float_error(wrapped, THETA, plan((1, 3)))
-    assert name != "adam" or found is None
-
-
-@pytest.mark.slow
-def test_a_zero_in_its_place_would_be_divided_by(monkeypatch):
-    # Proves that the test above can fail: Adam takes the root of its second moment.
-    optimizer = OPTIMIZERS["adam"]
-    tx = ols.with_loss_scaling(optimizer.make(), 8.0)
-    monkeypatch.setattr(keep, "_THROWN_AWAY", 0.0)
-    assert float_error(jax.grad(functools.partial(train, tx, optimizer, 8.0)), THETA, plan((1, 3)))
-
-
-@pytest.mark.parametrize("platform", ["cpu", "another"])
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "derivative",
     [jax.grad, jax.jacfwd, lambda f: jax.grad(jax.grad(f))],
     ids=["reverse", "forward", "second"],
 )
-def test_a_learning_rate_that_is_differentiated_is_closed_over(derivative, platform, request):
-    if platform == "another":
-        request.getfixturevalue("off_the_cpu")
-
+def test_a_learning_rate_that_is_differentiated_is_closed_over(derivative):
     def last(learning_rate, added):
         tx = ols.with_loss_scaling(optax.adam(learning_rate), 8.0)
         params = jnp.array([1.0, -2.0, 0.5])
@@ -176,7 +129,7 @@ def test_what_a_rule_remembers_has_no_derivative(rule):
     )
     wanted, remembered = transposed((jnp.ones(2), cotangents))
     np.testing.assert_allclose(wanted, 0.8)
-    np.testing.assert_array_equal(remembered.rule_state.values, 0)
+    np.testing.assert_array_equal(remembered.rule_state[0].values, 0)
 
 
 def test_a_step_that_is_skipped_eagerly_leaves_none():

@@ -17,12 +17,7 @@ import pytest
 from plain_where import assert_same_bits, types
 
 import optax_lossscale as ols
-from optax_lossscale.keras import (
-    DecayedState,
-    EmaParamsState,
-    ema_params,
-    loss_scale_optimizer,
-)
+from optax_lossscale.keras import DecayedState, EmaParamsState, ema_params, loss_scale_optimizer
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 import keras
@@ -175,17 +170,16 @@ def test_every_argument_does_what_it_does_in_keras(rate, arguments):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("scale", "grad", "theirs", "ours"),
+    ("start_at", "grad", "theirs", "ours"),
     [
         # A finite step, and then zero times infinity forever.
-        ((2.0**126, 1), 0.0, [2.0**127, *[np.inf] * 3], [2.0**126] * 4),
-        ((4.0, 2000), np.inf, [2, 1, 0.5, 0.25], [2, 1, 1, 1]),
+        (2.0**126, 0, [2.0**127, *[np.inf] * 3], [2.0**126] * 4),
+        (4.0, np.inf, [2, 1, 0.5, 0.25], [2, 1, 1, 1]),
     ],
-    ids=["grows", "shrinks"],
 )
-def test_keras_loss_scale_has_no_bounds_ours_has(scale, grad, theirs, ours):
-    history, params = [{"p": np.float32(grad)}] * 4, {"p": np.float32(1.0)}
-    scale = dict(zip(SCALE, scale, strict=True))
+def test_keras_loss_scale_has_no_bounds_ours_has(start_at, grad, theirs, ours):
+    history, params = [{"p": np.float32(grad)}] * 4, {"p": np.float32(1)}
+    scale = {"initial_scale": start_at, "dynamic_growth_steps": 1}
     steps = run_keras(keras.optimizers.SGD(0.1), history, params, scale)
     assert [step.loss_scale for step in steps] == theirs
     steps = run_ours(loss_scale_optimizer(optax.sgd(0.1), **scale), history, params)
@@ -335,23 +329,16 @@ def test_integer_params_are_their_own_average_and_no_average_is_weakly_typed():
     assert params["p"].tolist() == ema_params(state)["p"].tolist() == 2.0
 
 
-@pytest.mark.parametrize(
-    ("distance", "compile_", "ulps"),
-    [("near", lambda f: f, 0), ("far", lambda f: f, 1), ("far", jax.jit, 2)],
-    ids=["near", "far", "far, under jit"],
-)
+@pytest.mark.parametrize(("run", "ulps"), [(lambda f: f, 1), (jax.jit, 2)])
 @pytest.mark.slow
-def test_the_average_replaces_the_params_as_closely_as_an_addition_can(distance, compile_, ulps):
+def test_the_average_replaces_the_params_as_closely_as_an_addition_can(run, ulps):
     rng = np.random.default_rng(2)
     old = rng.normal(size=4096).astype(np.float32)
-    # The average depends on how much the inner optimizer changes the params: little, or a lot.
-    ratio = rng.uniform(0.6, 1.9, 4096)
-    if distance == "far":
-        ratio = 10 ** rng.uniform(-9, 9, 4096) * rng.choice([-1, 1], 4096)
+    ratio = 10 ** rng.uniform(-9, 9, 4096) * rng.choice([-1, 1], 4096)
     new = (old * ratio).astype(np.float32)
     become = optax.stateless(lambda _, params: new - params)
     tx = loss_scale_optimizer(become, use_ema=True, ema_overwrite_frequency=1)
-    after, state = compile_(functools.partial(take, tx))(jnp.asarray(old), tx.init(old), old)
+    after, state = run(functools.partial(take, tx))(jnp.asarray(old), tx.init(old), old)
     ema = np.asarray(ema_params(state))
     error = np.abs(np.asarray(after, np.float64) - ema)
     assert (error <= ulps * np.spacing(np.maximum(np.abs(old), np.abs(ema)))).all()

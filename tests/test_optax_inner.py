@@ -159,8 +159,8 @@ def test_init_takes_shapes_in_place_of_arrays(training):
     shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
     try:
         training.inner.init(shapes)
-    except (TypeError, AttributeError, ValueError):
-        return  # this optimizer's `init` reads its params
+    except (TypeError, AttributeError, ValueError) as error:
+        pytest.skip(f"the bare optimizer's `init` reads its params: {error}")
     assert types(training.tx.init(shapes)) == types(state)
 
 

@@ -88,9 +88,12 @@ class Twice:
         del params
         return jnp.zeros((), jnp.int32)
 
-    def update(self, state, grads, params, *, value, **_):
+    def measure(self, grads, params, *, value, **_):
         del grads, params
-        skip = (value > 100) & (state < 2)
+        return value
+
+    def judge(self, state, measure):
+        skip = (measure > 100) & (state < 2)
         return skip, state + skip
 
 
@@ -487,7 +490,7 @@ def run(program, folder):
                 holder.opt_state(carry),
                 holder.parameters(carry),
                 (consecutive, total, weights),
-                atol=0.05 if program.two_bytes else 0,
+                atol=0.05 if program.two_bytes else 1e-6,
             )
     assert total == sum(skipped(program))
 

@@ -133,26 +133,6 @@ def test_every_sequence_of_flags_gives_what_the_written_rule_gives(policy, step)
     assert_states_equal(states, np.array([trajectory(step, *run) for run in runs]))
 
 
-def test_the_default_rule_grows_on_exactly_the_2000th_finite_step():
-    policy = ols.DynamicLossScale()
-    scales = trajectories(
-        policy, states_of([Reference(8.0)]), np.ones((1, 4000, 2), bool)
-    ).loss_scale
-    assert scales[0].tolist() == [8.0] * 1999 + [16.0] * 2000 + [32.0]
-
-
-@pytest.mark.slow
-def test_the_rule_is_the_same_however_it_is_run(runner):
-    policy, step = CASES["consecutive 3"]
-    update = runner(lambda state, good, loss: policy.update(state, good, loss_finite=loss))
-    state = policy.init()
-    expected = Reference(float(state.loss_scale))
-    for kind in "TFLFFTT":
-        state = update(state, *map(jnp.asarray, KINDS[kind]))
-        expected = step(expected, *KINDS[kind])
-        assert_states_equal(state, np.array(expected))
-
-
 @pytest.mark.parametrize(
     ("policy", "name"),
     [(ols.DynamicLossScale(8), "initial_scale"), (ols.FixedLossScale(8), "scale")],

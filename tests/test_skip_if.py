@@ -319,6 +319,7 @@ def test_all_members_of_an_axis_skip_together_after_one_collective(rule, skipped
         np.testing.assert_array_equal(state.rule_state[0].values, [[0, 3]] * 4)
 
 
+@pytest.mark.needs_xla
 @pytest.mark.slow
 def test_a_step_takes_next_to_no_memory():
     shapes = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 6

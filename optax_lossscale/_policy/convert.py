@@ -4,7 +4,6 @@ import numbers
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
-import numpy as np
 from jax.typing import ArrayLike
 
 from optax_lossscale._policy.policies import DynamicLossScale, FixedLossScale
@@ -14,21 +13,19 @@ from optax_lossscale._support import checks
 
 @runtime_checkable
 class LossScale(Protocol):
-    """The interface of a policy. Any object with these members is a policy.
+    """The interface of a policy: any object with these members is one.
 
-    `init` and `update` must be pure and traceable, and `update` must return a state of the same
-    type, shapes and dtypes as its argument. It need not count skipped steps: `update` and
-    `with_loss_scaling` do, after it. The object itself holds Python values only and should be
-    hashable.
-
-    Attributes:
-      skip_nonfinite: Whether a step with non-finite gradients is skipped. If false, nothing is
-        checked, and `update` receives `grads_finite=True`, unless there is a rule (`skip_if`).
+    `init` and `update` must be pure and traceable. The object itself holds Python values only and
+    should be hashable.
     """
 
     @property
     def skip_nonfinite(self) -> bool:
-        """Whether a step with non-finite gradients is skipped."""
+        """Whether a step with non-finite gradients is skipped.
+
+        If false, nothing is checked, unless there is a rule (`skip_if`), and `update` receives
+        `grads_finite=True`.
+        """
         ...
 
     def init(self) -> LossScaleState:
@@ -38,14 +35,15 @@ class LossScale(Protocol):
     def update(
         self, state: LossScaleState, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True
     ) -> LossScaleState:
-        """Return the state after a step with these flags."""
+        """Return the state after a step, of the same type, shapes and dtypes.
+
+        Skipped steps are counted afterwards, by `optax_lossscale.update` and the guard.
+        """
         ...
 
 
 #: Everything that `as_loss_scale` turns into a policy.
 LossScaleLike: TypeAlias = LossScale | Literal["dynamic"] | float | Mapping[str, Any] | None
-
-_POLICIES = {cls.__name__: cls for cls in (FixedLossScale, DynamicLossScale)}
 
 
 def as_loss_scale(loss_scale: LossScaleLike) -> LossScale:
@@ -72,29 +70,28 @@ def as_loss_scale(loss_scale: LossScaleLike) -> LossScale:
       >>> ols.as_loss_scale(None)
       FixedLossScale(scale=1.0, skip_nonfinite=False)
     """
-    accepted = (
-        "a policy (FixedLossScale, DynamicLossScale, or an object with `init`, `update` and "
-        '`skip_nonfinite`), "dynamic", an int or a float, None, or a dict from `get_config`'
-    )
     if isinstance(loss_scale, LossScale) and not isinstance(loss_scale, type):
         return loss_scale
     if loss_scale is None:
         return FixedLossScale(1.0, skip_nonfinite=False)
-    if isinstance(loss_scale, str):
-        if loss_scale == "dynamic":
-            return DynamicLossScale()
-        raise ValueError(f"`loss_scale` must be {accepted}; got {loss_scale!r}.")
+    if isinstance(loss_scale, str) and loss_scale == "dynamic":
+        return DynamicLossScale()
     if isinstance(loss_scale, Mapping):
         class_name = loss_scale.get("class_name")
-        if not isinstance(class_name, str) or class_name not in _POLICIES:
-            raise ValueError(
-                f"`loss_scale` must name a class in {sorted(_POLICIES)}, got "
-                f"class_name={class_name!r}. Call `from_config` of your own class instead."
-            )
-        return _POLICIES[class_name].from_config(loss_scale)
+        for cls in (DynamicLossScale, FixedLossScale):
+            if class_name == cls.__name__:
+                return cls.from_config(loss_scale)
+        raise ValueError(
+            "`loss_scale` must name a class in ['DynamicLossScale', 'FixedLossScale'], got "
+            f"class_name={class_name!r}. Call `from_config` of your own class instead."
+        )
     if isinstance(loss_scale, numbers.Real) and not isinstance(loss_scale, bool):
         return FixedLossScale(checks.scale_number("loss_scale", loss_scale))
-    raise TypeError(f"`loss_scale` must be {accepted}; got {loss_scale!r}.")
+    raise (ValueError if isinstance(loss_scale, str) else TypeError)(
+        "`loss_scale` must be a policy (FixedLossScale, DynamicLossScale, or an object with "
+        '`init`, `update` and `skip_nonfinite`), "dynamic", an int or a float, None, or a dict '
+        f"from `get_config`; got {loss_scale!r}."
+    )
 
 
 def init(loss_scale: LossScaleLike = "dynamic") -> LossScaleState:
@@ -123,10 +120,10 @@ def update(
     Args:
       state: The state that the loss was scaled with.
       grads_finite: Whether every gradient is finite, from `unscale_and_check`. `bool[]`.
-      policy: The policy that `state` was made with, the same at every step; `"dynamic"`, a dict
-        from `get_config`, or None where `state` is that of `init(None)`.
-      loss_finite: Whether the loss itself is finite. If not, the step is skipped, and
-        `loss_patience` of `DynamicLossScale` says when it counts as an overflow. `bool[]`.
+      policy: The policy that `state` was made with, `"dynamic"`, a dict from `get_config`, or None
+        where `state` is that of `init(None)`.
+      loss_finite: Whether the loss itself is finite. If not, the step is skipped; see
+        `loss_patience` of `DynamicLossScale`. `bool[]`.
 
     Returns:
       The state to scale the next loss with. The same type, shapes and dtypes as `state`.
@@ -144,9 +141,7 @@ def update(
     """
     checks.policy(policy)
     policy = as_loss_scale(policy)
-    applied = checks.flag("grads_finite", grads_finite) & checks.flag("loss_finite", loss_finite)
-    # In Python, `~True` is -2.
-    flags = (np.bool_(f) if isinstance(f, bool) else f for f in (grads_finite, loss_finite))
-    grads_finite, loss_finite = flags
+    grads_finite = checks.flag("grads_finite", grads_finite)
+    loss_finite = checks.flag("loss_finite", loss_finite)
     new = strongly_typed(policy.update(state, grads_finite, loss_finite=loss_finite))
-    return count_step(new, state, applied) if policy.skip_nonfinite else new
+    return count_step(new, state, grads_finite & loss_finite) if policy.skip_nonfinite else new

@@ -1,7 +1,7 @@
 """Policies and their update rule."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import jax
@@ -33,11 +33,7 @@ class _Policy:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Build the policy that `get_config` described.
-
-        Args:
-          config: A dict from `get_config`. Missing hyper-parameters take their defaults, and
-            `class_name` is optional.
+        """Build the policy that `get_config` described; what is missing takes its default.
 
         Raises:
           TypeError: If `config` is not a mapping.
@@ -63,18 +59,22 @@ class _Policy:
             )
         return cls(**hyperparams)
 
+    def _check_each(self, **kinds: Callable[[str, Any], object]) -> None:
+        """Check each hyper-parameter, and keep it as a Python number or bool."""
+        for name, check in kinds.items():
+            # The documented way to set a field of a frozen dataclass.
+            object.__setattr__(self, name, check(name, getattr(self, name)))
+
 
 @dataclasses.dataclass(frozen=True)
 class FixedLossScale(_Policy):
     """A constant loss scale.
 
     Args:
-      scale: The loss scale. A number in [2**-126, 2**126]; a power of two makes scaling and
-        unscaling exact.
-      skip_nonfinite: Whether a step whose gradients are not finite is skipped. If false, nothing
-        is checked, every step is applied and the counters are unchanged, at no cost for the check
-        (TensorFlow's `FixedLossScale`, MindSpore's `drop_overflow_update=False`), unless there is a
-        rule: see `skip_if`.
+      scale: A number in [2**-126, 2**126]; a power of two makes scaling and unscaling exact.
+      skip_nonfinite: Whether a step whose gradients are not finite is skipped. If false, and there
+        is no rule (`skip_if`), nothing is checked, every step is applied and nothing is counted, as
+        in TensorFlow's `FixedLossScale` and with MindSpore's `drop_overflow_update=False`.
 
     Raises:
       TypeError: If `scale` is not a real number.
@@ -93,8 +93,7 @@ class FixedLossScale(_Policy):
 
     def __post_init__(self) -> None:
         """Check the hyper-parameters."""
-        _set(self, "scale", checks.scale_number("scale", self.scale))
-        _set(self, "skip_nonfinite", checks.boolean("skip_nonfinite", self.skip_nonfinite))
+        self._check_each(scale=checks.scale_number, skip_nonfinite=checks.boolean)
 
     def init(self) -> LossScaleState:
         """Return the state before the first step."""
@@ -116,12 +115,10 @@ class FixedLossScale(_Policy):
 class DynamicLossScale(_Policy):
     """A loss scale that follows the largest value at which gradients stay finite.
 
-    At each step, a loss scale that is NaN or out of its bounds is clamped into them, NaN to
-    `min_scale`. Then the first case that applies is used::
+    The first case that applies is used::
 
         loss not finite, and consecutive_skipped + 1 < loss_patience:
                            growth_count = 0
-                           (most often a bad batch, which a smaller loss scale does not fix)
         grads not finite, or a loss that is not finite for longer:
                            growth_count = 0
                            overflow_count = min(overflow_count + 1, hysteresis)
@@ -134,29 +131,26 @@ class DynamicLossScale(_Policy):
                                growth_count = 0; overflow_count = 0
 
     The first two skip the step and add one to `consecutive_skipped` and `total_skipped`. The last
-    applies it and sets `consecutive_skipped` to 0, unless a rule (`skip_if`) skips it. So the loss
-    scale grows on exactly the `growth_interval`-th finite step in a row. Powers of two make scaling
-    and unscaling exact; other values work.
+    applies it and sets `consecutive_skipped` to 0, unless a rule (`skip_if`) skips it. Before each
+    step, a loss scale out of its bounds is clamped into them, NaN to `min_scale`. Powers of two
+    make scaling and unscaling exact; other values work.
 
     Args:
       initial_scale: The loss scale of the first step. If it is too large, the first few steps are
         skipped until it fits; if it is too small, gradients underflow until it has grown.
       growth_interval: Finite steps in a row after which the loss scale grows. A smaller number
         follows the gradients faster and skips more steps: about one in `growth_interval`.
-      growth_factor: What the loss scale is multiplied by when it grows. Greater than 1.
-      backoff_factor: What the loss scale is multiplied by on an overflow. Between 0 and 1.
-      min_scale: The loss scale never backs off below this. Values below 1 are allowed, for
-        gradients that are too large for float16 even unscaled.
-      max_scale: The loss scale never grows above this.
-      hysteresis: Overflows after which the loss scale backs off. Every step that overflows is
-        skipped; 2 or more lets a rare bad batch pass without a change of the loss scale.
-      consecutive_hysteresis: When the count of overflows is reset. False: when the loss scale
-        grows (Megatron-LM, DeepSpeed's default); until then every further overflow backs off.
-        True: on every finite step as well (Apex, NeMo), so that only overflows in a row back off.
+      growth_factor: Greater than 1.
+      backoff_factor: Between 0 and 1.
+      min_scale: The least loss scale. Below 1 for gradients that overflow even unscaled.
+      max_scale: The greatest loss scale.
+      hysteresis: Overflows after which the loss scale backs off. 2 or more lets a rare overflow
+        pass; its step is skipped all the same.
+      consecutive_hysteresis: Whether each finite step resets the count of overflows (Apex, NeMo),
+        and not growth alone (Megatron-LM, DeepSpeed's default).
       loss_patience: Skipped steps in a row at which a loss that is not finite counts as an
-        overflow. 1: at once. 2 or more: not before, since most often the batch is bad, which a
-        smaller loss scale does not fix. It does where the loss itself depends on the loss scale,
-        as in a gradient penalty whose inner gradient is scaled with the same state.
+        overflow. Before that, the batch is most likely bad, which a smaller loss scale does not
+        fix. It does where the loss itself depends on the loss scale, as in a gradient penalty.
 
     Raises:
       TypeError: If a hyper-parameter is of the wrong type.
@@ -200,14 +194,12 @@ class DynamicLossScale(_Policy):
                 "MindSpore the third argument is `scale_window`; here that is the second, "
                 "`growth_interval`."
             )
-        for name in ("initial_scale", "min_scale", "max_scale"):
-            _set(self, name, checks.scale_number(name, getattr(self, name)))
-        for name in ("growth_interval", "hysteresis", "loss_patience"):
-            _set(self, name, checks.count(name, getattr(self, name)))
-        for name in ("growth_factor", "backoff_factor"):
-            _set(self, name, checks.finite_number(name, getattr(self, name)))
-        is_consecutive = checks.boolean("consecutive_hysteresis", self.consecutive_hysteresis)
-        _set(self, "consecutive_hysteresis", is_consecutive)
+        self._check_each(
+            **dict.fromkeys(("initial_scale", "min_scale", "max_scale"), checks.scale_number),
+            **dict.fromkeys(("growth_interval", "hysteresis", "loss_patience"), checks.count),
+            **dict.fromkeys(("growth_factor", "backoff_factor"), checks.finite_number),
+            consecutive_hysteresis=checks.boolean,
+        )
         # Compared in float32, where 1 + 1e-9 is 1 and the loss scale would never grow.
         if not checks.as_float32(self.growth_factor) > 1:
             raise ValueError(
@@ -257,7 +249,7 @@ class DynamicLossScale(_Policy):
             jnp.where(applied if self.consecutive_hysteresis else grows, 0, state.overflow_count),
         )
         backs_off = is_overflow & (overflow_count >= self.hysteresis)
-        # A loss scale that is NaN or out of bounds, through damage or an edit by hand, recovers.
+        # A loss scale that is NaN or out of bounds recovers.
         scale = jnp.fmin(jnp.fmax(state.loss_scale, self.min_scale), self.max_scale)
         grown = jnp.minimum(scale * self.growth_factor, self.max_scale)
         backed_off = jnp.maximum(scale * self.backoff_factor, self.min_scale)
@@ -273,10 +265,6 @@ def _checked(
 ) -> tuple[LossScaleState, jax.Array, jax.Array]:
     flags = checks.flag("grads_finite", grads_finite), checks.flag("loss_finite", loss_finite)
     return strongly_typed(state), *flags
-
-
-def _set(policy: FixedLossScale | DynamicLossScale, name: str, value: object) -> None:
-    object.__setattr__(policy, name, value)  # the documented way to set a frozen dataclass's field
 
 
 for _public in (FixedLossScale, DynamicLossScale):

@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from optax_lossscale._state import WithLossScalingState, current_scale
+from optax_lossscale._state import current_scale, warn_of_what_stands_outside
 from optax_lossscale._step.cast import cast_named
 from optax_lossscale._step.scale import scale_by
 from optax_lossscale._support import checks
 from optax_lossscale._support.jaxprs import argument_names
-from optax_lossscale._support.outside import warn_of_what_stands_outside
 from optax_lossscale._support.products import products_of, total_flops
 from optax_lossscale._support.tree import PyTree, is_inexact
 
@@ -83,7 +82,7 @@ def value_and_grad(
         nonlocal is_first_call
         loss_scale = current_scale("state", state)
         if is_first_call:
-            warn_of_what_stands_outside(state, WithLossScalingState)
+            warn_of_what_stands_outside(state)
             is_first_call = False
 
         def scaled(*args: Any, **kwds: Any) -> tuple[Any, Any]:

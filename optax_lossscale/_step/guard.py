@@ -7,8 +7,8 @@ and without a loss scale.
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_lossscale._policy import FixedLossScale, LossScale, LossScaleLike, as_loss_scale, init
@@ -27,7 +27,6 @@ from optax_lossscale._step.scale import unscale_by
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import AxisName
 from optax_lossscale._support.choose import all_true
-from optax_lossscale._support.tree import PyTree
 
 
 def with_loss_scaling(
@@ -194,22 +193,20 @@ def _guard(
         loss_scale = current_scale("state", scale_state)
         grads = unscale_by(updates, loss_scale, keep_dtypes=not is_scaled)
         if policy.skip_nonfinite or rules:
+            value = extra_args.get("value")
+            checks.loss("value", value)
             # Of gradients that keep their dtype, those given: a check of them by hand is the same.
-            finite = all_finite(grads if is_scaled else updates)
-            applied, (grads_finite, loss_finite), rule_state = _decide(
-                finite,
-                rules,
-                rule_state,
-                grads,
-                params,
-                extra_args=extra_args,
-                axis_name=axis_name,
-            )
+            flags = [all_finite(grads if is_scaled else updates), all_finite(value)]
+            measures = measures_of(rules, flags[0] & flags[1], grads, params, extra_args)
+            (grads_finite, loss_finite), measures = agree(flags, axis_name, measures)
+            finite = grads_finite & loss_finite
+            keeps, rule_state = judge(rules, rule_state, measures, finite)
+            applied = all_true([finite, *keeps]) if rules else finite
             updates, inner_state = step_where(
                 applied, inner, grads, inner_state, params, extra_args=extra_args
             )
         else:
-            applied = grads_finite = loss_finite = jnp.asarray(True)
+            applied, grads_finite, loss_finite = jnp.asarray(True), np.True_, np.True_
             updates, inner_state = take_step(inner, grads, inner_state, params, extra_args)
         new_scale_state = policy.update(scale_state, grads_finite, loss_finite=loss_finite)
         scale_state = count_step(new_scale_state, scale_state, applied)
@@ -220,30 +217,3 @@ def _guard(
         return updates, WithLossScalingState(scale_state, rule_state, inner_state)
 
     return Guard(init_fn, update_fn)
-
-
-def _decide(
-    finite: jax.Array,
-    rules: tuple[Rule, ...],
-    rule_state: tuple[PyTree, ...],
-    grads: optax.Updates,
-    params: optax.Params | None,
-    *,
-    extra_args: dict[str, Any],
-    axis_name: AxisName | None,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array], tuple[PyTree, ...]]:
-    """Check the gradients and the loss, ask the rules, and decide for all members of the axis.
-
-    Returns:
-      Whether the step is applied, whether its gradients and its loss are finite (`bool[]` each),
-      and the states of the rules after it.
-    """
-    value = extra_args.get("value")
-    checks.loss("value", value)
-    flags = [finite, all_finite(value)]
-    measures = measures_of(rules, flags[0] & flags[1], grads, params, extra_args)
-    (grads_finite, loss_finite), measures = agree(flags, axis_name, measures)
-    finite = grads_finite & loss_finite
-    keeps, rule_state = judge(rules, rule_state, measures, finite)
-    applied = all_true([finite, *keeps]) if rules else finite
-    return applied, (grads_finite, loss_finite), rule_state

@@ -261,3 +261,6 @@ class Spike:
         return is_spike | ~is_number, jax.tree.map(
             lambda new, old: jnp.where(is_number, new, old), after, state
         )
+
+
+Spike.__module__ = "optax_lossscale"  # the name in pickles, as of its state

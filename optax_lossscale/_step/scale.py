@@ -129,7 +129,8 @@ def unscale_by(grads: Tree, loss_scale: jax.Array, *, keep_dtypes: bool = False)
             return leaf
         value = at_least_float32(leaf)
         if jnp.iscomplexobj(value):  # by parts: a product with 1 + 0j loses the signs of zeros
-            unscaled = jax.lax.complex(value.real * reciprocal, value.imag * reciprocal)
+            times = reciprocal.astype(value.real.dtype)
+            unscaled = jax.lax.complex(value.real * times, value.imag * times)
         else:
             unscaled = value * reciprocal.astype(value.dtype)
         if not keep_dtypes:

@@ -1,13 +1,15 @@
-"""Reading jaxprs, the programs that JAX traces."""
+"""Jaxprs, the programs that JAX traces: making and reading them."""
 
 import inspect
 import linecache
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import jax
+
+from optax_lossscale._support.tree import KeyPath, is_array
 
 # `jax.extend.core` has these classes. Importing it takes as long as all else of the package.
 Jaxpr: TypeAlias = Any
@@ -16,16 +18,39 @@ Equation: TypeAlias = Any
 Variable: TypeAlias = Any
 
 
+def trace(
+    fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[ClosedJaxpr, list[tuple[KeyPath, Any]]]:
+    """Return the jaxpr of `fun`, and its inputs: arrays, with their key paths in `(args, kwargs)`.
+
+    Arrays and `jax.ShapeDtypeStruct`s are traced; every other leaf stays as it is. Arrays that the
+    function writes into its arguments, such as modules of `flax.nnx`, are among its results.
+    """
+    leaves, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs))
+    is_traced = [is_array(x) or isinstance(x, jax.ShapeDtypeStruct) for _, x in leaves]
+    inputs = [leaf for leaf, t in zip(leaves, is_traced, strict=True) if t]
+
+    def on_arrays(arrays: Sequence[Any]) -> list[Any]:
+        replaced = iter(arrays)
+        both = [next(replaced) if t else x for (_, x), t in zip(leaves, is_traced, strict=True)]
+        inner_args, inner_kwargs = jax.tree.unflatten(treedef, both)
+        results = jax.tree.leaves(fun(*inner_args, **inner_kwargs))
+        given = set(map(id, both))
+        written = [x for x in jax.tree.leaves((inner_args, inner_kwargs)) if id(x) not in given]
+        return [x for x in [*results, *written] if is_array(x)]
+
+    return jax.make_jaxpr(on_arrays)([x for _, x in inputs]), inputs
+
+
 def argument_names(fun: Callable[..., Any], number: int) -> list[str]:
     """Return the names of this many positional arguments in the signature of `fun`."""
     try:
         parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):  # of some functions written in C
         parameters = []
-    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [p.name for p in parameters if p.kind in by_position][:number]
-    rest = (p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL)
-    rest = next(rest, "args")
+    by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    names = [p.name for p in by_position[:number]]
+    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
     return [*names, *(f"{rest}[{i}]" for i in range(number - len(names)))]
 
 

@@ -17,21 +17,13 @@ from optax_lossscale._support.jaxprs import (
 
 
 class Product(NamedTuple):
-    """A matrix product or convolution in a traced program.
+    """A matrix product or convolution in a traced program."""
 
-    Attributes:
-      dtype: The name of the wider dtype of its operands; the names of both if they are as wide.
-      itemsize: The bytes of a number of that dtype.
-      times: How often it runs.
-      flops: The operations of all its runs: a multiplication and an addition are two.
-      equations: Its equation, and those that it lies within, the innermost first.
-    """
-
-    dtype: str
-    itemsize: int
-    times: int
-    flops: int
-    equations: tuple[Equation, ...]
+    dtype: str  # the wider dtype of its operands, or both if they are as wide
+    itemsize: int  # the bytes of a number of that dtype
+    times: int  # how often it runs
+    flops: int  # the operations of all its runs: a multiplication and an addition are two
+    equations: tuple[Equation, ...]  # its own, and those that it lies within, the innermost first
 
     def source(self) -> str:
         """Return the line of the user's code that it comes from, with its file; `""` if none."""
@@ -69,10 +61,13 @@ def _products(
             dtypes = {x.dtype.name for x in (lhs, rhs) if x.dtype.itemsize == widest}
             yield Product(" x ".join(sorted(dtypes)), widest, times, times * flops, path)
             continue
-        inside = []
-        for inner in _run_by(equation):
-            inner_used = _used_of(inner, equation, results)
-            inside.append(list(_products(inner, inner_used, times * _iterations(equation), path)))
+        # A linear solve holds the product that it inverts, too.
+        solve = [equation.params["jaxprs"].solve.jaxpr] if name == "custom_linear_solve" else None
+        again = times * _iterations(equation)
+        inside = [
+            list(_products(inner, _used_of(inner, equation, results), again, path))
+            for inner in solve or inner_jaxprs(equation)
+        ]
         yield from _largest(inside) if name == "cond" else itertools.chain(*inside)
 
 
@@ -92,14 +87,6 @@ def _used_of(inner: Jaxpr, equation: Equation, is_used: list[bool]) -> list[bool
     ranks = zip(inner.outvars, equation.outvars, strict=True)
     carried = [name == "scan" and x.aval.ndim == y.aval.ndim for x, y in ranks]
     return [u or c for u, c in zip(is_used, carried, strict=True)]
-
-
-def _run_by(equation: Equation) -> Iterator[Jaxpr]:
-    """Yield the functions that an equation runs."""
-    if _name(equation) == "custom_linear_solve":  # it holds the product that it inverts
-        yield equation.params["jaxprs"].solve.jaxpr
-    else:
-        yield from inner_jaxprs(equation)
 
 
 def _name(equation: Equation) -> str:
@@ -131,13 +118,10 @@ def _of_convolution(params: Mapping[str, Any], _: Any, kernel: Any, result: Any)
     return 2 * result.size * kernel.size // channels // zeros
 
 
-def _of_scaled_product(_: Mapping[str, Any], lhs: Any, __: Any, result: Any) -> int:
-    return 2 * result.size * lhs.shape[-1]
-
-
 _FLOPS = {
     "dot_general": _of_dot,
     "ragged_dot_general": _of_dot,
     "conv_general_dilated": _of_convolution,
-    "scaled_matmul_wrapper": _of_scaled_product,  # `jax.nn.scaled_matmul`, scaled by blocks
+    # `jax.nn.scaled_matmul`, scaled by blocks
+    "scaled_matmul_wrapper": lambda _, lhs, __, result: 2 * result.size * lhs.shape[-1],
 }

@@ -57,10 +57,9 @@ def at_least_float32(leaf: Any) -> Any:
 def is_fp8_metadata(path: KeyPath) -> bool:
     """Return whether a leaf is what Flax's fp8 layers know of their tensors: scales and maxima.
 
-    It lies under a key of this name. Its "gradient" is its new value, which was never scaled.
+    Its "gradient" is its new value, which was never scaled.
     """
-    names = (key.key for key in path if isinstance(key, jax.tree_util.DictKey))
-    return FP8_METADATA in names
+    return jax.tree_util.DictKey(FP8_METADATA) in path
 
 
 def has_fp8_metadata(params: Any) -> bool:
@@ -132,7 +131,7 @@ def read_as(kinds: tuple[type[Any], ...], node: Any) -> Any:
 def as_strong_array(leaf: Any, dtype: Any = None) -> Any:
     """Return `leaf` as a strongly typed array if it is a Python number or a weakly typed one."""
     # NumPy arrays and PRNG keys lack the attribute.
-    if getattr(leaf, "weak_type", False) or isinstance(leaf, (int, float, complex)):
+    if isinstance(leaf, (int, float, complex)) or getattr(leaf, "weak_type", False):
         return jnp.asarray(leaf, dtype or jnp.result_type(leaf))
     return leaf
 

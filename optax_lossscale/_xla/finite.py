@@ -76,26 +76,29 @@ def _on_cpu(*arrays: jax.Array, devices: int) -> jax.Array:
     XLA:CPU does not fuse a reduction of more than 32 elements with what it reduces
     (`tree_reduction_rewriter.cc`). It fuses a conjunction of arrays, and a sum over 16 elements.
     """
-    if devices != 1:
-        return _plain(*arrays)
     flags: list[jax.Array] = []
     for group in _groups(arrays, devices):
-        flags += [_joined(group)] if len(group) >= 8 else map(_counted, group)
+        counted = (_counted(array, devices) for array in group)
+        flags += [_joined(group)] if len(group) >= 8 else counted
     return all_true(flags)
 
 
-def _counted(array: jax.Array) -> jax.Array:
-    """Count the numbers that are not finite in groups of 16, if the array can be split so."""
+def _counted(array: jax.Array, devices: int) -> jax.Array:
+    """Count the numbers that are not finite in groups of 16, if the array can be split so.
+
+    An axis that is spread over devices, by a power of two, then moves nothing between them.
+    """
+    parts = 1 << (devices.bit_length() - 1)
     finite, shape = _is_finite(array), array.shape
     if is_symbolic(array.size) or array.size < 2**16:
         return jnp.all(finite)
     # Most gradients of weights are transposed products, of which XLA:CPU reads groups of the last
     # axis 10 to 50 times as slowly.
-    divisible = [axis for axis, size in enumerate(shape[:-1]) if size % 16 == 0]
+    divisible = [axis for axis, size in enumerate(shape[:-1]) if size % (16 * parts) == 0]
     if divisible:
         axis = divisible[-1]
         groups = (*shape[:axis], -1, 16, *shape[axis + 1 :])
-    elif shape[-1] % 128 == 0:
+    elif shape[-1] % (128 * parts) == 0:
         axis, groups = array.ndim - 1, (*shape[:-1], -1, 16, 8)
     else:
         return jnp.all(finite)

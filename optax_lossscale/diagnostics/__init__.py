@@ -20,10 +20,9 @@ from optax_lossscale.diagnostics.logs import (
     metrics,
     nonfinite_report,
 )
-from optax_lossscale.diagnostics.programs import (
-    FirstNonfinite,
+from optax_lossscale.diagnostics.programs.first import FirstNonfinite, first_nonfinite
+from optax_lossscale.diagnostics.programs.precision import (
     MatrixProducts,
-    first_nonfinite,
     format_precision_report,
     precision_report,
 )

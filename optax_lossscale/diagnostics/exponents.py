@@ -1,14 +1,13 @@
 """How large gradients are, and which loss scale fits them."""
 
 import functools
-import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from optax_lossscale._support import checks
@@ -18,8 +17,7 @@ from optax_lossscale._support.tree import PyTree, is_array, is_inexact, is_symbo
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# The exponents that floor(log2|x|) takes for a float32 that is neither zero nor infinite; below
-# -126 the number is subnormal.
+# Those of all float32 numbers; below -126 they are subnormal.
 EXPONENTS = np.arange(-149, 128)
 
 
@@ -27,10 +25,10 @@ class GradientExponents(NamedTuple):
     """The exponents of gradients, from `gradient_exponents`. Add two with `jax.tree.map`.
 
     Attributes:
-      histogram: Elements by floor(log2(|g|)), from -149 (the smallest float32) to 127. Zeros, NaN
-        and infinities are left out. `int32[277]`.
+      histogram: Elements by floor(log2(|g|)), from -149 (the smallest float32) to 127, without
+        zeros, NaN and infinities. `int32[277]`.
       zero: Elements that are zero. `int32[]`.
-      flushed: Elements that are not zero, and would be rounded to zero. `int32[]`.
+      flushed: Other elements that would be rounded to zero. `int32[]`.
       subnormal: Elements that would be rounded to a subnormal number, with fewer digits. `int32[]`.
       overflow: Elements that are infinite or would be rounded to infinity. `int32[]`.
       size: All elements, NaN included. `int32[]`.
@@ -65,8 +63,8 @@ def gradient_exponents(
     Raises:
       TypeError: If `dtype` is not a floating-point dtype of at most 32 bits, or `loss_scale` not a
         real number.
-      ValueError: If `loss_scale` is not within its bounds, so NaN or zero, or if there are more
-        than 2**31 - 1 elements, which an int32 cannot count.
+      ValueError: If `loss_scale` is not within its bounds, or there are more than 2**31 - 1
+        elements, which an int32 cannot count.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -83,29 +81,22 @@ def gradient_exponents(
       <https://arxiv.org/abs/1710.03740>`_, 2018.
     """
     dtype = checks.floating("dtype", dtype, most_bits=32)
-    parts: list[jax.Array] = []
-    for leaf in jax.tree.leaves(grads):
-        if is_inexact(leaf):
-            array = readable(leaf)
-            parts += [array.real, array.imag] if jnp.iscomplexobj(array) else [array]
+    checks.scalar("loss_scale", loss_scale, "Look at one replica at a time.")
+    if not isinstance(loss_scale, Tracer):
+        number = jax.device_get(loss_scale).item() if is_array(loss_scale) else loss_scale
+        checks.scale_number("loss_scale", number)
+    parts = [jnp.zeros(0)]  # so that there is one
+    for array in (readable(leaf) for leaf in jax.tree.leaves(grads) if is_inexact(leaf)):
+        parts += [array.real, array.imag] if jnp.iscomplexobj(array) else [array]
     size = sum(part.size for part in parts)
     if not is_symbolic(size) and size > INT32_MAX:
         raise ValueError(
             f"`grads` must have at most 2**31 - 1 elements, got {size}. Look at one part of the "
             "tree at a time, and add on the host: `jax.tree.map(np.int64, ...)`."
         )
-    checks.scalar("loss_scale", loss_scale, "Look at one replica at a time.")
-    if not isinstance(loss_scale, Tracer):
-        number = jax.device_get(loss_scale).item() if is_array(loss_scale) else loss_scale
-        checks.scale_number("loss_scale", number)
     scale = jnp.asarray(loss_scale, jnp.float32)
-    total = GradientExponents(
-        jnp.zeros(EXPONENTS.size, jnp.int32),
-        *(jnp.zeros((), jnp.int32) for _ in range(5)),
-    )
-    for part in parts:
-        total = jax.tree.map(jnp.add, total, _exponents(part, dtype, scale))
-    return total
+    counts = [_exponents(part, dtype, scale) for part in parts]
+    return jax.tree.map(lambda *each: sum(each[1:], each[0]), *counts)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")  # one dispatch in eager execution
@@ -113,62 +104,52 @@ def _exponents(array: jax.Array, dtype: np.dtype, scale: jax.Array) -> GradientE
     # Read from the bits, and multiplied part by part: XLA flushes subnormal numbers to zero on
     # some platforms, and there even `x != 0` is false for them.
     info, target = jnp.finfo(array.dtype), jnp.finfo(dtype)
-    magnitude_bits = 2 ** (info.bits - 1) - 1
-    bits = jax.lax.bitcast_convert_type(array, f"uint{info.bits}") & magnitude_bits
-    infinity = magnitude_bits + 1 - 2**info.nmant
-    is_zero, is_infinite = bits == 0, bits == infinity
-    is_number = ~is_zero & (bits < infinity)
-    # How far a subnormal number is shifted until it starts with a one, as the others do.
-    places = jax.lax.clz(bits).astype(jnp.int32) - (info.bits - 1 - info.nmant)
-    shift = jnp.clip(places, 0, info.nmant)
-    biased = (bits >> info.nmant).astype(jnp.int32)
-    exponent = jnp.maximum(biased, 1) - 1 + info.minexp - shift
-    digits = (bits << shift.astype(bits.dtype)) & (2**info.nmant - 1)
+    bits = jax.lax.bitcast_convert_type(array, f"uint{info.bits}")
+    largest = 2 ** (info.bits - 1 - info.nmant) - 1  # of infinity and NaN
+    biased = (bits >> info.nmant).astype(jnp.int32) & largest
+    # A number is an integer of its digits, of which only subnormal ones have no leading one, times
+    # a power of two.
+    digits = (bits & (2**info.nmant - 1)) | ((biased > 0).astype(bits.dtype) << info.nmant)
     wide = jnp.float64 if info.bits == 64 else jnp.float32
-    significand = 1 + digits.astype(wide) / 2**info.nmant
+    significand, places = jnp.frexp(digits.astype(wide))
+    exponent = jnp.maximum(biased, 1) - 1 + info.minexp - info.nmant + places - 1
+    is_number = (digits > 0) & (biased < largest)
+    is_infinite = (digits == 2**info.nmant) & (biased == largest)
 
     scale_significand, scale_exponent = jnp.frexp(scale)
-    product = significand * scale_significand.astype(wide)  # between 1/2 and 2
+    product = 2 * significand * scale_significand.astype(wide)  # between 1/2 and 2
     power = exponent + scale_exponent
     # The product in units of the smallest normal number, far from where float32 itself ends.
     in_tiny = jnp.ldexp(product, power - target.minexp)
     half_last_place = 2.0 ** -(target.nmant + 1)
     is_flushed = in_tiny <= half_last_place
-    rounded = jnp.ldexp(product, power).astype(dtype).astype(jnp.float32)
+    # Formats without infinity (float8_e4m3fn) have NaN in its place.
+    is_rounded = jnp.isfinite(jnp.ldexp(product, power).astype(dtype).astype(jnp.float32))
 
     def count(mask: jax.Array) -> jax.Array:
         return jnp.sum(mask, dtype=jnp.int32)
 
     return GradientExponents(
         histogram=_histogram(exponent, is_number),
-        zero=count(is_zero),
+        zero=count(digits == 0),
         flushed=count(is_number & is_flushed),
         subnormal=count(is_number & ~is_flushed & (in_tiny < 1 - half_last_place)),
-        # Formats without infinity (float8_e4m3fn) have NaN in its place.
-        overflow=count(is_infinite | (is_number & ~jnp.isfinite(rounded))),
+        overflow=count(is_infinite | (is_number & ~is_rounded)),
         size=jnp.asarray(array.size, jnp.int32),
     )
 
 
 def _histogram(exponent: jax.Array, is_number: jax.Array) -> jax.Array:
-    """Count how often each of `EXPONENTS` occurs where there is a number."""
-
     def count(bins: jax.Array) -> jax.Array:
         return jnp.bincount(bins.ravel(), length=EXPONENTS.size + 1)[1:].astype(jnp.int32)
 
     bins = jnp.where(is_number, jnp.clip(exponent + 149, 0, EXPONENTS.size - 1) + 1, 0)
-    # JAX does not say (seen in 0.10.2) how a scatter goes over explicitly sharded axes.
     mesh = jax.typeof(bins).sharding.mesh
-    axes = tuple(
-        name
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == AxisType.Explicit
-    )
-    if not axes:
-        return count(bins)
-    replicated = NamedSharding(mesh, PartitionSpec())
-    by_compiler: Any = jax.sharding.auto_axes(count, axes=axes, out_sharding=replicated)
-    return by_compiler(bins)
+    if mesh.explicit_axes:  # over which JAX (0.7 to 0.12) has no rule for a scatter
+        replicated = NamedSharding(mesh, PartitionSpec())
+        auto_axes: Any = jax.sharding.auto_axes
+        count = auto_axes(count, axes=mesh.explicit_axes, out_sharding=replicated)
+    return count(bins)
 
 
 def suggest_scale(
@@ -178,17 +159,17 @@ def suggest_scale(
 
     Args:
       exponents: From `gradient_exponents`, on the host; best the sum over many steps.
-      headroom: Powers of two to leave free above the largest gradient so far, for larger ones to
-        come. With 0, the largest one itself may be rounded to infinity.
+      headroom: Powers of two to leave free above the largest gradient so far. With 0, that one
+        itself may be rounded to infinity.
       dtype: The type that gradients are computed in.
 
     Returns:
-      A loss scale within [2**-126, 2**126], for `FixedLossScale` or as `initial_scale`. Above
-      2**24, which is the default, a `DynamicLossScale` needs a larger `max_scale`, too.
+      A loss scale within [2**-126, 2**126], for `FixedLossScale` or as `initial_scale`; above
+      2**24, a `DynamicLossScale` needs a larger `max_scale`, too.
 
     Raises:
-      TypeError: If `exponents` is not a `GradientExponents`, or is traced, `dtype` is not a
-        floating-point dtype of at most 32 bits, or `headroom` is not an integer.
+      TypeError: If `exponents` is traced or no `GradientExponents`, `dtype` is not a floating-point
+        dtype of at most 32 bits, or `headroom` is not an integer.
       ValueError: If `headroom` is negative, or the histogram is empty, stacked or wrapped around.
 
     Warns:
@@ -203,7 +184,7 @@ def suggest_scale(
     """
     headroom = checks.count("headroom", headroom, least=0)
     info = jnp.finfo(checks.floating("dtype", dtype, most_bits=32))
-    histogram = histogram_of(exponents)
+    histogram = _histogram_of(exponents)
     if not histogram.any():
         raise ValueError(
             "`exponents` must count at least one gradient that is neither zero nor infinite, got "
@@ -213,22 +194,18 @@ def suggest_scale(
     power = int(info.maxexp) - 1 - largest - headroom
     within = min(max(power, -126), 126)
     if power != within:
-        warnings.warn(
+        checks.warn(
             f"The loss scale that fits is 2**{power}, got its bound of 2**{within}. "
-            + ("Increase the weight of the loss." if power > 0 else "Decrease it, or `headroom`."),
-            stacklevel=2,
+            + ("Increase the weight of the loss." if power > 0 else "Decrease it, or `headroom`.")
         )
     return 2.0**within
 
 
-def histogram_of(exponents: GradientExponents) -> np.ndarray:
-    """Return the one histogram of `exponents`, on the host."""
-    checks.concrete(
-        "exponents", exponents, "Return them from the compiled step, and look at them outside."
-    )
-    checks.expect_state(
-        exponents, GradientExponents, "exponents", "Count them with `gradient_exponents`."
-    )
+def _histogram_of(exponents: GradientExponents) -> np.ndarray:
+    remedy = "Return them from the compiled step, and look at them outside."
+    checks.concrete("exponents", exponents, remedy)
+    remedy = "Count them with `gradient_exponents`."
+    checks.expect_state(exponents, GradientExponents, "exponents", remedy)
     histogram = np.asarray(exponents.histogram)
     if histogram.shape != EXPONENTS.shape:
         raise ValueError(
@@ -251,8 +228,7 @@ def plot_gradient_exponents(
     Needs matplotlib, the extra `plot`. `ax.figure.savefig(path)` saves the picture.
 
     Args:
-      exponents: From `gradient_exponents`, on the host. To see the gradients as training computes
-        them, count scaled gradients.
+      exponents: As for `suggest_scale`. Count scaled gradients to see those that training computes.
       ax: The axes to draw into, by default those of a new figure.
       dtype: The type whose limits are drawn.
 
@@ -260,13 +236,11 @@ def plot_gradient_exponents(
       The axes.
 
     Raises:
-      TypeError: If `exponents` is not a `GradientExponents`, or is traced, or `dtype` is not a
-        floating-point dtype of at most 32 bits.
+      TypeError: As `suggest_scale`.
       ValueError: If the histogram is stacked or wrapped around.
     """
-    dtype = checks.floating("dtype", dtype, most_bits=32)
-    info = jnp.finfo(dtype)
-    histogram = histogram_of(exponents)
+    info = jnp.finfo(checks.floating("dtype", dtype, most_bits=32))
+    histogram = _histogram_of(exponents)
     if ax is None:
         from matplotlib.figure import Figure  # noqa: PLC0415 - matplotlib is an extra
 
@@ -279,7 +253,7 @@ def plot_gradient_exponents(
     # Numbers below half of the smallest one are rounded to zero.
     flushed_below, normal_from = info.minexp - info.nmant - 1, info.minexp
     for low, high, color, kind in (
-        (-150, flushed_below, "#d55e00", f"zero in {dtype.name}"),
+        (-150, flushed_below, "#d55e00", f"zero in {info.dtype}"),
         (flushed_below, normal_from, "#f0e442", "subnormal"),
         (normal_from, info.maxexp, "#009e73", "normal"),
         (info.maxexp, 129, "#555555", "infinite"),

@@ -1,9 +1,9 @@
-"""Say why training stalls."""
+"""Say why training stalls: a check of the state, and a table of causes."""
 
+import math
 import re
-import warnings
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,6 @@ from optax_lossscale._support.tree import (
     leaves_of_type,
     path_name,
 )
-from optax_lossscale.diagnostics.causes import bounds_of, likely_causes
 
 
 class LossScaleStalledError(RuntimeError):
@@ -38,14 +37,12 @@ def check_health(
     """Raise an error if training has stalled, and say why.
 
     Call it on the host now and then, for example with each log line: it waits for the step that
-    makes `opt_state`. A dynamic loss scale skips a step when it is too large, a few in a row at
-    the start, and one now and then. Dozens in a row mean that something else is wrong.
+    makes `opt_state`. A dynamic loss scale skips a few steps in a row at the start, and one now and
+    then. Dozens in a row mean that something else is wrong.
 
     Args:
-      opt_state: The state of `with_loss_scaling` or `skip_if`, or any pytree that holds exactly
-        one, however deep; or a `LossScaleState`.
-      max_consecutive_skipped: The number of skipped steps in a row that is still healthy. More
-        raise the error.
+      opt_state: As for `metrics`.
+      max_consecutive_skipped: The number of skipped steps in a row that is still healthy.
       policy: The policy of the run, `"dynamic"` or a `get_config()` dict. Its bounds are part of
         the diagnosis. With None they are unknown, and the diagnosis is less precise.
 
@@ -55,16 +52,15 @@ def check_health(
         likeliest first, and what to do about each.
       TypeError: If `max_consecutive_skipped` is not an integer, `policy` is a number, or
         `opt_state` is traced: an error cannot be raised from a compiled step.
-      ValueError: If `max_consecutive_skipped` is negative, or `opt_state` holds no such state, or
-        several, or one of several replicas, or an impossible state, as a damaged checkpoint does: a
-        negative count, of the inner optimizer too; a loss scale outside of the bounds of `policy`
-        (of 2**-126 and 2**126 without them), or other than that of a `FixedLossScale`; a `Spike`
-        that holds more values than its window; NaN or infinity in an array of the inner
-        optimizer's state.
+      ValueError: If `max_consecutive_skipped` is negative; if `opt_state` holds no such state,
+        several, or one of several replicas; or if no training leads to it, but a damaged checkpoint
+        does: a negative count, of the inner optimizer too; a loss scale outside of the bounds of
+        `policy` (of 2**-126 and 2**126 without them), or other than that of a `FixedLossScale`; a
+        `Spike` with more values than its window; NaN or infinity in an array of the inner state.
 
     Warns:
-      UserWarning: If the loss scale has grown to its cap and no step was ever skipped. Training
-        works, but either the loss need not be scaled or the cap is too low.
+      UserWarning: If the loss scale has grown to its cap and no step was ever skipped: either the
+        loss need not be scaled, or the cap is too low.
 
     Examples:
       >>> import optax_lossscale as ols
@@ -73,48 +69,137 @@ def check_health(
     limit = checks.count("max_consecutive_skipped", max_consecutive_skipped, least=0)
     checks.policy(policy)
     known = None if policy is None else as_loss_scale(policy)
+    bounds = _bounds_of(known)
     state = _read(loss_scale_state(opt_state)._asdict())
     guards = [guard for _, guard in leaves_of_type(opt_state, WithLossScalingState)]
     rule_state, inner_state = guards[0][1:] if guards else ((), ())
     _refuse_impossible(state, rule_state, inner_state, known)
-    if state["consecutive_skipped"] > limit:
+    scale, skipped = state["loss_scale"], state["consecutive_skipped"]
+    in_total = state["total_skipped"]
+    if skipped > limit:
         spikes = [_read_spike(spike) for _, spike in leaves_of_type(rule_state, SpikeState)]
         in_a_row = max((spike["consecutive_skipped"] for spike in spikes), default=0)
-        causes = likely_causes(state, bool(rule_state), in_a_row, known)
-        listed = (f"\n  {i}. {cause}" for i, cause in enumerate(causes, start=1))
+        causes = _likely_causes(state, bool(rule_state), in_a_row, known)
+        where = ""
+        if bounds is not None:
+            where = f", {'at' if scale <= bounds[0] else 'above'} its floor of {bounds[0]:g}"
         raise LossScaleStalledError(
-            f"{_standing(state, known)} Likely causes, the likeliest first:" + "".join(listed)
+            f"The last {skipped} steps were skipped ({in_total} since the start), and the loss "
+            f"scale is {scale:g}{where}. Likely causes, the likeliest first:"
+            + "".join(f"\n  {i}. {cause}" for i, cause in enumerate(causes, start=1))
         )
-    _warn_at_cap(state, known)
+    if known is not None and bounds is not None and scale == bounds[1] and not in_total:
+        with jax.transfer_guard("allow"):  # reading the initial loss scale is explicit
+            start = init(known).loss_scale.item()
+        if start < scale:
+            checks.warn(
+                f"The loss scale is at its cap of {scale:g} and no step was ever skipped. "
+                "Either the loss need not be scaled, as in bfloat16 and float32: `loss_scale=None` "
+                "saves the check. Or the gradients are so small that a larger loss scale would "
+                "fit: raise `max_scale`. `gradient_exponents` shows which."
+            )
 
 
-def _standing(state: dict[str, float], policy: LossScale | None) -> str:
-    scale, bounds = state["loss_scale"], bounds_of(policy)
-    where = ""
-    if bounds is not None:
-        where = f", {'at' if scale <= bounds[0] else 'above'} its floor of {bounds[0]:g}"
-    elif isinstance(policy, FixedLossScale):
-        where = ", under FixedLossScale, which has no floor"
-    return (
-        f"The last {state['consecutive_skipped']} steps were skipped ({state['total_skipped']} "
-        f"since the start), and the loss scale is {scale:g}{where}."
-    )
+class _Run(NamedTuple):
+    """The facts about a stalled run that decide between the causes."""
+
+    finite: float  # the last skipped steps that are known to be finite: a rule skipped them
+    has_rules: bool
+    scale: float  # the loss scale
+    is_fixed: bool | None  # None: unknown
+    is_low: bool  # the loss scale moves, and is at most 1 or cannot fall any lower
+    is_loss: bool  # no gradients overflowed where the loss was finite
 
 
-def _warn_at_cap(state: dict[str, float], policy: LossScale | None) -> None:
-    bounds = bounds_of(policy)
-    if policy is None or bounds is None or state["total_skipped"]:
-        return
-    with jax.transfer_guard("allow"):  # reading the initial loss scale is explicit
-        start = init(policy).loss_scale.item()
-    if start < state["loss_scale"] == bounds[1]:
-        warnings.warn(
-            f"The loss scale is at its cap of {bounds[1]:g} and no step was ever skipped. "
-            "Either the loss need not be scaled, as in bfloat16 and float32: `loss_scale=None` "
-            "saves the check. Or the gradients are so small that a larger loss scale would fit: "
-            "raise `max_scale`. `gradient_exponents` shows which.",
-            stacklevel=3,
-        )
+class _Cause(NamedTuple):
+    """A cause of skipped steps: its text, when the facts rule it out, and when it comes first."""
+
+    text: str
+    ruled_out: Callable[[_Run], bool] = lambda _: False
+    comes_first: Callable[[_Run], bool] = lambda _: False
+
+
+_CAUSES = (
+    _Cause(
+        "The loss scale started too large and is still on its way down. Start with a smaller "
+        "`initial_scale`, or allow for more with `max_consecutive_skipped`.",
+        ruled_out=lambda run: run.is_fixed is not False or run.is_low or run.is_loss,
+    ),
+    _Cause(
+        "The loss scale is too large, and does not move. Take the one that `suggest_scale` "
+        "returns, or a `DynamicLossScale`.",
+        ruled_out=lambda run: not run.is_fixed or run.scale <= 1,
+    ),
+    _Cause(
+        "The forward pass overflows: the loss is NaN or infinite although the batch and the "
+        "parameters are finite, and no loss scale can fix that. `first_nonfinite(loss_fn, params, "
+        "batch)` names the layer that overflows first. Compute it in float32, or make its input "
+        "smaller."
+    ),
+    _Cause(
+        "The loss is finite, and one layer's derivative is not, at any loss scale: a division by "
+        "zero, the root or logarithm of zero, a number above 65504 in float16. "
+        "`first_nonfinite(jax.grad(loss_fn), params, batch)` names the layer. Compute it in "
+        "float32.",
+        ruled_out=lambda run: run.is_loss,
+    ),
+    _Cause(
+        "The batch or the parameters hold NaN or infinity. `nonfinite_report` of both lists the "
+        "arrays. Repair the data, or restore an earlier checkpoint."
+    ),
+    _Cause(
+        "The gradients are too large for float16 even at this loss scale. Average the loss instead "
+        "of summing it, normalize the data, or lower `min_scale`, below 1 if need be.",
+        ruled_out=lambda run: not run.is_low,
+        comes_first=lambda run: run.scale > 1 and not run.finite,
+    ),
+    _Cause(
+        "The loss scale is too large: it is fixed, or still on its way down. Give `check_health` "
+        "the `policy`, and it can tell.",
+        ruled_out=lambda run: run.is_fixed is not None or run.scale <= 1,
+    ),
+    _Cause(
+        "A rule (`skip_if`) rejects steps whose gradients and loss are finite, for example because "
+        "the loss has reached a new level for good. Relax the rule. `Spike` learns a new level, "
+        "after `max_consecutive_skipped` steps at the latest.",
+        ruled_out=lambda run: not (run.has_rules or run.finite),
+        comes_first=lambda run: run.finite > 0,
+    ),
+)
+
+
+def _likely_causes(
+    state: dict[str, float], has_rules: bool, spikes: float, policy: LossScale | None
+) -> list[str]:
+    """Return the causes that the fields of a `LossScaleState` do not rule out, the likeliest first.
+
+    Of the steps skipped in a row, a `Spike` has skipped the last `spikes`. None is no known policy.
+    """
+    scale, skipped = state["loss_scale"], state["consecutive_skipped"]
+    bounds = _bounds_of(policy)
+    floor, cap = bounds or (scale, scale)
+    # The policy would have counted a last step that is not finite: it was finite, and the loss
+    # scale grew, which sets both counts to 0.
+    has_grown = has_rules and scale > floor and not state["growth_count"] + state["overflow_count"]
+    has_grown &= skipped >= getattr(policy, "loss_patience", math.inf)
+    finite = getattr(policy, "growth_interval", 1) if has_grown else state["growth_count"]
+    if max(finite, spikes) >= skipped:
+        return [_CAUSES[-1].text]  # only a rule skips a finite step
+    # Every overflow is counted and lowers the loss scale, and only a finite step raises it again.
+    is_low = bounds is not None and scale <= max(floor, 1.0)
+    backoffs = math.log(cap / scale) / -math.log(getattr(policy, "backoff_factor", 0.5))
+    too_many = not has_rules and skipped > backoffs + getattr(policy, "hysteresis", 1)
+    is_loss = bounds is not None and not is_low and (too_many or not state["overflow_count"])
+    is_fixed = False if bounds else isinstance(policy, FixedLossScale) or None
+    run = _Run(finite, has_rules, scale, is_fixed, is_low, is_loss and not finite)
+    possible = [cause for cause in _CAUSES if not cause.ruled_out(run)]
+    return [cause.text for cause in sorted(possible, key=lambda cause: not cause.comes_first(run))]
+
+
+def _bounds_of(policy: LossScale | None) -> tuple[float, float] | None:
+    """Return the float32 bounds of the loss scale, if they are known."""
+    bounds = getattr(policy, "min_scale", None), getattr(policy, "max_scale", None)
+    return None if None in bounds else (float(np.float32(bounds[0])), float(np.float32(bounds[1])))
 
 
 def _read(fields: dict[str, Any]) -> dict[str, float]:
@@ -145,7 +230,7 @@ def _refuse_impossible(
     """
     remedy = "Restore an earlier checkpoint, or put the state of `init` in its place."
     low, high, where = SMALLEST_SCALE, LARGEST_SCALE, "between 2**-126 and 2**126"
-    bounds = bounds_of(policy)
+    bounds = _bounds_of(policy)
     if bounds is not None:
         (low, high), where = bounds, "between {:g} and {:g}".format(*bounds)
     elif isinstance(policy, FixedLossScale):

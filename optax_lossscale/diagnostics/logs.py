@@ -5,30 +5,26 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from optax_lossscale._state import WithLossScalingState, loss_scale_state, strongly_typed
+from optax_lossscale._state import loss_scale_state, strongly_typed, warn_of_what_stands_outside
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import INT32_MAX
-from optax_lossscale._support.outside import warn_of_what_stands_outside
 from optax_lossscale._support.tree import PyTree, is_inexact, is_symbolic, readable
 
 
 def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
-    """Return the numbers to log at every step.
+    """Return the numbers to log at every step, without a copy and without waiting.
 
-    It copies nothing and does not wait. Call it in the compiled step and return its result; between
-    two steps it works too, unless the next step is given the state's buffers to overwrite
-    (`donate_argnums`).
+    Call it in the compiled step and return its result. It works between two steps too, unless the
+    next one overwrites the state's buffers (`donate_argnums`).
 
     Args:
       opt_state: The state of `with_loss_scaling` or `skip_if`, or any pytree that holds exactly
         one, however deep; or a `LossScaleState`.
 
     Returns:
-      `loss_scale` (float32[]), `applied` (bool[], whether the last step was applied),
-      `growth_count`, `consecutive_skipped` and `total_skipped` (int32[]). The loss scale of
-      `skip_if` is 1.
+      `loss_scale` (float32[], 1 for `skip_if`), `applied` (bool[]: the last step), `growth_count`,
+      `consecutive_skipped` and `total_skipped` (int32[]).
 
     Raises:
       ValueError: If `opt_state` holds no such state, or several.
@@ -36,15 +32,10 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
     Examples:
       >>> import optax_lossscale as ols
       >>> state = ols.update(ols.init(), False, "dynamic")
-      >>> for name, value in ols.diagnostics.metrics(state).items():
-      ...     print(name, value)
-      loss_scale 16384.0
-      applied False
-      growth_count 0
-      consecutive_skipped 1
-      total_skipped 1
+      >>> print(*(f"{k}={v}" for k, v in ols.diagnostics.metrics(state).items()))
+      loss_scale=16384.0 applied=False growth_count=0 consecutive_skipped=1 total_skipped=1
     """
-    warn_of_what_stands_outside(opt_state, WithLossScalingState)
+    warn_of_what_stands_outside(opt_state)
     state = strongly_typed(loss_scale_state(opt_state))
     return {
         "loss_scale": state.loss_scale,
@@ -58,20 +49,19 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
 def is_stalled(opt_state: PyTree, *, max_consecutive_skipped: int = 50) -> jax.Array:
     """Return whether too many steps in a row were skipped, inside a compiled loop.
 
-    A loop over steps on the device cannot raise an error, but it can end: test the flag in the
-    condition of `jax.lax.while_loop`, or return it from a `jax.lax.scan` and look at it between two
-    scans. `check_health` says why.
+    Such a loop cannot raise an error. Test the flag in the condition of `jax.lax.while_loop`, or
+    return it from a `jax.lax.scan` and look at it between two scans. `check_health` says why.
 
     Args:
       opt_state: As for `metrics`.
       max_consecutive_skipped: The number of skipped steps in a row that is still healthy.
 
     Returns:
-      Whether more steps in a row were skipped. `bool[]`.
+      Whether more were skipped. `bool[]`.
 
     Raises:
       TypeError: If `max_consecutive_skipped` is not an integer.
-      ValueError: If it is negative; and as `metrics`.
+      ValueError: If it is negative; or as `metrics`.
 
     Examples:
       >>> import optax_lossscale as ols
@@ -100,17 +90,16 @@ class NonfiniteCounts(NamedTuple):
 def nonfinite_report(grads: PyTree) -> dict[str, NonfiniteCounts]:
     """Count the NaN and infinite elements of each array.
 
-    It takes any tree: gradients, the batch, the parameters. Gradients alone do not name the layer
-    that overflowed: NaN made in the backward pass spreads to all layers before it, and a loss that
-    is not finite makes every gradient NaN. `first_nonfinite` names the layer.
+    Gradients alone do not name the layer that overflowed, since NaN spreads to all layers before it
+    in the backward pass, and to all from the loss. `first_nonfinite` names the layer.
 
     Args:
-      grads: Gradients, or any pytree. Leaves that hold no floating-point or complex numbers are
-        left out. A complex element counts once, as NaN if either part is.
+      grads: Gradients, the batch, or any pytree. Leaves that hold no floating-point or complex
+        numbers are left out. A complex element counts once, as NaN if either part is.
 
     Returns:
-      The counts, by the key path of the array as `jax.tree_util.keystr` writes it. Those of
-      arrays with more than 2**31 - 1 elements are approximate, and stop there.
+      The counts, by the key path of the array as `jax.tree_util.keystr` writes it. Counts of an
+      array with more than 2**31 - 1 elements are approximate, and stop there.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -119,30 +108,24 @@ def nonfinite_report(grads: PyTree) -> dict[str, NonfiniteCounts]:
       >>> ols.diagnostics.nonfinite_report(grads)["['dense']"].nan
       Array(1, dtype=int32)
     """
-
-    def count(leaf: Any) -> NonfiniteCounts:
-        array = readable(leaf)
-        is_nan = jnp.isnan(array)
-        return NonfiniteCounts(
-            nan=_saturated_count(is_nan),
-            inf=_saturated_count(jnp.isinf(array) & ~is_nan),
-            size=_as_count(array.size),
-        )
-
     leaves = jax.tree_util.tree_leaves_with_path(grads)
-    return {jax.tree_util.keystr(path): count(leaf) for path, leaf in leaves if is_inexact(leaf)}
+    return {jax.tree_util.keystr(path): _counts(leaf) for path, leaf in leaves if is_inexact(leaf)}
 
 
-def _as_count(size: Any) -> jax.Array:
-    return jnp.asarray(size if is_symbolic(size) else min(size, INT32_MAX), jnp.int32)
+def _counts(leaf: Any) -> NonfiniteCounts:
+    array = readable(leaf)
+    is_large = not is_symbolic(array.size) and array.size > INT32_MAX
 
+    def count(mask: jax.Array) -> jax.Array:
+        if not is_large:
+            return jnp.sum(mask, dtype=jnp.int32)
+        # An int32 would wrap around, to 0 for 2**32 elements.
+        largest = 2.0**31 - 128  # in float32
+        return jnp.minimum(jnp.sum(mask, dtype=jnp.float32), largest).astype(jnp.int32)
 
-def _saturated_count(mask: jax.Array) -> jax.Array:
-    if is_symbolic(mask.size) or mask.size <= INT32_MAX:
-        return jnp.sum(mask, dtype=jnp.int32)
-    # An int32 would wrap around, to 0 for 2**32 elements.
-    largest = np.nextafter(np.float32(2**31), np.float32(0))
-    return jnp.minimum(jnp.sum(mask, dtype=jnp.float32), largest).astype(jnp.int32)
+    is_nan = jnp.isnan(array)
+    size = jnp.asarray(INT32_MAX if is_large else array.size, jnp.int32)
+    return NonfiniteCounts(count(is_nan), count(jnp.isinf(array) & ~is_nan), size)
 
 
 def format_nonfinite_report(report: Mapping[str, NonfiniteCounts]) -> str:
@@ -152,12 +135,11 @@ def format_nonfinite_report(report: Mapping[str, NonfiniteCounts]) -> str:
       report: From `nonfinite_report`, on the host.
 
     Returns:
-      A line that counts the arrays that are not finite, and then one for each of them. Those with
-      the larger share of bad elements come first.
+      A line that counts the arrays that are not finite, and one for each of them, the largest share
+      of bad elements first.
 
     Raises:
-      TypeError: If `report` is not a dict of `NonfiniteCounts`, is traced, or holds the counts of
-        several devices or steps.
+      TypeError: If `report` is no dict of `NonfiniteCounts`, or traced, or of several devices.
 
     Examples:
       >>> import jax.numpy as jnp

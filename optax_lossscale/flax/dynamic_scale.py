@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import struct
 from flax.training import dynamic_scale
 
-from optax_lossscale._policy import DynamicLossScale
+from optax_lossscale._state import increment, initial_state
 from optax_lossscale._step.differentiate import value_and_grad
 from optax_lossscale._step.finite import all_finite
 from optax_lossscale._step.scale import unscale_and_check
@@ -30,14 +30,12 @@ class DynamicScale(dynamic_scale.DynamicScale):
     * `scale` and `fin_steps` are strongly typed arrays from the start: a training step compiles
       once, not twice. Two Python ints below 2 stay ints, since they may be axes for `jax.vmap`;
       write a loss scale of 1 as `1.0`.
-    * The loss scale stays between 2**-126 and 2**126, where its float32 reciprocal is a normal
-      number.
+    * The loss scale stays between 2**-126 and 2**126, where its float32 reciprocal is normal.
     * The loss is returned as `fun` returned it; Flax scales it, which may overflow, and divides.
       A float16 loss warns, as in `optax_lossscale.scale_loss`.
     * Gradients wider than float32 keep their dtype, and fp8 metadata are not divided.
 
-    Like Flax's class, it does not check its hyper-parameters: `growth_factor` and `backoff_factor`
-    may be 1, and `minimum_scale` may be any scalar, even a traced one.
+    As in Flax, hyper-parameters are not checked: any scalars will do, even traced ones.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -62,16 +60,14 @@ class DynamicScale(dynamic_scale.DynamicScale):
 
     def __post_init__(self) -> None:
         """Turn Python numbers into arrays, but not axes."""
-        # JAX also builds this object with None, specs or dummy objects in place of the numbers.
+        # JAX also builds this object with None, specs or dummy objects in place of the numbers, and
+        # `in_axes=DynamicScale(fin_steps=0, scale=1)` holds axes, which look like numbers. As loss
+        # scales, ints below 2 are of little use; as an axis, 2 would need three nested maps.
         fields = self.fin_steps, self.scale
         are_numbers = all(is_array(x) or type(x) in {int, float} for x in fields)
-        # Two Python ints may be axes, too, as in `in_axes=DynamicScale(fin_steps=0, scale=1)`, and
-        # nothing tells those from numbers. Below 2 they stay ints: as a loss scale, 0 and less make
-        # no sense and 1 does nothing, and as an axis, 2 would need three nested maps.
-        may_be_axes = all(type(x) is int and x < 2 for x in fields)
-        if are_numbers and not may_be_axes:
-            for name, dtype in (("fin_steps", jnp.int32), ("scale", jnp.float32)):
-                object.__setattr__(self, name, as_strong_array(getattr(self, name), dtype))
+        if are_numbers and not all(type(x) is int and x < 2 for x in fields):
+            object.__setattr__(self, "fin_steps", as_strong_array(self.fin_steps, jnp.int32))
+            object.__setattr__(self, "scale", as_strong_array(self.scale, jnp.float32))
 
     def value_and_grad(
         self,
@@ -98,12 +94,13 @@ class DynamicScale(dynamic_scale.DynamicScale):
             the loss is not floating-point.
         """
         checks.axis_names(axis_name)
-        rule = _flax_rule(self)
+        interval: Any = self.growth_interval
+        if not isinstance(interval, jax.Array):  # a number may be beyond an int32, or infinite
+            interval = jnp.int32(min(interval, INT32_MAX))
+        # Scalars of any dtype would otherwise promote the loss scale.
+        growth, backoff = jnp.float32(self.growth_factor), jnp.float32(self.backoff_factor)
         floor = _within_bounds(SMALLEST_SCALE if self.minimum_scale is None else self.minimum_scale)
-        state = rule.init()._replace(
-            loss_scale=_within_bounds(self.scale),
-            growth_count=jnp.asarray(self.fin_steps, jnp.int32),
-        )
+        state = initial_state(_within_bounds(self.scale))
 
         def loss_and_aux(*args: Any, **kwargs: Any) -> Any:
             loss, aux, *_ = fun(*args, **kwargs)  # Flax drops the rest, too
@@ -118,40 +115,20 @@ class DynamicScale(dynamic_scale.DynamicScale):
                 # The mean is checked, as in Flax: it may overflow, and all replicas agree.
                 grad = jax.lax.pmean(grad, axis_name)
                 finite = all_finite(grad)
-            new_state = rule.update(state, finite)
-            scale = new_state.loss_scale
+            count = jnp.where(finite, increment(jnp.int32(self.fin_steps)), 0)
+            # As in Flax, an interval of 0 grows on every finite step, and a negative one never.
+            grows = finite & (interval >= 0) & (count >= interval)
             # As in Flax, overflows alone meet the floor: below it, a loss scale grows from there.
-            scale = jnp.where(finite, scale, jnp.maximum(scale, floor))
-            new_self = self.replace(fin_steps=new_state.growth_count, scale=scale)
+            backed_off = jnp.fmax(_within_bounds(state.loss_scale * backoff), floor)
+            scale = state.loss_scale * jnp.where(grows, growth, 1)
+            new_self = self.replace(
+                fin_steps=jnp.where(grows, 0, count),
+                scale=jnp.where(finite, _within_bounds(scale), backed_off),
+            )
             return DynamicScaleResult(new_self, finite, aux, grad)
 
         return grad_fn_wrapper
 
 
-class _UncheckedLossScale(DynamicLossScale):
-    """The rule of `DynamicLossScale` with any hyper-parameters that Flax takes."""
-
-    def __post_init__(self) -> None:
-        """Check nothing."""
-
-
-def _flax_rule(ds: dynamic_scale.DynamicScale) -> DynamicLossScale:
-    interval: Any = ds.growth_interval
-    # Flax grows on every finite step if the interval is 0, and never if it is negative.
-    if isinstance(interval, jax.Array):
-        interval = jnp.where(interval < 0, INT32_MAX, jnp.maximum(interval, 1))
-    else:
-        interval = max(interval, 1) if 0 <= interval <= INT32_MAX else INT32_MAX
-    hyperparams: dict[str, Any] = {
-        "growth_interval": interval,
-        # Scalars of any dtype would otherwise promote the loss scale.
-        "growth_factor": jnp.asarray(ds.growth_factor, jnp.float32),
-        "backoff_factor": jnp.asarray(ds.backoff_factor, jnp.float32),
-        "min_scale": SMALLEST_SCALE,
-        "max_scale": LARGEST_SCALE,
-    }
-    return _UncheckedLossScale(**hyperparams)
-
-
-def _within_bounds(scale: Any) -> jax.Array:
+def _within_bounds(scale: Any) -> Any:
     return jnp.clip(jnp.asarray(scale, jnp.float32), SMALLEST_SCALE, LARGEST_SCALE)

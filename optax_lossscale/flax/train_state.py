@@ -1,5 +1,6 @@
 """Linen's `TrainState` that skips bad steps."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -34,12 +35,10 @@ class TrainState(train_state.TrainState):
     steps if `count_skipped` is true; it stays at 2**31 - 1.
 
     Each call of `create` makes a new `tx`, which is part of the type of a state. To give two states
-    one type, as `out_shardings` from `jax.eval_shape` must have, give one of them the `tx` of the
-    other: `state.replace(tx=other.tx)`.
+    one type, as `out_shardings` from `jax.eval_shape` must have: `state.replace(tx=other.tx)`.
 
-    If `params` has the collection `_overwrite_with_gradient` of Flax's fp8 layers, its gradient
-    replaces it, as in Flax. That gradient is checked too: fp8 layers clip infinite gradients, which
-    then appear only in the maxima that the layers record.
+    As in Flax, the collection `_overwrite_with_gradient` of fp8 layers is replaced by its gradient,
+    which is checked too: these layers clip infinite gradients and only record that they were large.
 
     Examples:
       >>> import flax.linen as nn
@@ -87,14 +86,12 @@ class TrainState(train_state.TrainState):
           tx: The optimizer. `create` wraps it with `with_loss_scaling`.
           loss_scale: `"dynamic"`, a number (fixed), a policy, or None.
           skip_if: A rule that skips steps which are finite, such as `Spike()`, or a tuple of rules.
-          axis_name: The mapped axis, or a tuple of them, whose members skip steps together. The
-            caller averages the gradients.
+          axis_name: The mapped axis, or a tuple of them, whose members skip steps together.
           count_skipped: Whether `step` counts skipped steps too.
           **kwargs: The fields that a subclass adds. Python numbers in them become arrays.
 
         Raises:
-          TypeError: If `tx` is not an optimizer, `loss_scale` is not a policy, `skip_if` not a
-            rule, or a field is unknown.
+          TypeError: If an argument is of the wrong type, or a field is unknown.
           ValueError: If `tx` already scales the loss or skips steps.
         """
         inner = _without_fp8_metadata(tx)
@@ -118,11 +115,7 @@ class TrainState(train_state.TrainState):
 
     @property
     def applied(self) -> jax.Array:
-        """Whether the last step was applied; true before the first. `bool[]`.
-
-        To keep a value that is computed from the result of a step, such as an average of the
-        parameters, on a skipped step: `tree_where(state.applied, new, old)`.
-        """
+        """Whether the last step was applied, as `optax_lossscale.applied` says. `bool[]`."""
         return applied(self.opt_state)
 
     def scale_loss(self, loss: Tree) -> Tree:
@@ -137,8 +130,8 @@ class TrainState(train_state.TrainState):
         Args:
           grads: The gradients of the scaled loss, with the structure of `params`, or with that of
             `params.fast` for `optax.lookahead`.
-          value: The loss, unscaled. If given, it is passed to the optimizer, and a loss that is
-            itself NaN or infinite skips the step; see `optax_lossscale.update`.
+          value: The loss, unscaled. It is passed to the optimizer, and if it is NaN or infinite,
+            the step is skipped.
           **kwargs: New values of other fields, such as `batch_stats`. On a skipped step, each
             keeps its old value.
 
@@ -147,42 +140,38 @@ class TrainState(train_state.TrainState):
 
         Raises:
           AttributeError: If a field is unknown.
-          TypeError: If a field is one that this function sets itself, a dtype in it changes, or
-            `tx` was replaced by an optimizer without loss scaling.
+          TypeError: If this function sets a field itself, a dtype in a field changes, or `tx` was
+            replaced by an optimizer without loss scaling.
           ValueError: If the structure or a shape in a field changes, or `grads` does not match
             `params`.
         """
-        params: Any = self.params
-        _check_grads(grads, params.fast if isinstance(params, optax.LookaheadParams) else params)
-        extra_args = {} if value is None else {"value": value}
         if not isinstance(self.tx, Guard):
             raise TypeError(
                 f"`tx` must be what `with_loss_scaling` returns, got {self.tx!r}. Make the state "
                 "with `create`, or wrap the whole optimizer."
             )
+        _check_grads(grads, self.params)
+        extra_args = {} if value is None else {"value": value}
         updates, opt_state = self.tx.update(grads, self.opt_state, self.params, **extra_args)
         is_applied = applied(opt_state)
         old = {name: getattr(self, name) for name in kwargs}
         new = {name: _same_container(kwargs[name], old[name]) for name in kwargs}
         step = jnp.asarray(self.step, jnp.int32)
-        is_counted = jnp.logical_or(is_applied, self.count_skipped)
         return self.replace(
-            step=jnp.where(is_counted, increment(step), step),
+            step=jnp.where(is_applied | self.count_skipped, increment(step), step),
             params=_apply_updates(self.params, updates, is_applied),
             opt_state=opt_state,
             **tree_where(is_applied, new, old),
         )
 
 
-def _check_grads(grads: PyTree, params: PyTree) -> None:
+def _check_grads(grads: PyTree, params: Any) -> None:
     remedy = "Differentiate with respect to all of `state.params`."
+    params = params.fast if isinstance(params, optax.LookaheadParams) else params
     checks.same_structure("grads", grads, params, remedy)
     # Summed with the parameter, another shape would be broadcast.
-    jax.tree_util.tree_map_with_path(
-        lambda path, grad, param: checks.same_shape("grads", path, grad, param, remedy),
-        grads,
-        params,
-    )
+    check = functools.partial(checks.same_shape, "grads", remedy=remedy)
+    jax.tree_util.tree_map_with_path(check, grads, params)
 
 
 def _without_fp8_metadata(
@@ -210,9 +199,9 @@ def _without_fp8_metadata(
 def _apply_updates(params: Any, updates: Any, is_applied: jax.Array) -> Any:
     if not has_fp8_metadata(params):
         return optax.apply_updates(params, updates)
-    new, name = optax.apply_updates(params["params"], updates["params"]), FP8_METADATA
-    metadata = tree_where(is_applied, updates[name], params[name])
-    return type(params)({**params, "params": new, name: metadata})
+    metadata = tree_where(is_applied, updates[FP8_METADATA], params[FP8_METADATA])
+    new = optax.apply_updates(params["params"], updates["params"])
+    return type(params)({**params, "params": new, FP8_METADATA: metadata})
 
 
 def _same_container(new: PyTree, old: PyTree) -> PyTree:

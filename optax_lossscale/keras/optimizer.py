@@ -10,7 +10,7 @@ import optax
 from optax_lossscale._policy import DynamicLossScale, FixedLossScale
 from optax_lossscale._step.guard import with_loss_scaling
 from optax_lossscale._support import checks
-from optax_lossscale._support.checks import AxisName
+from optax_lossscale._support.checks import SMALLEST_SCALE, AxisName
 from optax_lossscale._support.tree import PyTree
 from optax_lossscale.keras.parts import (
     EmaParamsState,
@@ -18,7 +18,7 @@ from optax_lossscale.keras.parts import (
     average_params,
     clip_each_by_norm,
     decayed,
-    without_masters,
+    moving_params,
 )
 
 
@@ -44,8 +44,8 @@ def loss_scale_optimizer(
 
     The arguments are those of `keras.optimizers.LossScaleOptimizer` and of the optimizers of Keras,
     and do what they do there. A step is applied when its gradients are finite, and with
-    accumulation when it is also the last of its window; only then do clipping, the inner optimizer,
-    decay and the average take part, and only such steps are counted.
+    accumulation when it is also the last of its window. Other steps change neither the inner
+    optimizer nor the average, and do not count.
 
     Args:
       inner_optimizer: Any Optax optimizer.
@@ -56,9 +56,8 @@ def loss_scale_optimizer(
         default.
       dynamic: Whether the loss scale changes. If false, a step that is not finite is still skipped.
       learning_rate: The number that `weight_decay` is multiplied by, or a schedule of the number of
-        applied steps. By default the inner optimizer's hyper-parameter of this name is read at
-        each step, if `optax.inject_hyperparams` injected one. The inner optimizer does not
-        receive it: it has its own.
+        applied steps. By default it is the inner optimizer's hyper-parameter of this name, if
+        `optax.inject_hyperparams` injected one. The inner optimizer itself does not receive it.
       weight_decay: At each applied step, `learning_rate * weight_decay * params` is subtracted from
         the params, in addition to the inner optimizer's update.
       clipnorm: Each leaf of the gradients is scaled down to at most this norm.
@@ -67,20 +66,19 @@ def loss_scale_optimizer(
       use_ema: Whether to keep an average of the params, which `ema_params` reads. After the first
         applied step it equals the params, and then it is
         `ema_momentum * average + (1 - ema_momentum) * params`.
-      ema_momentum: The weight of the old average. A number in [0, 1]; 0.99 by default.
-      ema_overwrite_frequency: The average replaces the params each time this many steps have been
-        applied. The updates are then `average - params`. Adding them gives the average exactly if
-        neither is more than twice the other and XLA fuses nothing, and always to within two units
+      ema_momentum: A number in [0, 1]; 0.99 by default.
+      ema_overwrite_frequency: Applied steps after which the average replaces the params, again and
+        again. The updates are then `average - params`: their sum is the average to within two units
         in the last place of the larger.
       loss_scale_factor: A fixed loss scale instead of the dynamic one. Nothing is checked, and no
         step is skipped.
       gradient_accumulation_steps: Finite steps for each update of the inner optimizer, which sees
-        the mean of their gradients, taken in float32. Only a step that is not finite is dropped.
+        the mean of their gradients, taken in float32.
       axis_name: The mapped axis, or a tuple of them, over which all must skip together. See
         `unscale_and_check`.
 
     Returns:
-      An optimizer whose state is a `WithLossScalingState`, as `with_loss_scaling` returns.
+      An optimizer whose state is a `WithLossScalingState`.
 
     Raises:
       TypeError: If an argument is of the wrong type.
@@ -106,11 +104,10 @@ def loss_scale_optimizer(
       Array([0.5, 1.5], dtype=float32)
     """
     given = {name: value for name, value in locals().items() if value is not None}
-    _check_each(given)
-    _check_together(given)
-    tx = inner_optimizer
+    _check(given)
+    tx: Any = checks.transformation("inner_optimizer", inner_optimizer)
     if weight_decay is not None:
-        tx = decayed(without_masters(tx, "weight_decay"), weight_decay, learning_rate)
+        tx = decayed(tx, weight_decay, learning_rate)
     if clipnorm is not None:
         tx = optax.chain(clip_each_by_norm(clipnorm), tx)
     if clipvalue is not None:
@@ -119,7 +116,9 @@ def loss_scale_optimizer(
         tx = optax.chain(optax.clip_by_global_norm(global_clipnorm), tx)
     if use_ema:
         average = average_params(given.get("ema_momentum", 0.99), ema_overwrite_frequency)
-        tx = optax.chain(without_masters(tx, "use_ema"), average)
+        tx = optax.chain(tx, average)
+    if weight_decay is not None or use_ema:
+        tx = moving_params(tx, "use_ema" if weight_decay is None else "weight_decay")
     if gradient_accumulation_steps is not None:
         tx = accumulated(tx, int(gradient_accumulation_steps))
 
@@ -170,7 +169,7 @@ def ema_params(opt_state: PyTree) -> PyTree:
 
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
-_norm = functools.partial(checks.between, low=checks.SMALLEST_SCALE, high=_LARGEST)
+_norm = functools.partial(checks.between, low=SMALLEST_SCALE, high=_LARGEST)
 _rate = functools.partial(checks.between, low=0, high=_LARGEST)
 
 # Optax and the policies check some of these, too, but under other names.
@@ -191,7 +190,8 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
 }
 
 
-def _check_each(given: dict[str, Any]) -> None:
+def _check(given: dict[str, Any]) -> None:
+    """Refuse arguments that are wrong by themselves or contradict each other."""
     if isinstance(given.get("inner_optimizer"), optax.MultiSteps):
         raise TypeError(
             "`inner_optimizer` must be an optax.GradientTransformation, got an optax.MultiSteps, "
@@ -204,14 +204,10 @@ def _check_each(given: dict[str, Any]) -> None:
             "argument of tf.keras' LossScaleOptimizer is a keyword here: `dynamic=False, "
             "initial_scale=1024`."
         )
-    for name, check in _CHECKS.items():
-        if name in given:
-            check(name, given[name])
-
-
-def _check_together(given: dict[str, Any]) -> None:
+    for name in _CHECKS.keys() & given.keys():
+        _CHECKS[name](name, given[name])
     is_fixed = "loss_scale_factor" in given
-    if not (given.get("dynamic") or is_fixed or "initial_scale" in given):
+    if not (given["dynamic"] or is_fixed or "initial_scale" in given):
         raise ValueError(
             "`initial_scale` must be given if `dynamic` is False, got None. It is the loss scale "
             "then, for example 2**15."
@@ -222,26 +218,14 @@ def _check_together(given: dict[str, Any]) -> None:
             "only one of `clipnorm`, `clipvalue` and `global_clipnorm` may be given, got "
             f"{clips}. Leave the others out, or chain another clip into `inner_optimizer`."
         )
-    for name, refused, where, remedy in (
-        ("initial_scale", is_fixed, "with `loss_scale_factor`", "Leave one of them out"),
-        (
-            "dynamic_growth_steps",
-            is_fixed or not given.get("dynamic"),
-            "for a fixed loss scale",
-            "Leave it out, or let the loss scale be dynamic",
-        ),
-        (
-            "learning_rate",
-            "weight_decay" not in given,
-            "without `weight_decay`, which alone uses it",
-            "Give the rate to `inner_optimizer`",
-        ),
-        (
-            "ema_overwrite_frequency",
-            not given.get("use_ema"),
-            "without an average",
-            "Set `use_ema=True`, or leave it out",
-        ),
+    for name, has_no_effect, where in (
+        ("initial_scale", is_fixed, "with `loss_scale_factor`"),
+        ("dynamic_growth_steps", is_fixed or not given["dynamic"], "for a fixed loss scale"),
+        ("learning_rate", "weight_decay" not in given, "without `weight_decay`"),
+        ("ema_overwrite_frequency", not given["use_ema"], "without `use_ema=True`"),
     ):
-        if refused and name in given:
-            raise ValueError(f"`{name}` must be None {where}, got {given[name]!r}. {remedy}.")
+        if has_no_effect and name in given:
+            raise ValueError(
+                f"`{name}` must be None {where}, got {given[name]!r}. It has no effect there: "
+                "leave it out."
+            )

@@ -9,7 +9,6 @@ from jax.tree_util import DictKey, GetAttrKey
 
 from optax_lossscale._state import increment
 from optax_lossscale._step.masters import MasterWeightsState
-from optax_lossscale._support import checks
 from optax_lossscale._support.tree import at_least_float32, is_inexact, leaves_of_type, path_name
 
 
@@ -42,26 +41,6 @@ class EmaParamsState(NamedTuple):
     ema_steps: jax.Array
 
 
-def without_masters(
-    inner: optax.GradientTransformation, argument: str
-) -> optax.GradientTransformationExtraArgs:
-    """Return `inner`; refuse master weights in it, which would undo the effect of `argument`."""
-    inner = checks.transformation("inner_optimizer", inner)
-
-    def init_fn(params: optax.Params) -> optax.OptState:
-        state = inner.init(params)
-        for path, _ in leaves_of_type(state, MasterWeightsState):
-            raise ValueError(
-                f"`{argument}` must be left out if `inner_optimizer` keeps master weights, got a "
-                f"MasterWeightsState at {path_name(path)} of its state: the masters would undo it. "
-                "Decay inside, `with_master_weights(optax.adamw(rate, weight_decay=...))`, and "
-                "average `master_weights(opt_state, params)`."
-            )
-        return state
-
-    return optax.GradientTransformationExtraArgs(init_fn, inner.update)
-
-
 def clip_each_by_norm(max_norm: float) -> optax.GradientTransformation:
     """Return a transformation that scales each leaf down to at most this norm."""
     clip = optax.clip_by_global_norm(max_norm)
@@ -71,12 +50,11 @@ def clip_each_by_norm(max_norm: float) -> optax.GradientTransformation:
 
 
 def decayed(
-    inner: optax.GradientTransformation,
+    inner: optax.GradientTransformationExtraArgs,
     weight_decay: float,
     learning_rate: float | optax.Schedule | None,
 ) -> optax.GradientTransformation:
     """Return `inner` with decoupled weight decay at `learning_rate`."""
-    inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: optax.Params) -> DecayedState:
         inner_state = inner.init(params)
@@ -85,7 +63,7 @@ def decayed(
         return DecayedState(inner_state, jnp.zeros((), jnp.int32))
 
     def update_fn(
-        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
+        updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, DecayedState]:
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
         if learning_rate is None:
@@ -95,7 +73,7 @@ def decayed(
             rate = learning_rate(state.decay_steps) if callable(learning_rate) else learning_rate
         # In float32: float16 would round the product of two small numbers to zero.
         decay = optax.add_decayed_weights(-at_least_float32(rate) * weight_decay)
-        params = jax.tree.map(at_least_float32, _required(params, "weight_decay"))
+        params = jax.tree.map(at_least_float32, params)
         updates, _ = decay.update(updates, optax.EmptyState(), params)
         return updates, DecayedState(inner_state, increment(state.decay_steps))
 
@@ -123,8 +101,9 @@ def average_params(
     """Return a transformation that keeps a moving average of the parameters."""
 
     def start(param: Any) -> jax.Array:
-        shape_only = isinstance(param, jax.ShapeDtypeStruct)
-        value = at_least_float32(jnp.zeros(param.shape, param.dtype) if shape_only else param)
+        if isinstance(param, jax.ShapeDtypeStruct):
+            param = jnp.zeros(param.shape, param.dtype)
+        value = at_least_float32(param)
         # A copy, since a buffer that occurs twice cannot be donated; and never weakly typed.
         return jnp.array(value, jnp.result_type(value))
 
@@ -132,9 +111,8 @@ def average_params(
         return EmaParamsState(jax.tree.map(start, params), jnp.zeros((), jnp.int32))
 
     def update_fn(
-        updates: optax.Updates, state: Any, params: optax.Params | None = None
+        updates: optax.Updates, state: Any, params: Any = None
     ) -> tuple[optax.Updates, EmaParamsState]:
-        params = _required(params, "use_ema")
         ema_steps = increment(state.ema_steps)
 
         def average(old: jax.Array, param: jax.Array) -> jax.Array:
@@ -162,12 +140,41 @@ def average_params(
     return optax.GradientTransformation(init_fn, update_fn)
 
 
+def moving_params(
+    tx: optax.GradientTransformationExtraArgs, argument: str
+) -> optax.GradientTransformationExtraArgs:
+    """Return `tx`, which moves the params because of `argument`; refuse what it cannot move."""
+
+    def init_fn(params: optax.Params) -> optax.OptState:
+        state = tx.init(params)
+        if any(leaves_of_type(state, MasterWeightsState)):
+            raise ValueError(
+                f"`{argument}` must be left out if `inner_optimizer` keeps master weights, got a "
+                "MasterWeightsState in its state: the masters would undo it. Decay inside, "
+                "`with_master_weights(optax.adamw(rate, weight_decay=...))`, and average "
+                "`master_weights(opt_state, params)`."
+            )
+        return state
+
+    def update_fn(
+        updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[optax.Updates, optax.OptState]:
+        if params is None:
+            raise ValueError(
+                f"`params` must be given to `update` because of `{argument}`, got None. Call "
+                "`tx.update(grads, opt_state, params)`."
+            )
+        return tx.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
 def accumulated(tx: optax.GradientTransformation, steps: int) -> optax.GradientTransformation:
     """Return `tx` applied to the mean gradient of this many steps."""
     multi_steps = optax.MultiSteps(tx, every_k_schedule=steps)
 
     def update_fn(
-        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
+        updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, optax.MultiStepsState]:
         updates, state = multi_steps.update(updates, state, params, **extra_args)
         # Between its steps, MultiSteps (Optax 0.2.8) returns the inner updates times zero. That is
@@ -178,12 +185,3 @@ def accumulated(tx: optax.GradientTransformation, steps: int) -> optax.GradientT
 
     # `multi_steps.gradient_transformation()` would drop the extra arguments.
     return optax.GradientTransformationExtraArgs(multi_steps.init, update_fn)
-
-
-def _required(params: optax.Params | None, argument: str) -> optax.Params:
-    if params is None:
-        raise ValueError(
-            f"`params` must be given to `update` because of `{argument}`, got None. Call "
-            "`tx.update(grads, opt_state, params)`."
-        )
-    return params

@@ -21,7 +21,7 @@ STEM = f"{NAME}-{ols.__version__}"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 # Files that a used checkout may contain and that must not be packed.
 LITTER = [
-    ".venv/lib/left.py", ".nox/newest/left.py", ".hypothesis/left", ".pytest_cache/left",
+    ".venv/lib/left.py", ".nox/newest/left.py", ".pytest_cache/left",
     ".coverage", "build/left.py", "dist/left.whl", "output/left.png", "left.py",
     "optax_lossscale/_step/__pycache__/left.cpython-311.pyc",
 ]  # fmt: skip

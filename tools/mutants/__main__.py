@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "optax_lossscale"
 SURVIVORS = Path(__file__).with_name("survivors.toml")
 PRELOADED = (
-    *("coverage", "equinox", "flax.linen", "flax.nnx", "flax.training.train_state", "hypothesis"),
+    *("coverage", "equinox", "flax.linen", "flax.nnx", "flax.training.train_state"),
     *("jax.numpy", "jmp", "keras", "matplotlib.figure", "optax.contrib", "orbax.checkpoint"),
     *("pytest", "sybil", "tensorboardX"),
 )

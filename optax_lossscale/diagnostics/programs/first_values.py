@@ -3,13 +3,12 @@
 import dataclasses
 import itertools
 import re
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
-from optax_lossscale._support.jaxprs import Equation
-from optax_lossscale._support.tree import KeyPath, is_inexact
+from optax_lossscale._support.tree import is_inexact
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,10 +18,10 @@ class FirstNonfinite:
     `str` writes it in words.
 
     Attributes:
-      layer: The layer: the key path, in the arguments of the function, of the parameters that were
-        read last before the operation; for a cast of a layer's input, of that layer. Of an
-        operation that holds a function and reads several layers, the part that their paths share.
-        Without any, the named scope. For an argument that is not finite itself, its own key path.
+      layer: The key path, in the arguments of the function, of the layer whose parameters were read
+        last, or whose input is cast; of several layers that one operation with a function in it
+        reads, the part that their paths share; without any, the named scope. For an argument that
+        is not finite itself, its own key path.
       operation: The name of the operation in JAX, such as `"dot_general"` or
         `"convert_element_type"` (a cast). None for an argument.
       dtype: The type of the array that is not finite.
@@ -67,9 +66,13 @@ class Leaf(NamedTuple):
     """An array of the arguments."""
 
     position: int
-    name: str  # its key path
-    layer: str  # that of the layer it belongs to
+    keys: tuple[str, ...]  # the name of the argument, and the keys within it
     is_parameter: bool
+
+    def layer(self) -> tuple[str, ...]:
+        """Return the keys of the layer that it belongs to, or its own outside of any layer."""
+        keys = self.keys[:-1] if self.keys[-1] == ".value" else self.keys  # a box of Flax
+        return keys[:-1] if len(keys) > 2 else keys
 
 
 @dataclasses.dataclass
@@ -83,68 +86,42 @@ class Origin:
 
 
 class Value(NamedTuple):
-    """An array and its history.
-
-    Attributes:
-      array: The array itself.
-      kinds: Which of `"nan"`, `"inf"` and `"-inf"` it holds.
-      origin: Where they come from; None if they are meant, or there are none.
-      leaf: The argument that it was computed from alone, by casting it for example.
-      layer: When parameters were last read on the way to it, and of which layer.
-      is_cotangent: Whether it was computed in the backward pass, and not from residuals alone.
-      is_constant: Whether it is a number or an array in the code.
-    """
+    """An array and its history."""
 
     array: Any
-    kinds: frozenset[str] = frozenset()
-    origin: Origin | None = None
-    leaf: Leaf | None = None
-    layer: tuple[int, str] | None = None
-    is_cotangent: bool = False
-    is_constant: bool = False
+    kinds: frozenset[str] = frozenset()  # those of "nan", "inf" and "-inf" that it holds
+    origin: Origin | None = None  # where they come from; None if they are meant
+    leaf: Leaf | None = None  # the argument that it was computed from alone, by a cast for example
+    layer: tuple[int, str] | None = None  # when parameters were last read for it, and whose
+    is_cotangent: bool = False  # computed in the backward pass, and not from residuals alone
+    is_constant: bool = False  # a number or an array in the code
+
+    def at(self, step: int) -> "Value":
+        """Return one step of an array that a scan slices."""
+        array = self.array[step]
+        kinds = kinds_of(array)
+        return self._replace(array=array, kinds=kinds, origin=self.origin if kinds else None)
+
+    def number(self) -> float | None:
+        """Return the number that it is, if it is one real number in the code."""
+        is_number = self.is_constant and np.size(self.array) == 1 and np.isrealobj(self.array)
+        return np.asarray(self.array).item() if is_number else None
 
 
-class Place(NamedTuple):
-    """Where an operation stands in the program.
-
-    Attributes:
-      scope: The `jax.named_scope`s around it, and the steps of scans.
-      calls: The equations that it lies within, the innermost first.
-    """
-
-    scope: str = ""
-    calls: tuple[Equation, ...] = ()
-
-    def within(self, eqn: Equation) -> "Place":
-        """Return the place of an equation here, and of the function that it calls."""
-        return Place(f"{self.scope}/{eqn.source_info.name_stack}", (eqn, *self.calls))
-
-    def in_step(self, step: int) -> "Place":
-        """Return the place of one step of a scan."""
-        return self._replace(scope=f"{self.scope}/step {step}")
-
-    def is_backward(self) -> bool:
-        """Return whether it belongs to the backward pass."""
-        # `jax.checkpoint` computes the forward pass a second time there.
-        return "transpose(" in self.scope.rpartition("rematted_computation")[2]
-
-
-def sliced(value: Value, step: int) -> Value:
-    """Return one step of an array that a scan slices."""
-    array = value.array[step]
-    kinds = kinds_of(array)
-    origin = value.origin if kinds else None
-    return value._replace(array=array, kinds=kinds, origin=origin)
+def earliest(values: Iterable[Value]) -> Origin | None:
+    """Return the earliest of the origins of values."""
+    origins = (value.origin for value in values if value.origin)
+    return min(origins, key=lambda origin: origin.time, default=None)
 
 
 def layer_of(
     operands: list[Value], time: int, *, is_backward: bool, holds_function: bool
 ) -> tuple[int, str] | None:
     """Return the layer that an operation belongs to."""
-    read = [x.leaf for x in operands if x.leaf and x.leaf.is_parameter]
-    if read:  # parameters come before the batch, if the model is not known
-        read.sort(key=lambda leaf: leaf.position)
-        first, *others = (re.findall(r"\[[^\]]*\]|\.?[^\[.]+", leaf.layer) for leaf in read)
+    # Parameters come before the batch, if the model is not known.
+    read = sorted(x.leaf for x in operands if x.leaf and x.leaf.is_parameter)
+    if read:
+        first, *others = (leaf.layer() for leaf in read)
         # A function may read several layers, of which any may be the one that is looked for.
         likely = [first, *(keys for keys in others if holds_function and keys[0] == first[0])]
         shared = itertools.takewhile(lambda keys: len(set(keys)) == 1, zip(*likely, strict=False))
@@ -153,14 +130,6 @@ def layer_of(
     forward = [x.layer for x in operands if x.layer and not x.is_cotangent]
     layers = forward if is_backward and forward else [x.layer for x in operands if x.layer]
     return max(layers, default=None)
-
-
-def layer_path(path: KeyPath) -> KeyPath:
-    """Return the path of the layer that a parameter belongs to."""
-    # Flax keeps parameters in boxes.
-    if jax.tree_util.keystr(path[-1:]) == ".value":
-        path = path[:-1]
-    return path[:-1] or path  # a parameter outside of any layer is its own
 
 
 def kinds_of(array: Any) -> frozenset[str]:
@@ -173,13 +142,6 @@ def kinds_of(array: Any) -> frozenset[str]:
     parts = (numbers.real, numbers.imag) if np.iscomplexobj(numbers) else (numbers,)
     tests = {"nan": np.isnan, "inf": lambda x: x == np.inf, "-inf": lambda x: x == -np.inf}
     return frozenset(name for name, test in tests.items() if any(test(x).any() for x in parts))
-
-
-def constant_of(value: Value) -> float | None:
-    """Return the number that a value is, if it is one real number in the code."""
-    if value.is_constant and np.size(value.array) == 1 and np.isrealobj(value.array):
-        return np.asarray(value.array).item()
-    return None
 
 
 def count_nonfinite(array: Any) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 
 from optax_lossscale._support import checks
+from optax_lossscale._support.jaxprs import trace
 from optax_lossscale._support.products import Product, products_of, total_flops
 from optax_lossscale._support.tree import PyTree
-from optax_lossscale.diagnostics.programs.trace import trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,8 +19,8 @@ class MatrixProducts:
     Attributes:
       count: How many products run.
       flops: Their floating-point operations: a multiplication and an addition are two.
-      source: The line of your own code, with its file, of the first product of those that take the
-        most operations; `""` if all of it lies in installed packages.
+      source: The line of your own code, with its file, of the first of the largest products; `""`
+        if all of it lies in installed packages.
     """
 
     count: int
@@ -36,23 +36,21 @@ def precision_report(
     One float32 array makes all that is computed from it float32: a model whose own
     `x.astype(jnp.float32)` comes first trains in float32, whatever the dtype of its parameters.
 
-    `fun` is traced, and does not run. A product in a scan counts once for each iteration, and so
-    does one in the grid of a Pallas kernel. In a `jax.lax.while_loop`, whose iterations are not
-    known, it counts once. Of the branches of a conditional, the one with the most operations in a
-    dtype counts. Under `jax.shard_map`, one device counts. A product whose result is not used does
-    not count, unless a loop carries it. The report is of the program as JAX hands it to XLA, which
-    may compute a product in another precision, as a GPU computes those of float32 in TF32.
+    `fun` is traced, and does not run. A product counts once for each iteration of a scan and of the
+    grid of a Pallas kernel, and once in a `jax.lax.while_loop`. Of the branches of a conditional,
+    that with the most operations in a dtype counts; under `jax.shard_map`, one device. A product
+    whose result is not used does not count, unless a loop carries it. XLA may compute a product in
+    another precision, as a GPU computes those of float32 in TF32.
 
     Args:
-      fun: The function: a whole training step, a gradient function, or the model. Any framework's.
+      fun: A whole training step, a gradient function, or the model, of any framework.
       *args: The arguments of `fun`, any pytrees. Arrays, or `jax.ShapeDtypeStruct` in their place,
         are traced, and `fun` gets every other leaf as it is.
       **kwargs: Its keyword arguments, likewise.
 
     Returns:
-      The counts by dtype, that with the most operations first. A product of float16 and float32 is
-      one of float32. Of two dtypes of the same width, both are named:
-      `"float8_e4m3fn x float8_e5m2"`.
+      The counts by dtype, that with the most operations first. Of two operands, the wider dtype
+      counts; if they are as wide, both are named: `"float8_e4m3fn x float8_e5m2"`.
 
     Raises:
       TypeError: If `fun` is not a function that JAX can trace.
@@ -73,7 +71,7 @@ def precision_report(
     """
     checks.function("fun", fun, "Give its arguments after it.")
     try:
-        closed, _ = trace(fun, *args, **kwargs)
+        closed, _ = trace(fun, args, kwargs)
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
         raise TypeError(
             f"`fun` must be a function that JAX can trace, got {fun!r}, which reads the values of "
@@ -100,8 +98,8 @@ def format_precision_report(report: Mapping[str, MatrixProducts]) -> str:
       report: From `precision_report`.
 
     Returns:
-      For each dtype, a line with the number of products and their share of all operations, and a
-      line that says where in your code most of them come from.
+      For each dtype, a line with the number of products and their share of all operations, and one
+      with the source of the largest.
 
     Raises:
       TypeError: If `report` is not a dict of `MatrixProducts`.
