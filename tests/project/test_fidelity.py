@@ -11,7 +11,7 @@ import pytest
 
 import optax_lossscale as ols
 from benchmarks import page
-from benchmarks.fidelity import edge, parameters, report, tasks, training
+from benchmarks.fidelity import edge, parameters, report, state, tasks, training
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quickly_compiled")]
 
