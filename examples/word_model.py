@@ -109,7 +109,7 @@ def main(argv: list[str] | None = None) -> list[str]:
     parser.add_argument("--batch", type=int, default=16384, help="words in a batch")
     parser.add_argument("--output", type=Path, default=Path("output/word_model.png"))
     args = parser.parse_args(argv)
-    print(f"Trains in three formats: a minute and a half on two cores. Writes {args.output}")
+    print(f"Trains in three formats: about a minute on two cores. Writes {args.output}")
     runs = {name: train(name, load_data(), args.steps, args.batch) for name in FORMATS}
     report(runs, args.output)
     print(f"Written to {args.output}")

@@ -172,7 +172,6 @@ SAVED = {
     "Lion": lambda: optax.lion(1e-4),
     "SGD with momentum": lambda: optax.sgd(0.1, momentum=0.9),
     "Adafactor": lambda: optax.adafactor(1e-3),
-    "Adafactor with momentum": lambda: optax.adafactor(1e-3, momentum=0.9),
 }
 
 

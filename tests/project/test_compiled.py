@@ -55,7 +55,7 @@ PATHS = {
         "Remainders": (26, 14),
         "SkipIfRemainders": (28, 19),
         "RemaindersBfloat16State": (18, 15),
-        "SpikeRemaindersBfloat16State": (20, 30),
+        "SpikeRemaindersBfloat16State": (20, 32),
     },
     "remainders-clip": {
         "MastersByHand": (30, 39),

@@ -11,7 +11,7 @@ import pytest
 
 import optax_lossscale as ols
 from benchmarks import page
-from benchmarks.fidelity import edge, parameters, report, tasks, training
+from benchmarks.fidelity import edge, parameters, report, state, tasks, training
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quickly_compiled")]
 
@@ -143,3 +143,16 @@ def test_parameters_in_bfloat16_are_trained_in_four_ways(monkeypatch):
     head, _, row = parameters.measure(quick=True).text.splitlines()
     assert head.strip("| ").split(" | ") == ["task", *parameters.WAYS]
     assert row.count("±") == len(parameters.WAYS)
+
+
+def test_the_bytes_per_parameter_on_the_page_are_those_of_today():
+    text = (PAGE.parent / "bfloat16_state.md").read_text()
+    assert page.replaced(text, "memory", state.memory(quick=False).text) == text
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("measure", [state.measure, state.measure_each])
+def test_a_short_run_trains_with_each_way_to_store_the_state(measure):
+    rows = measure(quick=True).text.splitlines()
+    assert all(way in rows[0] for way in state.WAYS)
+    assert len([row for row in rows if "±" in row]) >= 2
