@@ -212,6 +212,16 @@ def test_the_gradient_in_shard_map_is_that_of_jax(check_vma):
     assert_same_bits(run(lambda w, x: ours(ols.init(1), w, x)), run(jax.value_and_grad(loss)))
 
 
+@pytest.mark.parametrize("argnums", [1, np.int64(1), -1, (1,), [0, 1]])
+def test_arguments_are_chosen_as_jax_chooses_them(argnums):
+    def loss(w, x):
+        return jnp.mean((x @ w).astype(jnp.float32))
+
+    args = jnp.ones((4, 2), jnp.float16), X.astype(jnp.float16)
+    ours = ols.grad(loss, argnums, compute_dtype=jnp.float16)(ols.init(1), *args)
+    assert_same_bits(ours, jax.grad(loss, argnums)(*args))
+
+
 @pytest.mark.parametrize(
     ("fun", "args", "kwargs", "message"),
     [

@@ -150,7 +150,8 @@ class _CountingProducts:
         self, fun: Callable[..., Any], has_aux: bool, argnums: int | Sequence[int] = 0
     ) -> Callable[..., Any]:
         del has_aux  # always
-        numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        is_one = not np.ndim(argnums)  # a number of NumPy's, too
+        numbers: Any = (argnums,) if is_one else argnums
 
         def value_and_grad(*args: Any, **kwds: Any) -> tuple[Any, Any]:
             known = all(-len(args) <= number < len(args) for number in numbers)
@@ -175,7 +176,7 @@ class _CountingProducts:
                 self._is_counted = True
                 _warn_of_products(jaxpr, self._compute_dtype)
             grads = pullback(jnp.ones_like(loss))
-            return (loss, aux), grads[0] if isinstance(argnums, int) else grads
+            return (loss, aux), grads[0] if is_one else grads
 
         return value_and_grad
 
