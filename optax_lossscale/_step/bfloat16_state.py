@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale._state import refuse_guard
-from optax_lossscale._step.halves import rounded_at_random, widened
+from optax_lossscale._step.halves import in_dtype, rounded_at_random, widened
 from optax_lossscale._step.masters import MasterWeightsState
 from optax_lossscale._support import checks
 from optax_lossscale._support.tree import KeyPath, is_nnx, leaves_of_type, path_name
@@ -154,9 +154,7 @@ def _in_bfloat16(
         name = jax.tree_util.keystr(path)
         if id(leaf) in stay or (keep is not None and names.setdefault(name, bool(keep(name)))):
             return leaf
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16, sharding=leaf.sharding)
-        return jnp.asarray(leaf, jnp.bfloat16)
+        return in_dtype(leaf, jnp.bfloat16)
 
     def convert_node(path: KeyPath, node: Any) -> Any:
         return jax.tree.map(lambda leaf: convert(path, leaf), node)

@@ -15,11 +15,14 @@ HALF = (jnp.dtype("float16"), jnp.dtype("bfloat16"))
 
 def widened(param: Any) -> Any:
     """Return a parameter in half precision in float32, and any other as it is."""
-    if getattr(param, "dtype", None) not in HALF:
-        return param
-    if isinstance(param, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(param.shape, jnp.float32, sharding=param.sharding)
-    return jnp.asarray(param, jnp.float32)
+    return in_dtype(param, jnp.float32) if getattr(param, "dtype", None) in HALF else param
+
+
+def in_dtype(array: Any, dtype: Any) -> Any:
+    """Return an array in another dtype, or the description of one."""
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return array.update(dtype=dtype, weak_type=False)
+    return jnp.asarray(array, dtype)
 
 
 def with_derivative_of(x: jax.Array, value: jax.Array) -> jax.Array:

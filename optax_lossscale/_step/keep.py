@@ -17,7 +17,6 @@ from optax_lossscale._support.choose import (
     constant_unless,
     negative_zero_unless,
     tree_where,
-    zero_args_unless,
     zero_unless,
 )
 from optax_lossscale._support.tree import KeyPath, Tree, is_array, is_inexact, path_name
@@ -33,7 +32,7 @@ def step_where(
     extra_args: dict[str, Any],
 ) -> tuple[optax.Updates, optax.OptState]:
     """Take a step where `applied` is true. Elsewhere updates are -0.0, and the state is kept."""
-    extra_args = zero_args_unless(applied, extra_args)
+    extra_args = {name: zero_unless(applied, arg) for name, arg in extra_args.items()}
     params = jax.tree.map(functools.partial(constant_unless, applied), params)
     updates, state = update_where(
         applied,

@@ -223,11 +223,10 @@ def _master(param: Any, *, remainders: bool) -> Any:
     master = halves.widened(param)
     if master is param:
         return optax.MaskedNode()
-    if not (remainders and param.dtype == jnp.bfloat16):
-        return master
-    if isinstance(master, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(param.shape, jnp.int16, sharding=param.sharding)
-    return jnp.zeros_like(param, jnp.int16)
+    if remainders and param.dtype == jnp.bfloat16:
+        is_array = not isinstance(param, jax.ShapeDtypeStruct)
+        return halves.in_dtype(jnp.zeros_like(param) if is_array else param, jnp.int16)
+    return master
 
 
 def _is_missing(master: Any) -> bool:

@@ -12,7 +12,7 @@ import optax
 from optax_lossscale._state import SpikeState, increment
 from optax_lossscale._step.keep import update_where
 from optax_lossscale._support import checks
-from optax_lossscale._support.choose import tree_where, zero_args_unless, zero_unless
+from optax_lossscale._support.choose import tree_where, zero_unless
 from optax_lossscale._support.tree import PyTree, at_least_float32, is_fp8_metadata, is_inexact
 
 
@@ -73,7 +73,7 @@ def measures_of(
     extra_args: dict[str, Any],
 ) -> list[jax.Array]:
     """Return what each rule measures, and zeros on a step that is not finite."""
-    extra_args = zero_args_unless(finite, extra_args)
+    extra_args = {name: zero_unless(finite, arg) for name, arg in extra_args.items()}
 
     def measure(rule: Rule) -> jax.Array:
         def measured(grads: optax.Updates, no_state: tuple[()]) -> tuple[jax.Array, tuple[()]]:

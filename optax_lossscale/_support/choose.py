@@ -119,11 +119,6 @@ def _is_traced(leaf: Any) -> bool:
     return isinstance(leaf, Tracer) and is_inexact(leaf)
 
 
-def zero_args_unless(pred: jax.Array, extra_args: dict[str, Any]) -> dict[str, Any]:
-    """Return extra arguments with zeros where `pred` is false, each as `zero_unless`."""
-    return {name: zero_unless(pred, arg) for name, arg in extra_args.items()}
-
-
 def negative_zero_unless(pred: jax.Array, updates: Tree) -> Tree:
     """Return `updates`, or updates without effect where `pred` is false."""
 
