@@ -144,12 +144,11 @@ def count_step(new: LossScaleState, old: LossScaleState, applied: jax.Array) -> 
 def applied(opt_state: PyTree) -> jax.Array:
     """Return whether the last step was applied.
 
-    Use it to keep everything else that a step changes, such as BatchNorm statistics or an average
-    of the parameters, as it was on a skipped step: `tree_where(applied(opt_state), new, old)`.
+    Use it to keep all else that a step changes, such as BatchNorm statistics or an average of the
+    parameters, as it was on a skipped step: `tree_where(applied(opt_state), new, old)`.
 
     Args:
-      opt_state: The state of `with_loss_scaling` or `skip_if` after the step, or any pytree that
-        `loss_scale_state` takes.
+      opt_state: The state after the step, in any form that `loss_scale_state` takes.
 
     Returns:
       False if the step was skipped, because of its gradients, its loss or a rule. True before the

@@ -130,9 +130,8 @@ class DynamicLossScale(_Policy):
                                loss_scale = min(loss_scale * growth_factor, max_scale)
                                growth_count = 0; overflow_count = 0
 
-    The first two skip the step and add one to `consecutive_skipped` and `total_skipped`. The last
-    applies it and sets `consecutive_skipped` to 0, unless a rule (`skip_if`) skips it. Before each
-    step, a loss scale out of its bounds is clamped into them, NaN to `min_scale`. Powers of two
+    The first two skip the step and count it. The last applies it, unless a rule (`skip_if`) skips
+    it. A loss scale out of its bounds is clamped into them first, NaN to `min_scale`. Powers of two
     make scaling and unscaling exact; other values work.
 
     Args:
@@ -153,9 +152,8 @@ class DynamicLossScale(_Policy):
 
     Raises:
       TypeError: If a hyper-parameter is of the wrong type.
-      ValueError: Unless 2**-126 <= min_scale <= initial_scale <= max_scale <= 2**126,
-        growth_factor > 1 and finite, 0 < backoff_factor < 1, and growth_interval, hysteresis and
-        loss_patience are at least 1.
+      ValueError: Unless 2**-126 <= min_scale <= initial_scale <= max_scale <= 2**126, growth_factor
+        > 1, 0 < backoff_factor < 1, and growth_interval, hysteresis, loss_patience >= 1.
 
     Warns:
       UserWarning: If growth_factor is an integer of 100 or more: most likely a number of steps.

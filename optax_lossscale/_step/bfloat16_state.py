@@ -89,10 +89,9 @@ def with_bfloat16_state(
 
     References:
       Gupta et al., `Deep Learning with Limited Numerical Precision
-      <https://arxiv.org/abs/1502.02551>`_, 2015: stochastic rounding. Zamirai et al., `Revisiting
-      BFloat16 Training <https://arxiv.org/abs/2010.06192>`_, 2020: to the nearest, small updates
-      are lost. Wellons, `Prospecting for Hash Functions
-      <https://nullprogram.com/blog/2018/07/31/>`_, 2018: the mixer of 32 bits.
+      <https://arxiv.org/abs/1502.02551>`_, 2015. Zamirai et al., `Revisiting BFloat16 Training
+      <https://arxiv.org/abs/2010.06192>`_, 2020. The mixer of 32 bits: Wellons, `Prospecting for
+      Hash Functions <https://nullprogram.com/blog/2018/07/31/>`_, 2018.
     """
     inner = checks.transformation("inner", inner)
     checks.keep(keep)

@@ -105,10 +105,9 @@ def skip_if(
 ) -> optax.GradientTransformationExtraArgs:
     """Skip a step if its gradients or its loss are not finite, or if a rule says so.
 
-    A skipped step leaves no trace: the inner state is bitwise unchanged, and the updates are
-    negative zeros. It is the skip of `with_loss_scaling`, without the loss scale, for bfloat16 and
-    float32. Unlike `optax.apply_if_finite`, it copies no state and never gives up. With a loss
-    scale, give the rule to that guard: `with_loss_scaling(inner, skip_if=rule)`.
+    It is the guard of `with_loss_scaling` without the loss scale, for bfloat16 and float32. Unlike
+    `optax.apply_if_finite`, it copies no state and never gives up. With a loss scale, give the rule
+    to that guard: `with_loss_scaling(inner, skip_if=rule)`.
 
     Args:
       inner: Any Optax optimizer, or an `optax.MultiSteps`.
@@ -119,9 +118,9 @@ def skip_if(
 
     Returns:
       A gradient transformation whose state is a `WithLossScalingState` with a loss scale of 1. The
-      gradients keep their dtype. The loss is the extra argument `value`, as Optax calls it; where
-      it is given, it must be finite, too. A state that was restored from a guard with a loss scale
-      works: the first step divides by that loss scale, and leaves 1.
+      gradients keep their dtype. The loss is the extra argument `value`; where it is given, it must
+      be finite, too. A state that was restored from a guard with a loss scale works: the first step
+      divides by that loss scale, and leaves 1.
 
     Raises:
       TypeError: As `with_loss_scaling`.

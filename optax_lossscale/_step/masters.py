@@ -59,19 +59,17 @@ def with_master_weights(
     else, so that nothing changes its updates:
     `with_loss_scaling(with_master_weights(optax.chain(...)))`.
 
-    Two cases are not those of float32. A weight that shrinks to less than 1/8192 of itself in a
-    single step (1/65536 in bfloat16), but not to zero, cannot be reached by one addition in
-    float32: its master takes what the parameter became, which is off by at most 2**-23 of the old
-    weight. And the master of a float16 parameter stays within plus and minus 65504, since no
-    addition leads back from infinity.
+    Two cases are not those of float32. If one step shrinks a weight to under 1/8192 of its size
+    (1/65536 in bfloat16), but not to zero, one float32 addition cannot reach it: the master takes
+    what the parameter became, off by at most 2**-23 of the old weight. And the master of a float16
+    parameter stays within plus and minus 65504, since no addition leads back from infinity.
 
     Args:
       inner: Any Optax optimizer, or an `optax.MultiSteps`.
       remainders: Whether to keep only the lower half of a bfloat16 parameter's master, in two bytes
         for four. The parameter is the upper half: a bfloat16 number is a float32 without its last
-        sixteen bits. Together they are the same master, bit for bit. The parameter is rounded to
-        the nearest, and away from zero if two are as near. A parameter that was replaced keeps the
-        lower half that was there. float16 parameters have float32 masters.
+        sixteen bits. Together they are the same master, bit for bit, rounded to the nearest, ties
+        away from zero. A parameter that was replaced keeps the lower half that was there.
 
     Returns:
       A gradient transformation whose `update` needs `params`, and whose state is a
@@ -144,8 +142,8 @@ def master_weights(opt_state: PyTree, params: Tree) -> Tree:
     Args:
       opt_state: A `MasterWeightsState`, or an optimizer's state that holds exactly one, such as
         that of `optax.masked` or `optax.partition`.
-      params: The parameters that it belongs to, in any container: as training is given them, the
-        state of a `flax.nnx` model, or the model itself. It may hold other arrays, too.
+      params: The parameters that it belongs to, in any container: as in training, the state of a
+        `flax.nnx` model, or the model itself. It may hold other arrays, too.
 
     Returns:
       `params`, with the float32 master of each leaf that has one: from where the next step starts.
