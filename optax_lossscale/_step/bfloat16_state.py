@@ -37,20 +37,20 @@ def with_bfloat16_state(
 ) -> optax.GradientTransformationExtraArgs:
     """Store the state of an optimizer in bfloat16, in half the memory.
 
-    Every float32 array of at least 4,096 elements is stored in bfloat16. The inner optimizer is
-    given float32, computes in float32, and its new state is rounded stochastically: to one of the
-    two nearest bfloat16 numbers, so that the expectation is the number itself. Rounded to the
-    nearest, `0.999 * v` is `v` again, and Adam's second moment would never fall. Numbers that
-    bfloat16 holds stay as they are, infinity and NaN too, and no finite number becomes infinite. A
-    derivative passes through the rounding as through the identity.
+    Every float32 array of at least 4,096 elements is stored in bfloat16. The inner optimizer sees
+    float32, and its new state is rounded stochastically: to one of the two nearest bfloat16
+    numbers, so that the expectation is the number itself. Rounded to the nearest, `0.999 * v` is
+    `v` again, and Adam's second moment would never fall. Numbers that bfloat16 holds stay as they
+    are, infinity and NaN too, and no finite number becomes infinite. A derivative passes through
+    the rounding as through the identity.
 
-    Some arrays stay in float32, because an optimizer takes small differences of them: copies of the
-    parameters (a parameter's own array in the state that `inner.init` returns, as in Prodigy, DoG
-    and mechanize, and `z` of `schedule_free`), and the memories of L-BFGS and of line searches.
+    Arrays of which an optimizer takes small differences stay in float32: copies of the parameters
+    (a parameter's own array in the state that `inner.init` returns, as in Prodigy, DoG and
+    mechanize, and `z` of `schedule_free`), and the memories of L-BFGS and of line searches.
 
-    The random bits are a function of the step's number, of the array's place in the state and of
-    the element's index. So the same state gives the same step, on any number of devices under
-    `jax.jit`. Inside `jax.shard_map` and `jax.vmap`, each member counts its own elements.
+    The random bits depend on the step's number, the array's place in the state and the element's
+    index: the same state gives the same step, on any number of devices under `jax.jit`. Inside
+    `jax.shard_map` and `jax.vmap`, each member counts its own elements.
 
     It belongs inside of masters and guards, around the optimizer or a part of it:
     `with_master_weights(with_bfloat16_state(optax.adamw(1e-3)), remainders=True)`. A checkpoint of
