@@ -50,19 +50,18 @@ class Function:
 
 def as_rules(argument: str, given: Any) -> tuple[Rule, ...]:
     """Return the rules in an argument: a rule, a tuple or list of them, or None."""
-    several = given if type(given) in (tuple, list) else () if given is None else (given,)
-    return tuple(_as_rule(argument, rule) for rule in several)
-
-
-def _as_rule(argument: str, rule: Any) -> Rule:
-    if isinstance(rule, Rule) and not isinstance(rule, type):
-        return rule
-    if callable(rule) and not isinstance(rule, (type, optax.MultiSteps)):
-        return Function(argument, rule)
-    raise TypeError(
-        f"`{argument}` must be a function of the gradients and parameters, an object with `init`, "
-        f"`measure` and `judge`, or a tuple of these, got {rule!r}. Use for example `Spike()`."
-    )
+    rules: list[Rule] = []
+    for rule in given if type(given) in (tuple, list) else () if given is None else (given,):
+        if isinstance(rule, Rule) and not isinstance(rule, type):
+            rules.append(rule)
+        elif callable(rule) and not isinstance(rule, (type, optax.MultiSteps)):
+            rules.append(Function(argument, rule))
+        else:
+            raise TypeError(
+                f"`{argument}` must be a function of the gradients and parameters, an object with "
+                f"`init`, `measure` and `judge`, or a tuple of these, got {rule!r}. Use `Spike()`."
+            )
+    return tuple(rules)
 
 
 def measures_of(
