@@ -21,14 +21,9 @@ OPTIMIZERS = {
 def learned(vocabulary: int) -> Params:
     """Return the parameters after a short training in float32, in batches of 1024."""
     task = words(vocabulary=vocabulary, batch=1024)
-
-    @jax.jit
-    def train() -> Params:
-        keys = jax.random.split(jax.random.key(1), task.steps)
-        params = task.init(jax.random.key(0))
-        return fit(task.tx, task.loss_with(task.data, jnp.float32), params, keys)[0][0]
-
-    return train()
+    keys = jax.random.split(jax.random.key(1), task.steps)
+    params = task.init(jax.random.key(0))
+    return fit(task.tx, task.loss_with(task.data, jnp.float32), params, keys)[0][0]
 
 
 def lost_share(params: Params, task: Task) -> float:

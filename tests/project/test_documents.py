@@ -127,6 +127,18 @@ def test_no_page_but_the_reference_is_longer_than_about_five_screens():
     assert {name: number for name, number in lengths.items() if number > 165} == {}
 
 
+def prose(page):
+    """Return the words of a page, without those in code."""
+    return re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL).split()
+
+
+def test_the_pages_are_few_and_have_few_words():
+    assert prose("two words\n```python\nnot these\n```\nthree") == ["two", "words", "three"]
+    pages = [path.read_text("utf-8") for path in ROOT.glob("docs/**/*.md")]
+    assert len(pages) - 1 <= 40  # the changelog is a link
+    assert sum(len(prose(page)) for page in pages) <= 18_500
+
+
 def test_examples_in_docstrings_do_not_scroll_sideways():
     example = re.compile(r"^ +((?:>>>|\.\.\.) .*)$", re.MULTILINE)
     sources = [path.read_text("utf-8") for path in ROOT.glob("optax_lossscale/**/*.py")]

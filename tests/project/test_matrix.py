@@ -28,8 +28,8 @@ def pins(path, python):
 
 def asked(*groups):
     entries = [entry for group in groups for entry in PROJECT["dependency-groups"][group]]
-    entries = [entry for entry in entries if isinstance(entry, str)]  # not another group
-    lines = [*entries, *PROJECT["project"]["dependencies"]]
+    lines = [entry for entry in entries if isinstance(entry, str)]  # not another group
+    lines += PROJECT["project"]["dependencies"]
     return {canonicalize_name(Requirement(line).name) for line in lines}
 
 
