@@ -117,15 +117,15 @@ def test_diagnose_finds_and_fixes_three_failures_and_draws_them(tmp_path, capsys
 def test_reinforce_learns_and_finer_formats_agree_better(tmp_path, capsys):
     main = load("reinforce")["main"]
     main.__globals__["PROMPTS"] = 16
+    del main.__globals__["FORMATS"]["float32"]  # for speed
     runs = main(["--steps=40", f"--output={tmp_path / 'a.png'}"])
-    gaps = {}
-    for name, (right, mismatch, skipped, _) in runs.items():
+    gaps = []
+    for right, mismatch, skipped, _ in runs.values():
         assert right[-10:].mean() > right[:10].mean() + 0.1
         assert skipped[-1] == 0
-        gaps[name] = mismatch.mean()
-    assert gaps["float32"] < 1e-6
-    assert 4 < gaps["bfloat16"] / gaps["float16 + loss scaling"] < 16  # three bits
+        gaps.append(mismatch.mean())
+    assert 4 < gaps[0] / gaps[1] < 16  # bfloat16 has three bits less
     head, *rows = capsys.readouterr().out.splitlines()
     assert re.findall(r"\d+", head) == ["10", "20", "30", "40"]
-    assert len(rows) == 3
+    assert len(rows) == 2
     assert is_picture(tmp_path / "a.png")

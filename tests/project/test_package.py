@@ -137,14 +137,10 @@ for use, argument in (__import__, "optax_lossscale.flax"), (plot, exponents):
     assert printed.split() == [file, "16384.0", "flax", "matplotlib"]
 
 
-def test_only_a_person_starts_a_release():
+def test_a_person_starts_a_release_and_nothing_but_the_build_runs_where_its_files_are_made():
     workflow = (ROOT / ".github/workflows/release.yml").read_text("utf-8")
     assert "\non:\n  workflow_dispatch:\n\n" in workflow
     assert workflow.count("id-token: write") == workflow.count("environment: release") == 1
-
-
-def test_nothing_but_the_build_runs_where_the_files_of_a_release_are_made():
-    workflow = (ROOT / ".github/workflows/release.yml").read_text("utf-8")
     build = re.search(r"\n  build:\n(.*?)\n\n", workflow, re.DOTALL)[1]
     assert re.findall("run: (.*)", build) == ["make release"]
     recipe = re.search(
