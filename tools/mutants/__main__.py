@@ -85,10 +85,6 @@ class _Watch:
         self.seconds: dict[str, float] = defaultdict(float)
         self.failed: list[str] = []
 
-    def pytest_collectreport(self, report: Any) -> None:
-        if report.failed:
-            self.failed.append(report.nodeid)
-
     def pytest_runtest_setup(self, item: Any) -> None:
         if self.limit:
             signal.alarm(self.limit)
@@ -239,7 +235,9 @@ class Run:
                 chosen.append(test)
         # Importing a test file takes longer than most of its tests, so one file runs first.
         best = [test for test in chosen if _file(test) == _file(chosen[0])][:10]
-        return [stage for stage in (best, [t for t in chosen if t not in best]) if stage]
+        likely = [test for test in chosen if test not in {*best, *others}]
+        unlikely = [test for test in chosen if test in others - {*best}]
+        return [stage for stage in (best, likely, unlikely) if stage]
 
     def is_trusted(self, test: str) -> bool:
         """Return whether a test passes on its own on the unchanged package."""
@@ -338,24 +336,22 @@ def _preload(output: Path) -> None:
 
 def _report(mutants: list[Mutant], results: dict[str, str]) -> int:
     """Print the results, and return the exit status."""
-    tables = tomllib.loads(SURVIVORS.read_text("utf-8")) if SURVIVORS.exists() else {}
-    listed = {f"{path} {change}": path for path, table in tables.items() for change in table}
-    exist = {mutant.key: mutant for mutant in mutants}
+    tables = tomllib.loads(SURVIVORS.read_text("utf-8"))
+    chosen = {mutant.path for mutant in mutants}
+    listed = {f"{path} {change}" for path in chosen for change in tables.get(path, {})}
     count: dict[str, Counter[str]] = defaultdict(Counter)
-    for key, mutant in exist.items():
-        alive = "justified" if key in listed else "SURVIVED"
-        status = "not judged" if key not in results else "killed" if results[key] else alive
+    for mutant in mutants:
+        alive = "justified" if mutant.key in listed else "SURVIVED"
+        killer = results.get(mutant.key)
+        status = "not judged" if killer is None else "killed" if killer else alive
         count[mutant.path][status] += 1
         if status == "SURVIVED":
             print(f"\n{mutant.path}:{mutant.rows[0]} {status}\n  {mutant.line}\n  {mutant.change}")
-    for path, counter in count.items():
-        parts = ", ".join(f"{n} {status}" for status, n in sorted(counter.items()))
-        print(f"{path}: {counter.total()} mutants: {parts}")
-    stale = [k for k, p in listed.items() if p in count and (k not in exist or results.get(k))]
-    for key in stale:
-        print(f"OUT OF DATE in {SURVIVORS.name}: {key}")
     total = sum(count.values(), Counter())
-    print(f"{total.total()} mutants: {dict(total)}")
+    for path, counter in (*count.items(), ("all", total)):
+        print(f"{path}: {counter.total()} mutants: {dict(counter)}")
+    stale = listed - {mutant.key for mutant in mutants} | {k for k in listed if results.get(k)}
+    print(*(f"OUT OF DATE in {SURVIVORS.name}: {key}" for key in sorted(stale)), sep="\n")
     return 1 if total["SURVIVED"] or stale else 2 if total["not judged"] else 0
 
 
