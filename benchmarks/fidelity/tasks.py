@@ -38,7 +38,6 @@ class Task(NamedTuple):
     init: Callable[[jax.Array], Params]  # from a random key; float32
     loss_fn: Callable[[Params, Data, jax.Array, Any], jax.Array]  # key of the step, dtype
     evaluate: Callable[[Params, Data], jax.Array]  # in float32
-    evaluations: int = 10  # spread evenly over the steps, the last at the end
 
     def loss_with(self, data: Data, dtype: Any) -> Callable[[Params, jax.Array], jax.Array]:
         """Return the loss of parameters and a step's key."""
@@ -49,7 +48,7 @@ def all_tasks(names: Sequence[str] = (), *, quick: bool = False) -> list[Task]:
     """Return the tasks of these names, or all; if `quick`, smaller ones for a few steps."""
     chosen = [task for name, task in TASKS.items() if not names or name in names]
     tasks = [make(**smaller if quick else {}) for make, smaller in chosen]
-    return [task._replace(steps=4, evaluations=2) if quick else task for task in tasks]
+    return [task._replace(steps=4) if quick else task for task in tasks]
 
 
 def words(*, vocabulary: int = 4096, batch: int = 16384, tx: Any = None) -> Task:

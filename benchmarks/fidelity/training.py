@@ -49,7 +49,7 @@ def make_train(task: Task, way: str) -> Callable[[int], dict[str, Any]]:
     """Return a function that trains from a seed."""
     dtype, loss_scale = WAYS[way]
     tx = ols.with_loss_scaling(task.tx, loss_scale)
-    chunk = task.steps // task.evaluations
+    chunk = max(task.steps // 10, 2)  # steps between evaluations
     loss_and_grads = ols.value_and_grad(task.loss_fn)
 
     @jax.jit
