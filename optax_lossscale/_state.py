@@ -21,21 +21,18 @@ from optax_lossscale._support.tree import (
 
 
 class LossScaleState(NamedTuple):
-    """The state of loss scaling.
+    """The state of loss scaling: five scalars, in a pytree that keeps its type from step to step.
 
-    The state is a pytree of five scalars. `update` returns a new one of the same type, so it can be
-    carried through `jax.lax.scan`, donated, and saved by any checkpointer. The fields are part of
-    the public interface.
+    The fields are part of the public interface: checkpoints hold them.
 
     Attributes:
       loss_scale: The number that the next loss is multiplied by. `float32[]`.
       growth_count: Steps in a row whose gradients and loss were finite, since the loss scale last
         moved, whether a rule skipped them or not. `int32[]`.
-      overflow_count: Overflows counted towards `hysteresis` since it was last refilled.
-        `int32[]`.
-      consecutive_skipped: Skipped steps in a row, whatever skipped them; 0 means that the last step
-        was applied. `int32[]`.
-      total_skipped: Skipped steps since the start, whatever skipped them. `int32[]`.
+      overflow_count: Overflows towards `hysteresis` since it was last refilled. `int32[]`.
+      consecutive_skipped: Skipped steps in a row, for any reason; 0 means that the last step was
+        applied. `int32[]`.
+      total_skipped: Skipped steps since the start, for any reason. `int32[]`.
 
     Examples:
       >>> import optax_lossscale as ols
@@ -56,10 +53,9 @@ class WithLossScalingState(NamedTuple):
 
     Attributes:
       loss_scale_state: The loss scale, which is 1 in `skip_if`, and the counts of steps.
-      rule_state: A tuple with the state of each rule, in the order in which they were given. `()`
-        without rules.
-      inner_state: The inner optimizer's state, as the inner optimizer itself would keep it: a
-        checkpoint of the plain optimizer goes in and out here.
+      rule_state: A tuple with the state of each rule, in the order in which they were given.
+      inner_state: The inner optimizer's own state: a checkpoint of the plain optimizer goes in and
+        out here.
     """
 
     loss_scale_state: LossScaleState
@@ -86,10 +82,7 @@ class Guard(optax.GradientTransformationExtraArgs):
     """An optimizer that decides about each step, and whose state says how: `applied`."""
 
 
-ONE_GUARD = (
-    "`with_loss_scaling(inner, skip_if=rule)`, or without a loss scale "
-    "`skip_if(inner, (rule, another_rule))`"
-)
+ONE_GUARD = "`with_loss_scaling(inner, skip_if=rule)` or `skip_if(inner, (rule, another_rule))`"
 
 
 def refuse_guard(name: str, inner_state: optax.OptState, instead: str = ONE_GUARD) -> None:
@@ -104,13 +97,8 @@ def refuse_guard(name: str, inner_state: optax.OptState, instead: str = ONE_GUAR
 def initial_state(loss_scale: float) -> LossScaleState:
     """Return a state with all counters at zero."""
     # One buffer for each counter: a buffer that occurs twice cannot be donated.
-    return LossScaleState(
-        loss_scale=jnp.asarray(loss_scale, jnp.float32),
-        growth_count=jnp.zeros((), jnp.int32),
-        overflow_count=jnp.zeros((), jnp.int32),
-        consecutive_skipped=jnp.zeros((), jnp.int32),
-        total_skipped=jnp.zeros((), jnp.int32),
-    )
+    counts = (jnp.zeros((), jnp.int32) for _ in LossScaleState._fields[1:])
+    return LossScaleState(jnp.asarray(loss_scale, jnp.float32), *counts)
 
 
 def strongly_typed(state: LossScaleState) -> LossScaleState:
@@ -156,20 +144,18 @@ def count_step(new: LossScaleState, old: LossScaleState, applied: jax.Array) -> 
 def applied(opt_state: PyTree) -> jax.Array:
     """Return whether the last step was applied.
 
-    Use it to keep everything else that a step changes, such as BatchNorm statistics or an average
-    of the parameters, as it was on a skipped step: `tree_where(applied(opt_state), new, old)`.
+    Use it to keep all else that a step changes, such as BatchNorm statistics or an average of the
+    parameters, as it was on a skipped step: `tree_where(applied(opt_state), new, old)`.
 
     Args:
-      opt_state: The state of `with_loss_scaling` or `skip_if` after the step, or any pytree that
-        holds exactly one, however deep; or a `LossScaleState`.
+      opt_state: The state after the step, in any form that `loss_scale_state` takes.
 
     Returns:
       False if the step was skipped, because of its gradients, its loss or a rule. True before the
       first step. `bool[]`; of a state with further axes, as under `jax.vmap`, one for each member.
 
     Raises:
-      ValueError: If there is no such state, or more than one. The message says where each was
-        found.
+      ValueError: As `loss_scale_state`.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -195,9 +181,6 @@ def loss_scale_state(opt_state: PyTree) -> LossScaleState:
         `partition`, `MultiSteps` or `inject_hyperparams`, a Flax TrainState, an `nnx.Optimizer`.
         It may be a mapping of the fields, as `nnx.split` and Orbax without a target make it.
 
-    Returns:
-      The state that was found.
-
     Raises:
       ValueError: If there is none, or more than one. The message says where each was found.
 
@@ -214,26 +197,17 @@ def loss_scale_state(opt_state: PyTree) -> LossScaleState:
 
 def find_state(argument: str, tree: PyTree) -> LossScaleState:
     """Return the one `LossScaleState` in `tree`, or raise an error that calls it `argument`."""
-    _, state = checks.only_one(argument, tree, LossScaleState, WRAP_ONCE)
+    remedy = "Wrap the whole optimizer with one guard, or pass the state that is meant."
+    _, state = checks.only_one(argument, tree, LossScaleState, remedy)
     # The arrays themselves, without the Variables of flax.nnx.
     return LossScaleState(*jax.tree.leaves(state, is_leaf=lambda leaf: leaf is None))
-
-
-WRAP_ONCE = (
-    "Wrap the whole optimizer once, with `with_loss_scaling` or `skip_if`, or pass the state that "
-    "is meant."
-)
 
 
 def current_scale(argument: str, tree: PyTree) -> jax.Array:
     """Return the loss scale of the one state in `tree`, strongly typed. `float32[]`."""
     loss_scale = find_state(argument, tree).loss_scale
-    checks.scalar(
-        f"{argument}.loss_scale",
-        loss_scale,
-        "Map over the replicas with `jax.pmap` or `jax.vmap`, or take one: "
-        "`jax.tree.map(lambda x: x[0], state)`.",
-    )
+    remedy = "Map over the replicas, or take one: `jax.tree.map(lambda x: x[0], state)`."
+    checks.scalar(f"{argument}.loss_scale", loss_scale, remedy)
     # It cancels out of every step, and so out of every derivative, also of one that is skipped.
     return jax.lax.stop_gradient(as_field("loss_scale", loss_scale))
 

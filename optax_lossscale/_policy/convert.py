@@ -13,18 +13,13 @@ from optax_lossscale._support import checks
 
 @runtime_checkable
 class LossScale(Protocol):
-    """The interface of a policy: any object with these members is one.
-
-    `init` and `update` must be pure and traceable. The object itself holds Python values only and
-    should be hashable.
-    """
+    """The interface of a policy: any hashable object with these members, pure and traceable."""
 
     @property
     def skip_nonfinite(self) -> bool:
-        """Whether a step with non-finite gradients is skipped.
+        """Whether a step that is not finite is skipped.
 
-        If false, nothing is checked, unless there is a rule (`skip_if`), and `update` receives
-        `grads_finite=True`.
+        If false, and there is no rule (`skip_if`), `update` always receives `grads_finite=True`.
         """
         ...
 
@@ -55,8 +50,7 @@ def as_loss_scale(loss_scale: LossScaleLike) -> LossScale:
         * a policy, which is returned as it is;
         * `"dynamic"`: `DynamicLossScale` with its defaults;
         * an int or a float: `FixedLossScale` with that loss scale;
-        * `None`: a loss scale of 1 with nothing checked, to switch loss scaling off without
-          changing the shape of the state;
+        * `None`: a loss scale of 1 with nothing checked, in a state of the same shape;
         * a dict from `get_config`.
 
     Raises:
@@ -122,11 +116,11 @@ def update(
       grads_finite: Whether every gradient is finite, from `unscale_and_check`. `bool[]`.
       policy: The policy that `state` was made with, `"dynamic"`, a dict from `get_config`, or None
         where `state` is that of `init(None)`.
-      loss_finite: Whether the loss itself is finite. If not, the step is skipped; see
-        `loss_patience` of `DynamicLossScale`. `bool[]`.
+      loss_finite: Whether the loss itself is finite; see `loss_patience` of `DynamicLossScale`.
+        `bool[]`.
 
     Returns:
-      The state to scale the next loss with. The same type, shapes and dtypes as `state`.
+      The state to scale the next loss with, of the same type.
 
     Raises:
       TypeError: If `state` is not a `LossScaleState`, a flag is not boolean, or `policy` is a

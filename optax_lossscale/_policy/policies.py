@@ -47,10 +47,10 @@ class _Policy:
         if not isinstance(config, Mapping):
             raise TypeError(
                 f"`config` must be a dict from `get_config`, got {config!r}. Use `as_loss_scale` "
-                "for the other ways to name a policy."
+                "for other ways to name a policy."
             )
-        hyperparams = {"class_name": cls.__name__, **config}
-        class_name = hyperparams.pop("class_name")
+        hyperparams = {**config}
+        class_name = hyperparams.pop("class_name", cls.__name__)
         unknown = sorted({*hyperparams} - {*cls.__dataclass_fields__}, key=str)  # pyright: ignore[reportAttributeAccessIssue]
         if class_name != cls.__name__ or unknown:
             raise ValueError(
@@ -72,12 +72,12 @@ class FixedLossScale(_Policy):
 
     Args:
       scale: A number in [2**-126, 2**126]; a power of two makes scaling and unscaling exact.
-      skip_nonfinite: Whether a step whose gradients are not finite is skipped. If false, and there
-        is no rule (`skip_if`), nothing is checked, every step is applied and nothing is counted, as
-        in TensorFlow's `FixedLossScale` and with MindSpore's `drop_overflow_update=False`.
+      skip_nonfinite: Whether a step that is not finite is skipped. If false, and there is no rule
+        (`skip_if`), nothing is checked or counted and every step is applied, as in TensorFlow's
+        `FixedLossScale` and with MindSpore's `drop_overflow_update=False`.
 
     Raises:
-      TypeError: If `scale` is not a real number.
+      TypeError: If an argument is of the wrong type.
       ValueError: If `scale` is out of bounds.
 
     Examples:
@@ -130,22 +130,20 @@ class DynamicLossScale(_Policy):
                                loss_scale = min(loss_scale * growth_factor, max_scale)
                                growth_count = 0; overflow_count = 0
 
-    The first two skip the step and add one to `consecutive_skipped` and `total_skipped`. The last
-    applies it and sets `consecutive_skipped` to 0, unless a rule (`skip_if`) skips it. Before each
-    step, a loss scale out of its bounds is clamped into them, NaN to `min_scale`. Powers of two
+    The first two skip the step and count it. The last applies it, unless a rule (`skip_if`) skips
+    it. A loss scale out of its bounds is clamped into them first, NaN to `min_scale`. Powers of two
     make scaling and unscaling exact; other values work.
 
     Args:
       initial_scale: The loss scale of the first step. If it is too large, the first few steps are
-        skipped until it fits; if it is too small, gradients underflow until it has grown.
-      growth_interval: Finite steps in a row after which the loss scale grows. A smaller number
-        follows the gradients faster and skips more steps: about one in `growth_interval`.
+        skipped; if it is too small, gradients underflow until it has grown.
+      growth_interval: Finite steps in a row after which the loss scale grows. Smaller numbers
+        follow the gradients faster, and skip more steps: about one in `growth_interval`.
       growth_factor: Greater than 1.
       backoff_factor: Between 0 and 1.
       min_scale: The least loss scale. Below 1 for gradients that overflow even unscaled.
       max_scale: The greatest loss scale.
-      hysteresis: Overflows after which the loss scale backs off. 2 or more lets a rare overflow
-        pass; its step is skipped all the same.
+      hysteresis: Overflows after which the loss scale backs off. Each skips its step.
       consecutive_hysteresis: Whether each finite step resets the count of overflows (Apex, NeMo),
         and not growth alone (Megatron-LM, DeepSpeed's default).
       loss_patience: Skipped steps in a row at which a loss that is not finite counts as an
@@ -154,9 +152,8 @@ class DynamicLossScale(_Policy):
 
     Raises:
       TypeError: If a hyper-parameter is of the wrong type.
-      ValueError: Unless 2**-126 <= min_scale <= initial_scale <= max_scale <= 2**126,
-        growth_factor > 1 and finite, 0 < backoff_factor < 1, and growth_interval, hysteresis and
-        loss_patience are at least 1.
+      ValueError: Unless 2**-126 <= min_scale <= initial_scale <= max_scale <= 2**126, growth_factor
+        > 1, 0 < backoff_factor < 1, and growth_interval, hysteresis, loss_patience >= 1.
 
     Warns:
       UserWarning: If growth_factor is an integer of 100 or more: most likely a number of steps.
@@ -204,7 +201,7 @@ class DynamicLossScale(_Policy):
         if not checks.as_float32(self.growth_factor) > 1:
             raise ValueError(
                 f"`growth_factor` must be greater than 1 in float32, got {self.growth_factor}. "
-                "Use 2, or `FixedLossScale` for a constant loss scale."
+                "Use 2, or a `FixedLossScale`."
             )
         if not checks.SMALLEST_SCALE <= checks.as_float32(self.backoff_factor) < 1:
             raise ValueError(
@@ -213,9 +210,8 @@ class DynamicLossScale(_Policy):
             )
         if not self.min_scale <= self.initial_scale <= self.max_scale:
             raise ValueError(
-                "`initial_scale` must lie between `min_scale` and `max_scale`, got "
-                f"initial_scale={self.initial_scale}, min_scale={self.min_scale}, "
-                f"max_scale={self.max_scale}. Move the bound, or start within."
+                f"`initial_scale` must lie between `min_scale` and `max_scale`, got {self}. Move "
+                "the bound, or start within."
             )
 
     @property

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale._state import refuse_guard
-from optax_lossscale._step.halves import rounded_at_random, widened
+from optax_lossscale._step.halves import in_dtype, rounded_at_random, widened
 from optax_lossscale._step.masters import MasterWeightsState
 from optax_lossscale._support import checks
 from optax_lossscale._support.tree import KeyPath, is_nnx, leaves_of_type, path_name
@@ -37,20 +37,20 @@ def with_bfloat16_state(
 ) -> optax.GradientTransformationExtraArgs:
     """Store the state of an optimizer in bfloat16, in half the memory.
 
-    Every float32 array of at least 4,096 elements is stored in bfloat16. At each step the inner
-    optimizer is given float32, computes in float32, and its new state is rounded stochastically: to
-    one of the two nearest bfloat16 numbers, so that the expectation is the number itself. Rounded
-    to the nearest, `0.999 * v` is `v` again, and Adam's second moment would never fall. Numbers
-    that bfloat16 holds stay as they are, infinity and NaN too, and no finite number becomes
-    infinite. A derivative passes through the rounding as through the identity.
+    Every float32 array of at least 4,096 elements is stored in bfloat16. The inner optimizer sees
+    float32, and its new state is rounded stochastically: to one of the two nearest bfloat16
+    numbers, so that the expectation is the number itself. Rounded to the nearest, `0.999 * v` is
+    `v` again, and Adam's second moment would never fall. Numbers that bfloat16 holds stay as they
+    are, infinity and NaN too, and no finite number becomes infinite. A derivative passes through
+    the rounding as through the identity.
 
-    Some arrays stay in float32, because an optimizer takes small differences of them: copies of the
-    parameters (a parameter's own array in the state that `inner.init` returns, as in Prodigy, DoG
-    and mechanize, and `z` of `schedule_free`), and the memories of L-BFGS and of line searches.
+    Arrays of which an optimizer takes small differences stay in float32: copies of the parameters
+    (a parameter's own array in the state that `inner.init` returns, as in Prodigy, DoG and
+    mechanize, and `z` of `schedule_free`), and the memories of L-BFGS and of line searches.
 
-    The random bits are a function of the step's number, of the array's place in the state and of
-    the element's index. So the same state gives the same step, on any number of devices under
-    `jax.jit`. Inside `jax.shard_map` and `jax.vmap`, each member counts its own elements.
+    The random bits depend on the step's number, the array's place in the state and the element's
+    index: the same state gives the same step, on any number of devices under `jax.jit`. Inside
+    `jax.shard_map` and `jax.vmap`, each member counts its own elements.
 
     It belongs inside of masters and guards, around the optimizer or a part of it:
     `with_master_weights(with_bfloat16_state(optax.adamw(1e-3)), remainders=True)`. A checkpoint of
@@ -59,18 +59,18 @@ def with_bfloat16_state(
     Args:
       inner: Any Optax optimizer, or an `optax.MultiSteps`.
       keep: A function from a path in the inner optimizer's state, as `jax.tree_util.keystr` formats
-        it, to whether the array there stays in float32: `lambda path: ".ema" in path`. It is asked
-        by `init`, of each array that would not stay.
+        it, to whether the array there stays in float32: `lambda path: ".ema" in path`. `init` asks
+        it of each array that would not stay.
 
     Returns:
-      A gradient transformation whose state is a `Bfloat16State`. `update` stores in bfloat16 what
-      is in bfloat16 in the state that it is given.
+      A gradient transformation whose state is a `Bfloat16State`. `update` stores each array in the
+      dtype that it had.
 
     Raises:
-      TypeError: If `inner` is not a gradient transformation, or `keep` not a function; from
-        `update`, if its state is not a `Bfloat16State`.
-      ValueError: From `init`, if `inner` keeps master weights, skips steps or has a loss scale, or
-        stores its state in bfloat16 already.
+      TypeError: If an argument is of the wrong type; from `update`, if its state is not a
+        `Bfloat16State`.
+      ValueError: From `init`, if `inner` keeps master weights, skips steps, or stores its state in
+        bfloat16 already.
 
     Warns:
       UserWarning: From `init`, if `keep` names none of the arrays.
@@ -89,14 +89,12 @@ def with_bfloat16_state(
 
     References:
       Gupta et al., `Deep Learning with Limited Numerical Precision
-      <https://arxiv.org/abs/1502.02551>`_, 2015: stochastic rounding. Zamirai et al., `Revisiting
-      BFloat16 Training <https://arxiv.org/abs/2010.06192>`_, 2020: to the nearest, small updates
-      are lost. Wellons, `Prospecting for Hash Functions
-      <https://nullprogram.com/blog/2018/07/31/>`_, 2018: the mixer of 32 bits.
+      <https://arxiv.org/abs/1502.02551>`_, 2015. Zamirai et al., `Revisiting BFloat16 Training
+      <https://arxiv.org/abs/2010.06192>`_, 2020. The mixer of 32 bits: Wellons, `Prospecting for
+      Hash Functions <https://nullprogram.com/blog/2018/07/31/>`_, 2018.
     """
     inner = checks.transformation("inner", inner)
-    if keep is not None:
-        checks.function("keep", keep, 'For example `lambda path: ".mu" in path`.')
+    checks.keep(keep)
 
     def init_fn(params: optax.Params) -> Bfloat16State:
         inner_state = inner.init(params)
@@ -155,9 +153,7 @@ def _in_bfloat16(
         name = jax.tree_util.keystr(path)
         if id(leaf) in stay or (keep is not None and names.setdefault(name, bool(keep(name)))):
             return leaf
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16, sharding=leaf.sharding)
-        return jnp.asarray(leaf, jnp.bfloat16)
+        return in_dtype(leaf, jnp.bfloat16)
 
     def convert_node(path: KeyPath, node: Any) -> Any:
         return jax.tree.map(lambda leaf: convert(path, leaf), node)
@@ -167,10 +163,7 @@ def _in_bfloat16(
         convert_node, inner_state, is_leaf=lambda node: is_nnx(node, "Variable")
     )
     if names and not any(names.values()):
-        checks.warn(
-            f"`keep` names none of the large arrays, whose paths are: {', '.join(names)}. All of "
-            "them are stored in bfloat16."
-        )
+        checks.warn(f"`keep` names none of the large arrays, of which these are: {[*names]}.")
     return converted
 
 

@@ -24,9 +24,9 @@ def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = N
     """Return `tree` with its floating-point arrays in another dtype.
 
     Args:
-      tree: Any pytree: parameters, a batch, an Equinox module. Integers, booleans, complex numbers,
-        PRNG keys and whatever is not an array stay as they are, and so do every `LossScaleState`
-        and the metadata of Flax's fp8 layers (all under a dict key `_overwrite_with_gradient`).
+      tree: Any pytree: parameters, a batch, an Equinox module. Other arrays and leaves stay as they
+        are, and so do every `LossScaleState` and the metadata of Flax's fp8 layers (all under a
+        dict key `_overwrite_with_gradient`).
       dtype: A floating-point dtype, such as `jnp.float16` or `jnp.bfloat16`.
       keep: A function from a path, as `jax.tree_util.keystr` formats it, to whether the array there
         is left uncast: `lambda path: "norm" in path`.
@@ -50,8 +50,7 @@ def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = N
       {'dense': 'float16', 'norm': 'float32', 'steps': 'int32'}
     """
     dtype = checks.floating("dtype", dtype)
-    if keep is not None:
-        checks.function("keep", keep, 'For example `lambda path: "norm" in path`.')
+    checks.keep(keep)
     return cast_named([("", tree)], dtype, keep)[0]
 
 
@@ -66,8 +65,7 @@ def cast_named(
         if is_nnx(leaf, "Module", "Metric"):
             raise TypeError(
                 f"`tree` must not hold a stateful flax.nnx object, got {type(leaf).__name__}: its "
-                "updates would be lost with the copy. Give layers the argument "
-                "`dtype=jnp.float16`, or cast the state from `nnx.split` and `nnx.merge` it."
+                "copy's updates would be lost. Give its layers the argument `dtype=jnp.float16`."
             )
         is_floating = is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
         if not is_floating or is_fp8_metadata(path):
@@ -78,17 +76,12 @@ def cast_named(
             return leaf
         return jnp.asarray(leaf, dtype)
 
-    result = [
-        jax.tree_util.tree_map_with_path(
-            functools.partial(convert, name), tree, is_leaf=_stays_whole
-        )
-        for name, tree in trees
-    ]
+    result: list[Any] = []
+    for name, tree in trees:
+        named = functools.partial(convert, name)
+        result.append(jax.tree_util.tree_map_with_path(named, tree, is_leaf=_stays_whole))
     if keep is not None and paths and not kept:
-        checks.warn(
-            f"`keep` names none of the floating-point arrays, whose paths are: {', '.join(paths)}. "
-            "All of them are cast."
-        )
+        checks.warn(f"`keep` names none of the arrays to cast, of which these are: {paths}.")
     return result
 
 

@@ -35,8 +35,8 @@ def value_and_grad(
       argnums: Which arguments of `fun` to differentiate with respect to.
       has_aux: Whether `fun` returns `(loss, aux)`.
       compute_dtype: The dtype to which the floating-point arrays in all arguments of `fun` are
-        cast. The cast is part of what is differentiated, so gradients have the dtypes of the
-        parameters. None casts nothing. Compute the loss itself in float32. See `cast`.
+        cast, as by `cast`. The cast is differentiated too, so gradients have the dtypes of the
+        parameters. None casts nothing. Compute the loss itself in float32.
       keep: A function from a path to whether the array there is left uncast, as for `cast`. A path
         begins with the argument's name in the signature of `fun`: `params['norm']['scale']`, `x`,
         `rest[0]` for the first of `*rest`.
@@ -58,10 +58,9 @@ def value_and_grad(
 
     Warns:
       UserWarning: If `keep` names none of the floating-point arrays. Once, if less than half of the
-        floating-point operations of the matrix products of `fun` run in `compute_dtype` or a
-        narrower dtype, which is counted for `jax.value_and_grad`. Once, if other transformations
-        stand outside of the guard in an optimizer's state: `loss_scale_state(opt_state)` in its
-        place is silent.
+        operations in the matrix products of `fun` run in `compute_dtype` or a narrower dtype, which
+        is counted for `jax.value_and_grad`. Once, if transformations stand outside of the guard in
+        an optimizer's state; `loss_scale_state(opt_state)` in its place is silent.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -73,7 +72,7 @@ def value_and_grad(
     checks.function("fun", fun, "Give the loss function itself, not its result.")
     cast_arguments = _casting(fun, compute_dtype, keep)
     if compute_dtype is not None and transform is jax.value_and_grad and not kwargs:
-        transform = _CountingProducts(jnp.dtype(compute_dtype))
+        transform = _counting_products(jnp.dtype(compute_dtype))
     if argnums != 0:  # the default of every transform; Equinox's does not take the argument
         kwargs["argnums"] = argnums
     is_first_call = True
@@ -90,8 +89,8 @@ def value_and_grad(
             value = fun(*args, **kwds)
             if has_aux and not (isinstance(value, (tuple, list)) and len(value) == 2):
                 raise TypeError(
-                    "`fun` must return a pair, the loss and the aux, because of `has_aux=True`, "
-                    f"got {value!r}. Return both, or leave `has_aux` out."
+                    f"`fun` must return a pair with `has_aux=True`, got {value!r}. Return the loss "
+                    "and the aux, or leave `has_aux` out."
                 )
             return scale_by(value[0] if has_aux else value, loss_scale), value
 
@@ -99,9 +98,8 @@ def value_and_grad(
         # `jax.grad` returns gradients and aux, which could be taken for a value and gradients.
         if not (_is_pair(result) and _is_pair(result[0])):
             raise TypeError(
-                "`transform` must return ((loss, aux), grads) with `has_aux=True`, as "
-                f"`jax.value_and_grad` does, got {result!r} of {transform!r}. Pass the function "
-                "that returns the value too."
+                "`transform` must return ((loss, aux), grads), as `jax.value_and_grad` does, got "
+                f"{result!r} of {transform!r}. Pass the function that returns the value too."
             )
         (_, value), grads = result
         return value, grads
@@ -119,13 +117,12 @@ def _casting(
     if dtype is None:
         if keep is not None:
             raise ValueError(
-                "`keep` must be given together with `compute_dtype`, got `keep` alone. Say what to "
-                "cast to, for example `compute_dtype=jnp.float16`."
+                "`keep` must be given together with `compute_dtype`, for example `jnp.float16`, "
+                "got `keep` alone."
             )
         return lambda args, kwds: (args, kwds)
     kind = checks.floating("compute_dtype", dtype)
-    if keep is not None:
-        checks.function("keep", keep, 'For example `lambda path: "norm" in path`.')
+    checks.keep(keep)
 
     def cast_arguments(args: tuple[Any, ...], kwds: dict[str, Any]) -> _Arguments:
         names = [*argument_names(fun, len(args)), *kwds]
@@ -136,28 +133,25 @@ def _casting(
     return cast_arguments
 
 
-class _CountingProducts:
-    """`jax.value_and_grad`, which warns once if most of the products run in another dtype.
+def _counting_products(compute_dtype: np.dtype) -> Callable[..., Callable[..., Any]]:
+    """Return `jax.value_and_grad`, which warns once if most products run in another dtype.
 
     It reads the jaxpr that `jax.vjp` transposes, so that the function runs no more often.
     """
+    is_counted = False
 
-    def __init__(self, compute_dtype: np.dtype) -> None:
-        self._compute_dtype = compute_dtype
-        self._is_counted = False
-
-    def __call__(
-        self, fun: Callable[..., Any], has_aux: bool, argnums: int | Sequence[int] = 0
+    def transform(
+        fun: Callable[..., Any], *, has_aux: bool, argnums: int | Sequence[int] = 0
     ) -> Callable[..., Any]:
-        del has_aux  # always
         is_one = not np.ndim(argnums)  # a number of NumPy's, too
         numbers: Any = (argnums,) if is_one else argnums
 
         def value_and_grad(*args: Any, **kwds: Any) -> tuple[Any, Any]:
+            nonlocal is_counted
             known = all(-len(args) <= number < len(args) for number in numbers)
             chosen = [args[number] for number in numbers] if known else []
             if not known or not all(map(is_inexact, jax.tree.leaves(chosen))):  # JAX says why
-                return jax.value_and_grad(fun, argnums, has_aux=True)(*args, **kwds)
+                return jax.value_and_grad(fun, argnums, has_aux)(*args, **kwds)
 
             def of_chosen(*chosen: Any) -> Any:
                 replaced = list(args)
@@ -165,20 +159,19 @@ class _CountingProducts:
                     replaced[number] = arg
                 return fun(*replaced, **kwds)
 
-            loss, pullback, aux = jax.vjp(of_chosen, *chosen, has_aux=True)
-            if np.shape(loss):
-                raise TypeError(
-                    f"`fun` must return a scalar loss, got shape {np.shape(loss)}. Take its mean."
-                )
+            loss, pullback, aux = jax.vjp(of_chosen, *chosen, has_aux=has_aux)
+            checks.scalar("loss", loss, "Take its mean.")
             # It has none in old versions of JAX, and then nothing is counted.
             jaxpr = getattr(pullback, "jaxpr", None)
-            if jaxpr is not None and not self._is_counted:
-                self._is_counted = True
-                _warn_of_products(jaxpr, self._compute_dtype)
+            if jaxpr is not None and not is_counted:
+                is_counted = True
+                _warn_of_products(jaxpr, compute_dtype)
             grads = pullback(jnp.ones_like(loss))
             return (loss, aux), grads[0] if is_one else grads
 
         return value_and_grad
+
+    return transform
 
 
 def _warn_of_products(jaxpr: Any, compute_dtype: np.dtype) -> None:
@@ -197,9 +190,8 @@ def _warn_of_products(jaxpr: Any, compute_dtype: np.dtype) -> None:
     checks.warn(
         f"`compute_dtype` is {compute_dtype}, but only {1 - elsewhere / total:.0%} of the "
         "floating-point operations in the matrix products of `fun` run in it or in a narrower "
-        f"dtype. The largest other product is of {largest.dtype}"
-        + (f", at {source}" if source else "")
-        + ". Likely causes:"
+        f"dtype. The largest other product is of {largest.dtype}{source and f', at {source}'}. "
+        "Likely causes:"
         "\n  1. `fun` closes over its batch, which is not cast: make the batch an argument."
         "\n  2. `fun` casts to float32 itself, as with `x.astype(jnp.float32)`: cast the output "
         "alone, from which the loss is computed."
@@ -219,18 +211,22 @@ def grad(
     transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
     **kwargs: Any,
 ) -> Callable[..., Any]:
-    """Differentiate a loss function scaled, as `value_and_grad`, without its value.
+    """Differentiate a loss function scaled: `value_and_grad` without the value.
 
-    It is to `value_and_grad` what `jax.grad` is to `jax.value_and_grad`, and takes the same
-    arguments.
+    It is to `value_and_grad` what `jax.grad` is to `jax.value_and_grad`, with the same errors.
+
+    Args:
+      fun: The loss function.
+      argnums: Which of its arguments to differentiate with respect to.
+      has_aux: Whether it returns `(loss, aux)`.
+      compute_dtype: The dtype to which its arguments are cast; None casts nothing.
+      keep: A function from a path to whether the array there is left uncast.
+      transform: What differentiates: `jax.value_and_grad`, or as for `value_and_grad`.
+      **kwargs: Passed on to `transform`.
 
     Returns:
       `f(state, *args, **kwargs) -> grads`, or `(grads, aux)` with `has_aux`. The gradients are
       still scaled.
-
-    Raises:
-      TypeError: As `value_and_grad`.
-      ValueError: As `value_and_grad`.
 
     Examples:
       >>> import jax.numpy as jnp

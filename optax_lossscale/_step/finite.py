@@ -15,16 +15,14 @@ def all_finite(tree: PyTree) -> jax.Array:
     """Return whether every number in `tree` is finite.
 
     The check is exact: it looks at every element, never at a sum or a norm, which can overflow
-    when all values are finite. Under `jax.jit`, a thousand leaves cost no more than their
-    concatenation.
+    when all values are finite.
 
     Args:
       tree: Any pytree. Leaves without floating-point or complex numbers (`None`, integers,
-        booleans, float0, PRNG keys, objects that are not arrays) count as finite, and so do empty
-        arrays.
+        booleans, float0, PRNG keys, objects that are not arrays) count as finite, as empty ones do.
 
     Returns:
-      True if every number is finite. `bool[]`, also for an empty tree.
+      Whether every number is finite. `bool[]`.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -47,12 +45,7 @@ def agree(
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Return which flags hold on every member of the mapped axes, and the mean of each measure.
 
-    There is one collective for all of them.
-
-    Args:
-      flags: `bool[]` each.
-      axis_name: The mapped axes; None if there are none.
-      measures: `float32[]` each.
+    Flags are `bool[]`, measures `float32[]`, and there is one collective for all of them.
     """
     if axis_name is None:
         return list(flags), list(measures)
@@ -82,8 +75,7 @@ def _reduce_over(
 
 def _may_vary(array: jax.Array, name: Hashable) -> bool:
     # `shard_map` with `check_vma` keeps in the type over which axes a value varies, and the `pmin`
-    # of jax 0.12 refuses the others. The index of an axis varies over it, and so does a sum with
-    # it: if that is another type, the array does not. (JAX's versions disagree on the type's
-    # attribute.)
+    # of jax 0.12 refuses the others. A sum with the index of an axis varies over it: if that is of
+    # another type, the array does not. (The type's attribute differs between versions of JAX.)
     index = jnp.full(array.shape, jax.lax.axis_index(name) < 0, array.dtype)
     return jax.typeof(array + index) == jax.typeof(array)

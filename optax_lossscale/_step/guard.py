@@ -38,29 +38,28 @@ def with_loss_scaling(
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap an optimizer with loss scaling.
 
-    At each step the wrapper unscales the gradients and checks them. If all are finite, the inner
-    optimizer is applied to them, bit for bit as if it had received `grads * (1 / loss_scale)`.
-    Otherwise the step is skipped: the inner state is bitwise unchanged, and the updates are
-    negative zeros, since `p + -0.0` is `p` for every normal `p` (`-0.0 + 0.0` is not `-0.0`). A
-    skip is a selection with `jnp.where`: a step stays one compiled program, and the derivative is
-    that of a step that was never taken. Then the policy updates the loss scale.
-    `applied(opt_state)` says whether the step was applied.
+    At each step the gradients are unscaled and checked. If all are finite, the inner optimizer is
+    applied to them, bit for bit as if it had received `grads * (1 / loss_scale)`. Otherwise the
+    step is skipped: the inner state is bitwise unchanged, and the updates are negative zeros, since
+    `p + -0.0` is `p` for every normal `p` (`-0.0 + 0.0` is not `-0.0`). A skip is a selection with
+    `jnp.where`: a step stays one compiled program, and the derivative is that of a step that was
+    never taken. Then the policy updates the loss scale. `applied(opt_state)` says whether the step
+    was applied.
 
     Wrap the whole optimizer, once. Clipping, gradient accumulation, weight decay, averages and
     master weights inside see true gradients and are unchanged by a skipped step. `optax.MultiSteps`
     above all belongs inside: outside, a single overflow stays in its accumulator forever.
 
-    The extra argument `value` of `update` (Optax's name for the loss, here unscaled) is passed on
-    to `inner`. If it is given, a loss that is NaN or infinite skips the step too, and the policy
-    can tell a bad batch from an overflow: see `DynamicLossScale`. Extra arguments are in true
-    units, as `inner` expects them.
+    The extra arguments of `update` are in true units and passed on to `inner`. If `value` is given,
+    Optax's name for the loss, a loss that is NaN or infinite skips the step too, and the policy can
+    tell a bad batch from an overflow: see `DynamicLossScale`.
 
     Under `jax.jit` the inner update is traced on its own, as in a nested `jax.jit`. Values that it
     leaks through Python side effects are tracers, and cannot be used afterwards.
 
     Args:
       inner: Any Optax optimizer, or an `optax.MultiSteps`.
-      loss_scale: `"dynamic"`, a number (fixed), a policy, or whatever else `as_loss_scale` takes.
+      loss_scale: `"dynamic"`, a number (fixed), a policy, or what else `as_loss_scale` takes.
       skip_if: A rule that skips steps which are finite, such as `Spike()`, or a tuple of rules: see
         the function `skip_if`. Such a step does not lower the loss scale. With a rule, steps that
         are not finite are skipped under every policy.
@@ -68,14 +67,12 @@ def with_loss_scaling(
         `unscale_and_check`.
 
     Returns:
-      A gradient transformation whose `update` takes gradients of the scaled loss (see
-      `scale_loss` and `value_and_grad`) and whose state is a `WithLossScalingState`.
+      A gradient transformation whose `update` takes gradients of the scaled loss (see `scale_loss`
+      and `value_and_grad`) and whose state is a `WithLossScalingState`.
 
     Raises:
-      TypeError: If `inner` is not a gradient transformation, `loss_scale` does not name a policy,
-        `skip_if` is not a rule or `axis_name` not an axis; from `update`, if its state is not a
-        `WithLossScalingState`, or a rule needs an extra argument that is missing or does not return
-        a boolean.
+      TypeError: If an argument is of the wrong type; from `update`, if its state is not a
+        `WithLossScalingState`, or a rule lacks an extra argument or does not return a boolean.
       ValueError: From `init`, if `inner` has a loss scale or skips steps already.
 
     Warns:
@@ -108,10 +105,9 @@ def skip_if(
 ) -> optax.GradientTransformationExtraArgs:
     """Skip a step if its gradients or its loss are not finite, or if a rule says so.
 
-    A skipped step leaves no trace: the inner state is bitwise unchanged, and the updates are
-    negative zeros. It is the skip of `with_loss_scaling`, without the loss scale, for bfloat16 and
-    float32. Unlike `optax.apply_if_finite`, it copies no state and never gives up. With a loss
-    scale, give the rule to that guard: `with_loss_scaling(inner, skip_if=rule)`.
+    It is the guard of `with_loss_scaling` without the loss scale, for bfloat16 and float32. Unlike
+    `optax.apply_if_finite`, it copies no state and never gives up. With a loss scale, give the rule
+    to that guard: `with_loss_scaling(inner, skip_if=rule)`.
 
     Args:
       inner: Any Optax optimizer, or an `optax.MultiSteps`.
@@ -122,28 +118,22 @@ def skip_if(
 
     Returns:
       A gradient transformation whose state is a `WithLossScalingState` with a loss scale of 1. The
-      gradients keep their dtype. The loss is the extra argument `value`, as Optax calls it; where
-      it is given, it must be finite, too. A state that was restored from a guard with a loss scale
-      works: the first step divides by that loss scale, and leaves 1.
+      gradients keep their dtype. The loss is the extra argument `value`; where it is given, it must
+      be finite, too. A state that was restored from a guard with a loss scale works: the first step
+      divides by that loss scale, and leaves 1.
 
     Raises:
-      TypeError: If `inner` is not a gradient transformation, `rule` is not a rule or `axis_name`
-        not the name of an axis; from `update`, if its state is not a
-        `WithLossScalingState`, `value` is no number, or the rule needs an extra argument that is
-        missing or does not return a boolean.
-      ValueError: From `init`, if `inner` has a loss scale or skips steps already.
+      TypeError: As `with_loss_scaling`.
+      ValueError: As `with_loss_scaling`.
 
     Warns:
       UserWarning: As `with_loss_scaling`.
 
-    A rule is traceable, and True skips the step. It sees true gradients. On a step that is not
-    finite, its answer is ignored, and its state is unchanged; it may see NaN there, or zeros if it
-    has a loop or a callback. It is one of these:
-
-    * a function `(grads, params, **extra_args) -> bool[]`;
-    * an object with a state, such as `Spike`, which judges one number: `init(params) -> state`,
-      `measure(grads, params, **extra_args) -> float32[]` and `judge(state, measure) -> (bool[],
-      state)`.
+    A rule is traceable, sees true gradients, and True skips the step. On a step that is not finite,
+    its answer is ignored, and its state is unchanged; it may see NaN there, or zeros if it has a
+    loop or a callback. It is a function `(grads, params, **extra_args) -> bool[]`, or an object
+    that judges one number, such as `Spike`: `init(params) -> state`, `measure(grads, params,
+    **extra_args) -> float32[]` and `judge(state, measure) -> (bool[], state)`.
 
     Examples:
       >>> import jax.numpy as jnp

@@ -17,7 +17,6 @@ from optax_lossscale._support.choose import (
     constant_unless,
     negative_zero_unless,
     tree_where,
-    zero_args_unless,
     zero_unless,
 )
 from optax_lossscale._support.tree import KeyPath, Tree, is_array, is_inexact, path_name
@@ -33,7 +32,7 @@ def step_where(
     extra_args: dict[str, Any],
 ) -> tuple[optax.Updates, optax.OptState]:
     """Take a step where `applied` is true. Elsewhere updates are -0.0, and the state is kept."""
-    extra_args = zero_args_unless(applied, extra_args)
+    extra_args = {name: zero_unless(applied, arg) for name, arg in extra_args.items()}
     params = jax.tree.map(functools.partial(constant_unless, applied), params)
     updates, state = update_where(
         applied,
@@ -49,17 +48,8 @@ def update_where(
 ) -> tuple[Any, Any]:
     """Return `update(grads, state)`, but the old state where `pred` is false.
 
-    Args:
-      pred: Whether the state moves. `bool[]`.
-      update: Returns an output and a new state with the structure, shapes and dtypes of the one
-        it is given.
-      grads: The first argument of `update`, which sees zeros where `pred` is false: a line search
-        loops on NaN, and a callback may raise.
-      state: The old state.
-
-    Returns:
-      The output, which is undefined where `pred` is false, and the chosen state. Where `pred` is
-      false, the derivative of the state is that of the old one, and no other passes through.
+    There `update` sees zeros for `grads`, since a line search loops on NaN and a callback may
+    raise; the first output is undefined; and the derivative of the state is that of the old one.
     """
     if _xla.enabled and isinstance(pred, Tracer):
         replayed = _xla.update_where(pred, update, grads, state)
@@ -103,26 +93,21 @@ def take_step(
 def _cast_like(new: Tree, old: Tree) -> Tree:
     """Return the new state of the inner optimizer with the dtypes of the old one.
 
-    Optax promotes: Adam's float16 moments become float32 when they meet float32 gradients. The
-    state would change its type from one step to the next, which `jax.lax.scan` refuses and
-    `jax.jit` compiles twice.
+    Optax promotes: Adam's float16 moments become float32 when they meet float32 gradients.
     """
-    remedy = "Keep what changes in the state in arrays of a fixed shape."
-    checks.same_structure("inner", new, old, remedy)
+    checks.same_structure("inner", new, old, "Keep its state in arrays of fixed shapes.")
 
     def cast(path: KeyPath, new_leaf: Any, old_leaf: Any) -> Any:
         if not is_array(old_leaf):
             return new_leaf
-        checks.same_shape(
-            "inner", path, new_leaf, old_leaf, "Give it the parameters it was initialized with."
-        )
+        remedy = "Give it the parameters it was initialized with."
+        checks.same_shape("inner", path, new_leaf, old_leaf, remedy)
         if is_array(new_leaf) and new_leaf.dtype == old_leaf.dtype:
             return new_leaf
         if is_inexact(new_leaf) and not jnp.issubdtype(old_leaf.dtype, jnp.inexact):
             raise TypeError(
-                "`inner` must keep the kind of numbers in its state, got "
-                f"{jnp.result_type(new_leaf)} for {old_leaf.dtype} at {path_name(path)}. "
-                "Initialize it with that dtype."
+                f"`inner` must keep the kind of numbers, got {jnp.result_type(new_leaf)} for "
+                f"{old_leaf.dtype} at {path_name(path)}. Initialize it with that dtype."
             )
         return jnp.asarray(new_leaf, old_leaf.dtype)
 
@@ -136,9 +121,8 @@ def _likely_causes(grads: optax.Updates, params: optax.Params | None) -> list[st
     if any(jnp.finfo(dtype).bits < 32 for dtype in dtypes):
         masters = "Wrap it: `with_master_weights(inner)`. Or keep" if dtypes & {*HALF} else "Keep"
         notes.append(
-            "`params` are of a smaller dtype than float32, and the gradients may be float32, which "
-            f"`inner` may not take together. {masters} the parameters in float32, and cast them "
-            "inside the loss function."
+            "`params` are smaller than float32, and `inner` may not take them with float32 "
+            f"gradients. {masters} the parameters in float32, and cast them in the loss function."
         )
     leaves = jax.tree_util.tree_leaves_with_path(grads, is_leaf=lambda grad: grad is None)
     nones = [path_name(path) for path, grad in leaves if grad is None]

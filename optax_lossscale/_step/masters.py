@@ -46,40 +46,38 @@ def with_master_weights(
 ) -> optax.GradientTransformationExtraArgs:
     """Keep float32 masters of float16 and bfloat16 parameters, and optimize those.
 
-    An update that is smaller than half the distance between two float16 numbers is lost: 1000
-    steps of -1e-4 leave a float16 weight of 1.0 where it is. With masters it adds up. The inner
-    optimizer sees float32 master weights and float32 gradients, and after each step the parameters
-    are the masters, rounded: `optax.apply_updates(params, updates)` is
-    `master.astype(param.dtype)`. Parameters in float32 have no master and are unchanged by this.
+    An update below half the distance between two float16 numbers is lost: 1000 steps of -1e-4 leave
+    a float16 weight of 1.0 where it is. With masters it adds up. The inner optimizer sees float32
+    masters and float32 gradients, and after each step the parameters are the masters, rounded:
+    `optax.apply_updates(params, updates)` is `master.astype(param.dtype)`. Parameters in float32
+    have no master and are unchanged by this.
 
     The masters follow the parameters. Where a parameter is not its rounded master, since it was
     loaded, averaged or edited after the last step, the step starts from the parameter.
 
-    It belongs inside of `with_loss_scaling` and `skip_if`, so that a skipped step leaves the
-    masters alone, and around all else, so that nothing changes its updates:
+    It belongs inside of a guard, so that a skipped step leaves the masters alone, and around all
+    else, so that nothing changes its updates:
     `with_loss_scaling(with_master_weights(optax.chain(...)))`.
 
-    Two cases are not those of float32. A weight that shrinks to less than 1/8192 of itself in a
-    single step (1/65536 in bfloat16), but not to zero, cannot be reached by one addition in
-    float32: its master takes what the parameter became, which is off by at most 2**-23 of the old
-    weight. And the master of a float16 parameter stays within plus and minus 65504, since no
-    addition leads back from infinity.
+    Two cases are not those of float32. If one step shrinks a weight to under 1/8192 of its size
+    (1/65536 in bfloat16), but not to zero, one float32 addition cannot reach it: the master takes
+    what the parameter became, off by at most 2**-23 of the old weight. And the master of a float16
+    parameter stays within plus and minus 65504, since no addition leads back from infinity.
 
     Args:
       inner: Any Optax optimizer, or an `optax.MultiSteps`.
       remainders: Whether to keep only the lower half of a bfloat16 parameter's master, in two bytes
         for four. The parameter is the upper half: a bfloat16 number is a float32 without its last
-        sixteen bits. Together they are the same master, bit for bit. The parameter is rounded to
-        the nearest, and away from zero if two are as near. A parameter that was replaced keeps the
-        lower half that was there. float16 parameters have float32 masters.
+        sixteen bits. Together they are the same master, bit for bit, rounded to the nearest, ties
+        away from zero. A parameter that was replaced keeps the lower half that was there.
 
     Returns:
       A gradient transformation whose `update` needs `params`, and whose state is a
-      `MasterWeightsState`. It holds four more bytes for each parameter in half precision, or two.
+      `MasterWeightsState`.
 
     Raises:
-      TypeError: If `inner` is not a gradient transformation, or `remainders` not a bool; from
-        `update`, if its state is not a `MasterWeightsState`, or holds masters of another dtype.
+      TypeError: If an argument is of the wrong type; from `update`, if its state is not a
+        `MasterWeightsState`, or holds masters of another dtype.
       ValueError: From `update`, without `params`, or with others than those that `init` was given.
 
     Examples:
@@ -116,8 +114,7 @@ def with_master_weights(
         for name, given in (("updates", updates), ("params", params)):
             if given is None:
                 raise ValueError(
-                    f"`{name}` must be given, got None: `update(grads, state, params)` leads from "
-                    "the parameters to the rounded masters."
+                    f"`{name}` must be given, got None: `update(grads, state, params)`."
                 )
         numbers, weights = _weights(masters, params)
         kept, masters_def = jax.tree.flatten(masters, is_leaf=_is_missing)
@@ -145,16 +142,15 @@ def master_weights(opt_state: PyTree, params: Tree) -> Tree:
     Args:
       opt_state: A `MasterWeightsState`, or an optimizer's state that holds exactly one, such as
         that of `optax.masked` or `optax.partition`.
-      params: The parameters that it belongs to, in any container: as training is given them, the
-        state of a `flax.nnx` model, or the model itself. It may hold other arrays, too.
+      params: The parameters that it belongs to, in any container: as in training, the state of a
+        `flax.nnx` model, or the model itself. It may hold other arrays, too.
 
     Returns:
       `params`, with the float32 master of each leaf that has one: from where the next step starts.
 
     Raises:
       TypeError: If a master, or the parameter that it belongs to, is of another dtype.
-      ValueError: If `opt_state` holds no `MasterWeightsState`, or several, or `params` are others
-        than those that it was made for.
+      ValueError: If `opt_state` holds no `MasterWeightsState`, or several, or one of others.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -172,12 +168,8 @@ def master_weights(opt_state: PyTree, params: Tree) -> Tree:
         nnx: Any = sys.modules["flax.nnx"]
         graph, arrays = nnx.split(params)
         return nnx.merge(graph, master_weights(opt_state, arrays))
-    _, state = checks.only_one(
-        "opt_state",
-        opt_state,
-        MasterWeightsState,
-        "Wrap the optimizer with `with_master_weights`, or pass the state that is meant.",
-    )
+    remedy = "Wrap the optimizer with `with_master_weights`, or pass the state that is meant."
+    _, state = checks.only_one("opt_state", opt_state, MasterWeightsState, remedy)
     if has_fp8_metadata(params) and not has_fp8_metadata(state.master_weights):
         # Flax's TrainState shows its optimizer the parameters alone.
         variables: Any = params
@@ -190,13 +182,13 @@ def master_weights(opt_state: PyTree, params: Tree) -> Tree:
 def warn_without_masters(params: optax.Params, opt_state: optax.OptState) -> None:
     """Warn of parameters in half precision if `opt_state`, whose init it is, keeps no masters."""
     dtypes = {getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(params)}
-    half = sorted(str(dtype) for dtype in dtypes & {jnp.dtype("float16"), jnp.dtype("bfloat16")})
+    half = sorted(str(dtype) for dtype in dtypes.intersection(halves.HALF))
     if half and not any(leaves_of_type(opt_state, MasterWeightsState)):
         least = 4 / max(jnp.finfo(dtype).eps for dtype in half)
         checks.warn(
             f"`params` are {' and '.join(half)}, and no float32 master weights are kept: an update "
             f"below 1/{least:.0f} of a weight is lost. Wrap `with_master_weights(inner)`, or keep "
-            "the parameters in float32 and cast them in the loss function: `compute_dtype`.",
+            "the parameters in float32 and cast them in the loss function: `compute_dtype`."
         )
 
 
@@ -213,8 +205,7 @@ def refuse_changed_updates(inner_state: optax.OptState) -> None:
                 raise ValueError(
                     "`inner` must leave the updates of `with_master_weights` as they are, got a "
                     f"MasterWeightsState at {path_name(path)} of its state, inside of a "
-                    f"{type(node).__name__} that may change them. Keep the masters around the "
-                    "whole optimizer: `with_master_weights(inner)`."
+                    f"{type(node).__name__}. Wrap all of it: `with_master_weights(inner)`."
                 )
             around, node = node, found[key]
 
@@ -230,11 +221,10 @@ def _master(param: Any, *, remainders: bool) -> Any:
     master = halves.widened(param)
     if master is param:
         return optax.MaskedNode()
-    if not (remainders and param.dtype == jnp.bfloat16):
-        return master
-    if isinstance(master, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(param.shape, jnp.int16, sharding=param.sharding)
-    return jnp.zeros_like(param, jnp.int16)
+    if remainders and param.dtype == jnp.bfloat16:
+        is_array = not isinstance(param, jax.ShapeDtypeStruct)
+        return halves.in_dtype(jnp.zeros_like(param) if is_array else param, jnp.int16)
+    return master
 
 
 def _is_missing(master: Any) -> bool:
@@ -264,18 +254,16 @@ def _weights(
         numbers.append(number)
         weights.append(param if number is None else _weight(path, kept[number][1], param))
     for path in [*strangers, *(kept[number][0] for number in places.values())]:
-        where = path_name(path)
-        raise ValueError(
-            f"`params` must keep its structure, got another at {where}. {_INITIALIZED}"
-        )
+        message = f"`params` must keep its structure, got another at {path_name(path)}."
+        raise ValueError(f"{message} {_INITIALIZED}")
     return numbers, weights
 
 
 def _names(path: KeyPath) -> tuple[Any, ...]:
     """Return the keys of a path, in any container.
 
-    The array in an `nnx.Variable` is at `.value`, in the parameters or in the masters. A last key
-    of this name is left out everywhere. No two leaves of a tree become the same by that.
+    The array in an `nnx.Variable` is at `.value`, in the parameters or in the masters: a last key
+    of this name is left out everywhere, which makes no two leaves the same.
     """
     keys = [getattr(key, "key", getattr(key, "name", getattr(key, "idx", None))) for key in path]
     return tuple(keys[:-1] if keys[-1:] == ["value"] else keys)
@@ -286,9 +274,8 @@ def _weight(path: KeyPath, master: Any, param: jax.Array) -> jax.Array:
     checks.same_shape("params", path, param, master, _INITIALIZED)
     if (param.dtype.name, master.dtype.name) not in _STORED:
         raise TypeError(
-            "`opt_state` must hold float32 masters of float16 and bfloat16 parameters, or int16 "
-            f"remainders of bfloat16 ones, got {master.dtype} for a {param.dtype} parameter at "
-            f"{path_name(path)}. {_INITIALIZED}"
+            "`opt_state` must hold float32 masters, or int16 remainders of bfloat16, got "
+            f"{master.dtype} for {param.dtype} at {path_name(path)}. {_INITIALIZED}"
         )
     return halves.start(param, master)
 

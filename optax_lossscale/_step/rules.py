@@ -12,27 +12,21 @@ import optax
 from optax_lossscale._state import SpikeState, increment
 from optax_lossscale._step.keep import update_where
 from optax_lossscale._support import checks
-from optax_lossscale._support.choose import tree_where, zero_args_unless, zero_unless
+from optax_lossscale._support.choose import tree_where, zero_unless
 from optax_lossscale._support.tree import PyTree, at_least_float32, is_fp8_metadata, is_inexact
 
 
 @runtime_checkable
 class Rule(Protocol):
-    """A rule with a state: it measures one number, and judges it."""
+    """A rule with a state: it measures one number, and judges it. See `skip_if`."""
 
-    def init(self, params: optax.Params) -> PyTree:
-        """Return the state before the first step."""
-        ...
+    def init(self, params: optax.Params) -> PyTree: ...
 
     def measure(
         self, grads: optax.Updates, params: optax.Params | None, **extra_args: Any
-    ) -> jax.Array:
-        """Return what is judged, of which all members of an axis take the mean. `float32[]`."""
-        ...
+    ) -> jax.Array: ...
 
-    def judge(self, state: PyTree, measure: jax.Array) -> tuple[jax.Array, PyTree]:
-        """Return whether to skip the step, `bool[]`, and the next state."""
-        ...
+    def judge(self, state: PyTree, measure: jax.Array) -> tuple[jax.Array, PyTree]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +45,7 @@ class Function:
         return skips.astype(jnp.float32)
 
     def judge(self, state: Any, measure: jax.Array) -> tuple[jax.Array, optax.EmptyState]:
-        checks.expect_state(state, optax.EmptyState, "state.rule_state")
-        return measure > 0, state
+        return measure > 0, checks.expect_state(state, optax.EmptyState, "state.rule_state")
 
 
 def as_rules(argument: str, given: Any) -> tuple[Rule, ...]:
@@ -80,7 +73,7 @@ def measures_of(
     extra_args: dict[str, Any],
 ) -> list[jax.Array]:
     """Return what each rule measures, and zeros on a step that is not finite."""
-    extra_args = zero_args_unless(finite, extra_args)
+    extra_args = {name: zero_unless(finite, arg) for name, arg in extra_args.items()}
 
     def measure(rule: Rule) -> jax.Array:
         def measured(grads: optax.Updates, no_state: tuple[()]) -> tuple[jax.Array, tuple[()]]:
@@ -129,24 +122,21 @@ class Spike:
     `sigmas` of their standard deviations. A measure that is NaN or infinite is always skipped, and
     counts for nothing else.
 
-    A skipped value is remembered, too, but not as high as it was::
-
-        mean + 2 / 3 * sigmas * deviation
-
-    So a single spike hardly widens the window: with the defaults, the next step is skipped above
-    6.4 deviations. And a new level is learned: after 20 steps if it lies 20 deviations higher, and
-    after about the window if it lies far above.
+    A skipped value is remembered as `mean + 2 / 3 * sigmas * deviation`. So a single spike hardly
+    widens the window: with the defaults, the next step is skipped above 6.4 deviations. And a new
+    level is learned: after 20 steps if it lies 20 deviations higher, and after about the window if
+    it lies far above.
 
     Args:
       of: What is measured: `"value"`, the loss; `"grad_norm"`, the Euclidean norm of all gradients,
         whose square must be a float32; or the name of another extra argument of `update`, a scalar.
-      window: The number of values that are remembered. At least 2.
-      sigmas: The number of standard deviations. More than 1.5: fewer would remember a spike below
-        one deviation, which never widens the window.
-      warmup: The number of values that are remembered before the first one is skipped; None for
-        half of the window. Between 1 and `window`.
-      max_consecutive_skipped: The number of spikes skipped in a row after which the next value is
-        accepted, and remembered as it is; None for no such bound.
+      window: The number of remembered values. At least 2.
+      sigmas: More than 1.5: fewer would remember a spike below one deviation, which never widens
+        the window.
+      warmup: Values that are remembered before the first one is skipped; None for half of the
+        window. Between 1 and `window`.
+      max_consecutive_skipped: Spikes skipped in a row after which the next value is accepted, and
+        remembered as it is; None for no such bound.
 
     Raises:
       TypeError: If an argument is of the wrong type; from `update`, if the extra argument `of` is
@@ -183,13 +173,11 @@ class Spike:
         window = checks.count("window", self.window, least=2)
         if checks.as_float32(checks.finite_number("sigmas", self.sigmas)) <= 1.5:
             raise ValueError(
-                f"`sigmas` must exceed 1.5, got {self.sigmas}: a spike is remembered at two thirds "
-                "of them, and fewer would never widen the window. Use 6."
+                f"`sigmas` must exceed 1.5, got {self.sigmas}: fewer never widen the window. Use 6."
             )
         if self.warmup is not None and checks.count("warmup", self.warmup) > window:
             raise ValueError(
-                f"`warmup` must be at most `window`, got {self.warmup} and {window}. More values "
-                "are never held."
+                f"`warmup` must be at most `window`, got {self.warmup} for {window}. Lower it."
             )
         if self.max_consecutive_skipped is not None:
             checks.count("max_consecutive_skipped", self.max_consecutive_skipped)
@@ -197,11 +185,8 @@ class Spike:
     def init(self, params: optax.Params) -> SpikeState:
         """Return the state before the first step."""
         del params
-        return SpikeState(
-            values=jnp.zeros(self.window, jnp.float32),
-            held=jnp.zeros((), jnp.int32),
-            consecutive_skipped=jnp.zeros((), jnp.int32),
-        )
+        held, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)  # a buffer for each
+        return SpikeState(jnp.zeros(self.window, jnp.float32), held, skipped)
 
     def measure(self, grads: optax.Updates, params: Any = None, **extra_args: Any) -> jax.Array:
         """Return the loss, the norm or the extra argument that is compared. `float32[]`."""
@@ -225,15 +210,10 @@ class Spike:
     def judge(self, state: SpikeState, measure: jax.Array) -> tuple[jax.Array, SpikeState]:
         """Return whether a measure is too high, and the state that remembers it."""
         checks.expect_state(state, SpikeState, "state.rule_state")
-        checks.same_shape(
-            "state",
-            (),
-            state.values,
-            np.empty(self.window),
-            "Start anew with `init`: it was made with another `window`.",
-        )
         # Numbers of NumPy would widen the state, where JAX has 64 bits.
         window, sigmas = int(self.window), float(self.sigmas)
+        remedy = "Start anew with `init`: it was made with another `window`."
+        checks.same_shape("state", (), state.values, np.empty(window), remedy)
         is_number = jnp.isfinite(measure)
         held = jnp.clip(state.held, 0, window)  # a damaged state recovers
         is_held = jnp.arange(window, dtype=jnp.int32) >= window - held

@@ -26,9 +26,8 @@ def scale_loss(loss: Tree, state: PyTree) -> Tree:
     """Multiply the loss by the loss scale.
 
     Args:
-      loss: A loss, or a pytree of them. Any floating-point dtype and any shape. Eight- and
-        sixteen-bit losses are promoted to float32 before the product, which float16 could not
-        hold; float32 and float64 keep their type.
+      loss: A loss, or a pytree of them, of any floating-point dtype and shape. Those smaller than
+        float32 are promoted to it before the product; float32 and float64 keep their dtype.
       state: A `LossScaleState`, or an optimizer's state that holds exactly one.
 
     Returns:
@@ -39,8 +38,8 @@ def scale_loss(loss: Tree, state: PyTree) -> Tree:
       ValueError: If `state` holds no `LossScaleState`, or several.
 
     Warns:
-      UserWarning: If a loss is float16. The loss scale is then cast back to float16 on its way into
-        the backward pass, where everything above 65504 is infinite. Compute the loss in float32.
+      UserWarning: If a loss is float16: on its way into the backward pass the loss scale is cast to
+        float16, where all above 65504 is infinite. Compute the loss in float32.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -55,9 +54,8 @@ def scale_by(loss: Tree, loss_scale: jax.Array) -> Tree:
     """Multiply the loss by a number, `float32[]`."""
     if any(is_array(leaf) and leaf.dtype == jnp.float16 for leaf in jax.tree.leaves(loss)):
         checks.warn(
-            "The loss is float16: the loss scale is cast to float16 on its way into the backward "
-            "pass and is infinite there above 65504. Compute the loss in float32, for example "
-            "from `logits.astype(jnp.float32)`."
+            "The loss is float16, and so is the loss scale in the backward pass: infinite above "
+            "65504. Compute the loss in float32, for example from `logits.astype(jnp.float32)`."
         )
 
     def scale(path: KeyPath, leaf: Any) -> jax.Array:
@@ -80,12 +78,12 @@ def unscale_and_check(
     """Divide the gradients by the loss scale and say whether they are all finite.
 
     The gradients are multiplied by the reciprocal of the loss scale, which is taken once, in
-    float32. That is exact for powers of two. Otherwise it is within one unit in the last place of
+    float32. That is exact for powers of two, and otherwise within one unit in the last place of
     float32, for float64 gradients too.
 
     Args:
       grads: Gradients of a loss that was scaled with `state`. Leaves without floating-point or
-        complex numbers are returned unchanged, and so is everything under a dict key
+        complex numbers are returned unchanged, and so is all under a dict key
         `_overwrite_with_gradient`: the state of Flax's fp8 layers, which was never scaled.
       state: The `LossScaleState` that the loss was scaled with, not the updated one, or an
         optimizer's state that holds exactly one.
@@ -95,7 +93,7 @@ def unscale_and_check(
 
     Returns:
       The true gradients, in float32 where their dtype was smaller and in their own otherwise, and
-      whether all of them are finite, both before and after unscaling. `bool[]`.
+      whether all are finite, as they came and unscaled. `bool[]`.
 
     Raises:
       TypeError: If `axis_name` cannot be the name of an axis.

@@ -1,8 +1,4 @@
-"""Every check of an argument, worded once.
-
-A check raises where silence would corrupt or mislead. What Python, JAX or Optax refuses with a
-message that names the argument is not checked again.
-"""
+"""Every check of an argument, worded once: each raises where silence would corrupt or mislead."""
 
 import inspect
 import math
@@ -53,8 +49,7 @@ def finite_number(name: str, value: object) -> float:
     """Return `value` as a Python float that is finite in float32."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise TypeError(
-            f"`{name}` must be a Python number, got {value!r}. Convert an array with `float`, "
-            "outside of `jax.jit`."
+            f"`{name}` must be a Python number, got {value!r}. Convert it with `float`."
         )
     try:
         number = float(value)
@@ -76,20 +71,15 @@ def scale_number(name: str, value: object) -> float:
     number = finite_number(name, value)
     if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
         raise ValueError(
-            f"`{name}` must lie between 2**-126 and 2**126, where a float32 has a normal "
-            f"reciprocal, got {value}. Use a power of two within."
+            f"`{name}` must lie between 2**-126 and 2**126, got {value}. Use a power of two within."
         )
     return number
 
 
 def between(name: str, value: object, low: float, high: float) -> None:
     """Refuse a number outside of the bounds."""
-    number = finite_number(name, value)
-    if not low <= number <= high:
-        raise ValueError(
-            f"`{name}` must lie between {low:g} and {high:g}, got {value}. Change it, or leave it "
-            "out."
-        )
+    if not low <= finite_number(name, value) <= high:
+        raise ValueError(f"`{name}` must lie between {low:g} and {high:g}, got {value}. Change it.")
 
 
 def boolean(name: str, value: object) -> bool:
@@ -104,10 +94,7 @@ def count(name: str, value: object, *, least: int = 1) -> int:
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise TypeError(f"`{name}` must be an integer, got {value!r}. Use `int` to convert it.")
     if not least <= int(value) <= INT32_MAX:
-        raise ValueError(
-            f"`{name}` must be at least {least} and fit an int32, got {value}. Use an integer "
-            f"between {least} and 2**31 - 1."
-        )
+        raise ValueError(f"`{name}` must be at least {least} and an int32, got {value}. Change it.")
     return int(value)
 
 
@@ -129,8 +116,8 @@ def loss(name: str, value: PyTree) -> None:
         is_number = is_array(leaf) and jnp.issubdtype(leaf.dtype, np.number)
         if not (is_number or isinstance(leaf, (bool, int, float, complex))):
             raise TypeError(
-                f"`{name}` must be a number, an array of numbers or a tree of them, got {leaf!r} "
-                f"at {path_name(path)}. Give the loss that `value_and_grad` returns."
+                f"`{name}` must be a number, an array or a tree of them, got {leaf!r} at "
+                f"{path_name(path)}. Give the loss that `value_and_grad` returns."
             )
 
 
@@ -138,6 +125,12 @@ def function(name: str, value: object, remedy: str) -> None:
     """Refuse what cannot be called."""
     if not callable(value):
         raise TypeError(f"`{name}` must be a function, got {value!r}. {remedy}")
+
+
+def keep(value: object) -> None:
+    """Refuse anything but a function, or None."""
+    if value is not None:
+        function("keep", value, 'For example `lambda path: "norm" in path`.')
 
 
 def scalar(name: str, value: Any, remedy: str) -> None:
@@ -149,10 +142,8 @@ def scalar(name: str, value: Any, remedy: str) -> None:
 def same_structure(name: str, tree: PyTree, expected: PyTree, remedy: str) -> None:
     """Refuse a tree of another structure; the message names the first key path that differs."""
     if jax.tree.structure(tree) != jax.tree.structure(expected):
-        raise ValueError(
-            f"`{name}` must keep its structure, got another at "
-            f"{path_name(first_difference(tree, expected))}. {remedy}"
-        )
+        where = path_name(first_difference(tree, expected))
+        raise ValueError(f"`{name}` must keep its structure, got another at {where}. {remedy}")
 
 
 def same_shape(name: str, path: KeyPath, leaf: Any, expected: Any, remedy: str) -> None:
@@ -176,12 +167,11 @@ def only_one(name: str, tree: PyTree, kind: type[Tree], remedy: str) -> tuple[Ke
     return found[0]
 
 
+PUT_INSIDE = "Make it with `init`; a plain optimizer's state goes into its `inner_state`."
+
+
 def expect_state(
-    state: object,
-    kind: type[Tree],
-    name: str = "state",
-    remedy: str = "Make it with `init` of this transformation; put the state of a plain optimizer "
-    "into its `inner_state`.",
+    state: object, kind: type[Tree], name: str = "state", remedy: str = PUT_INSIDE
 ) -> Tree:
     """Return `state` if it is a `kind`."""
     if not isinstance(state, kind):
@@ -201,9 +191,8 @@ def axis_names(axis_name: AxisName | None) -> None:
         # An integer would stand for an axis of the array.
         if not isinstance(name, Hashable) or isinstance(name, numbers.Integral):
             raise TypeError(
-                "`axis_name` must be the name of a mapped axis, usually a string, or a tuple of "
-                f"them, got {axis_name!r}. Give the one that `jax.shard_map`, `jax.pmap` or "
-                "`jax.vmap` maps over."
+                "`axis_name` must be the name of a mapped axis or a tuple of them, got "
+                f"{axis_name!r}. Give the one that `jax.shard_map` or `jax.vmap` maps over."
             )
 
 
@@ -226,8 +215,8 @@ def policy(value: object) -> None:
     """Refuse a number, which would fix the loss scale, where the rule of a run is meant."""
     if isinstance(value, numbers.Real) or is_array(value):
         raise TypeError(
-            f'`policy` must be a policy, "dynamic" or a dict from `get_config`, got {value!r}. '
-            "Give the policy of the run; for a loss scale x that never moves, `FixedLossScale(x)`."
+            f'`policy` must be a policy, "dynamic" or a dict from `get_config`, got {value!r}. For '
+            "a loss scale x that never moves, write `FixedLossScale(x)`."
         )
 
 

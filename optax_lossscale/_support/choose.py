@@ -33,18 +33,14 @@ def all_true(flags: Sequence[jax.Array]) -> jax.Array:
 def tree_where(pred: ArrayLike, on_true: Tree, on_false: Tree) -> Tree:
     """Choose between two trees of the same structure.
 
-    Use it with `applied` for whatever must not move on a skipped step and is not part of the
+    Use it with `applied` for all that must not move on a skipped step and is not part of the
     optimizer's state: BatchNorm statistics, a moving average of the parameters, a random key.
 
     Args:
       pred: Which tree to take. `bool[]`, or a Python `bool`.
       on_true: The tree that is returned where `pred` is true. Arrays of any dtype and PRNG keys
         are selected with `jnp.where`; any other leaf must be the same in both trees.
-      on_false: The tree that is returned where `pred` is false; the same structure, shapes and
-        dtypes as `on_true`.
-
-    Returns:
-      A tree with the structure, shapes and dtypes of `on_true`.
+      on_false: The tree that is returned elsewhere, of the same structure, shapes and dtypes.
 
     Raises:
       TypeError: If `pred` is not boolean, or the dtypes of a leaf differ.
@@ -82,8 +78,8 @@ def check_alike(new: PyTree, old: PyTree) -> None:
             )
         if new.dtype != old.dtype:
             raise TypeError(
-                f"the leaf at {path_name(path)} must have one dtype in both trees, got "
-                f"{new.dtype} and {old.dtype}. Cast one of them with `astype`."
+                f"the leaf at {path_name(path)} must have one dtype in both trees, got {new.dtype} "
+                f"and {old.dtype}. Cast one of them with `astype`."
             )
         checks.same_shape("on_true", path, new, old, "Select between versions of one tree.")
 
@@ -105,8 +101,8 @@ def constant_unless(pred: jax.Array, array: Any) -> Any:
 def zero_unless(pred: jax.Array, tree: Tree) -> Tree:
     """Return `tree` with zeros for its floating-point and complex numbers where `pred` is false.
 
-    In a compiled step, that is said of traced arrays alone: a constant stays a number by which a
-    function may branch. What is not changed is `tree` itself, into which a function may write.
+    In a compiled step, constants stay: a function may branch by them. A tree in which nothing
+    changes is returned itself, since a function may write into it.
     """
     if not isinstance(pred, Tracer):
         return tree if pred else jax.tree.map(_zeros_like, tree)
@@ -121,11 +117,6 @@ def zero_unless(pred: jax.Array, tree: Tree) -> Tree:
 
 def _is_traced(leaf: Any) -> bool:
     return isinstance(leaf, Tracer) and is_inexact(leaf)
-
-
-def zero_args_unless(pred: jax.Array, extra_args: dict[str, Any]) -> dict[str, Any]:
-    """Return extra arguments with zeros where `pred` is false, each as `zero_unless`."""
-    return {name: zero_unless(pred, arg) for name, arg in extra_args.items()}
 
 
 def negative_zero_unless(pred: jax.Array, updates: Tree) -> Tree:

@@ -24,22 +24,14 @@ def is_array(leaf: object) -> TypeGuard[jax.Array | np.ndarray]:
 
 
 def is_inexact(leaf: object) -> TypeGuard[ArrayLike]:
-    """Say whether `leaf` holds floating-point or complex numbers.
-
-    Python's own `float` and `complex` count, so that a function of the library gives the same
-    answer eagerly as under `jax.jit`, which turns them into arrays. PRNG keys, float0 and arrays
-    of integers or objects do not.
-    """
+    """Say whether `leaf` holds floating-point or complex numbers, Python's own among them."""
     if is_array(leaf):
         return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
     return isinstance(leaf, (float, complex))
 
 
 def readable(leaf: ArrayLike) -> jax.Array:
-    """Return an array of a type that every function of JAX takes.
-
-    `isfinite`, for one, is not defined for every eight-bit format.
-    """
+    """Return an array of a dtype that `isfinite` takes: not of every eight-bit format."""
     array = jnp.asarray(leaf)
     return array.astype(jnp.float32) if jnp.finfo(array.dtype).bits < 16 else array
 
@@ -49,16 +41,12 @@ def at_least_float32(leaf: Any) -> Any:
     if not is_inexact(leaf):
         return leaf
     value = jnp.asarray(leaf)
-    # `promote_types(dtype, float32)` would say the same, but raises for eight-bit types and
-    # under strict dtype promotion.
+    # `promote_types` raises for eight-bit types and under strict dtype promotion.
     return value.astype(jnp.float32) if jnp.finfo(value.dtype).bits < 32 else value
 
 
 def is_fp8_metadata(path: KeyPath) -> bool:
-    """Return whether a leaf is what Flax's fp8 layers know of their tensors: scales and maxima.
-
-    Its "gradient" is its new value, which was never scaled.
-    """
+    """Return whether a leaf is metadata of Flax's fp8 layers, whose gradient is the new value."""
     return jax.tree_util.DictKey(FP8_METADATA) in path
 
 

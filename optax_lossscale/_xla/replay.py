@@ -42,14 +42,10 @@ _LOOPS_AND_CALLS = frozenset(["while", "eig", "eigh", "schur", "svd", "pure_call
 def update_where(
     pred: jax.Array, update: Callable[[Any, Any], tuple[Any, Any]], grads: PyTree, state: PyTree
 ) -> tuple[PyTree, PyTree] | None:
-    """Return `update(grads, state)`, but the old state where `pred` is false.
+    """Do what `_step.keep.update_where` does; return None where only the plain form can.
 
-    As the function of this name in `_step/keep.py`, with one difference: an update without loops,
-    callbacks and other effects sees the gradients as they are. Zeros would make the norm of a
-    clipping wait for the flag, which is one more read of all gradients on a GPU or TPU.
-
-    Returns:
-      The output and the chosen state; None if `update` can be called in its caller's trace alone.
+    An update without loops, callbacks and other effects sees the gradients as they are: zeros would
+    make a norm of them wait for the flag, which is one more read of all gradients on a GPU or TPU.
     """
     given, join_given = _split(grads)
     old, join_old = _split(state)
@@ -110,14 +106,9 @@ def _evaluate(
     old: list[jax.Array],
     early: dict[Variable, int],
 ) -> list[jax.Array]:
-    """Evaluate a jaxpr, whose first outputs are the new leaves, and choose those.
+    """Evaluate a jaxpr, whose first outputs are the new leaves, and choose between them and `old`.
 
-    Args:
-      pred: Whether the new leaves are taken.
-      jaxpr: From constants, gradients and old leaves to new leaves and other outputs.
-      inputs: The values of its constants and arguments.
-      old: The old leaves.
-      early: The leaves that are chosen where they are computed, by their variables.
+    `early` are the variables of leaves that are chosen where they are computed.
     """
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
     read = {var for var in jaxpr.outvars if not is_literal(var)} | read_by(jaxpr.eqns).keys()
