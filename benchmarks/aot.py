@@ -37,12 +37,21 @@ ON_GPU = {"xla_gpu_autotune_level": 0, "xla_gpu_collect_cost_model_stats": True}
 DEVICES = 4
 # Keras' optimizer holds arrays of the device on which Keras runs, and a program has no noise.
 LEFT_OUT = "Keras", "KerasScaled", "Control"
-TIMED = "sgd", "momentum", "muon", "row-major"  # and not compiled
+TIMED = "sgd", "momentum", "row-major"  # and not compiled
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Compile everything that was asked for, and write the tables."""
-    args = parse(argv)
+    parser = page.parser("benchmarks.aot", __doc__)
+    add = parser.add_argument
+    add("--backends", nargs="+", choices=BACKENDS, default=BACKENDS[:-1])
+    add("--cases", nargs="+", choices=CASES, default=[c for c in CASES if c not in TIMED])
+    names = [name for name in CONTENDERS if name not in LEFT_OUT]
+    add("--contenders", nargs="+", choices=names, default=names, help="baselines always run")
+    add("--triton", action="store_true", help="matrix products by Triton in place of cuBLAS")
+    add("--size", choices=SIZES, default="full", help="size of the workloads")
+    add("--output", type=Path, default=Path("output/aot"), help="folder for the results")
+    args = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     (args.output / "hlo").mkdir(parents=True, exist_ok=True)
@@ -60,20 +69,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"Written to {args.output}: aot.md, aot.json, hlo")
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = page.parser("benchmarks.aot", __doc__)
-    add = parser.add_argument
-    add("--backends", nargs="+", choices=BACKENDS, default=BACKENDS[:-1])
-    add("--cases", nargs="+", choices=CASES, default=[c for c in CASES if c not in TIMED])
-    names = [name for name in CONTENDERS if name not in LEFT_OUT]
-    add("--contenders", nargs="+", choices=names, default=names, help="baselines always run")
-    add("--triton", action="store_true", help="matrix products by Triton in place of cuBLAS")
-    add("--size", choices=SIZES, default="full", help="size of the workloads")
-    add("--output", type=Path, default=Path("output/aot"), help="folder for the results")
-    return parser.parse_args(argv)
-
-
 def run(backend: str, name: str, args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     """Compile a case for one backend, and yield what is counted for each contender."""
     devices = find_devices(backend)
@@ -81,8 +76,7 @@ def run(backend: str, name: str, args: argparse.Namespace) -> Iterator[tuple[str
     sizes = SIZES[args.size]
     case = CASES[name]
     workload = jax.eval_shape(partial(case.workload, replace(sizes, wide=sizes.wide // 2)))
-    axis_name = "data" if case.spread == "shard_map" else None
-    contenders = select(case, args.contenders, axis_name)
+    contenders = select(case, args.contenders)
     first = next(iter(contenders.values())).name
     for key, contender in contenders.items():
         jax.clear_caches()
@@ -119,9 +113,8 @@ def place(step: Step, spread: str, devices: list[Any]) -> tuple[Step, Any]:
     def placed(path: Any, leaf: Any) -> Any:
         sharding: Any = SingleDeviceSharding(devices[0])
         if spread:
-            index = next((key.idx for key in reversed(path) if hasattr(key, "idx")), 0)
             is_rule = "rule_state" in jax.tree_util.keystr(path)  # the same on every device
-            sharding = NamedSharding(mesh, P() if is_rule else spec(leaf.shape, index, spread))
+            sharding = NamedSharding(mesh, P() if is_rule else spec(leaf.shape, spread))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     arguments = jax.tree_util.tree_map_with_path(placed, (step.state, step.data))
@@ -133,13 +126,12 @@ def place(step: Step, spread: str, devices: list[Any]) -> tuple[Step, Any]:
     return Step(run, *arguments), shardings[0]
 
 
-def spec(shape: tuple[int, ...], index: int, spread: str) -> P:
-    """Say which axis of an array is split: the first that can be, or one after the other."""
+def spec(shape: tuple[int, ...], spread: str) -> P:
+    """Split the first axis that can be."""
     axes = [axis for axis, n in enumerate(shape) if n % DEVICES == 0 and n >= 16 * DEVICES]
     if not axes or (spread == "replicated" and len(shape) == 1):
         return P()
-    chosen = axes[index % len(axes)] if spread == "tensor" else axes[0]
-    return P(*("data" if axis == chosen else None for axis in range(len(shape))))
+    return P(*[None] * axes[0], "data")
 
 
 def markdown(results: dict[str, Any]) -> str:

@@ -23,6 +23,7 @@ import optax_lossscale as ols
 from benchmarks import guards
 from benchmarks.workloads import ADAMW, LOSS_SCALE, OPTIMIZERS, LossFn, Tree
 
+os.environ["KERAS_BACKEND"] = "jax"
 POLICY = ols.DynamicLossScale(initial_scale=LOSS_SCALE)
 Optimizer = Any  # of Optax, or of Keras
 
@@ -37,30 +38,19 @@ class State(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """The interface of an adapter, implemented with Optax alone. Subclasses override parts of it.
+    """The interface of an adapter, implemented with Optax alone. Subclasses override parts."""
 
-    Attributes:
-      name: The name in the tables.
-      wrap: Makes the optimizer of the inner one.
-      scales: Whether it scales the loss.
-      skips: Whether it skips a step whose gradients are not finite.
-      arguments: What `update` is given besides, made of the gradients and the loss.
-      package: The distribution that must be installed.
-      module: The module of it that is used as `self.lib`.
-      baseline: The name of the contender that its ratios compare with; by default the first one.
-      optimizers: The inner optimizers that it supports.
-    """
-
-    name: str
-    wrap: Callable[..., Optimizer] = lambda tx: tx
+    name: str  # in the tables
+    wrap: Callable[..., Optimizer] = lambda tx: tx  # makes the optimizer of the inner one
     _: dataclasses.KW_ONLY
-    scales: bool = False
-    skips: bool = False
+    scales: bool = False  # the loss
+    skips: bool = False  # a step whose gradients are not finite
+    # Made of the gradients and the loss, for `update`.
     arguments: Callable[[Tree, Any], Mapping[str, jax.Array]] = lambda _grads, _loss: {}
-    package: str = "optax"
-    module: str = "optax"
-    baseline: str = ""
-    optimizers: tuple[str, ...] = tuple(OPTIMIZERS)
+    package: str = "optax"  # the distribution that must be installed
+    module: str = "optax"  # of the package, used as `self.lib`
+    baseline: str = ""  # the name of the contender that its ratios compare with, or the first one
+    optimizers: tuple[str, ...] = tuple(OPTIMIZERS)  # the inner ones that it supports
 
     @property
     def lib(self) -> Any:
@@ -106,17 +96,12 @@ class Contender:
 
 @dataclasses.dataclass(frozen=True)
 class ByHand(Contender):
-    """What users write around Optax: JMP's recipe, Apex' masters, and a rule against spikes.
-
-    Attributes:
-      masters: Whether float32 masters are stepped, of which the parameters are a copy.
-      spike: "loss" or "norm" if the step is also skipped where that is a spike.
-    """
+    """What users write around Optax: JMP's recipe, Apex' masters, and a rule against spikes."""
 
     package: str = "jmp"
     module: str = "jmp"
-    masters: bool = False
-    spike: str = ""
+    masters: bool = False  # steps float32 masters, of which the parameters are a copy
+    skips_spikes: bool = False  # of the loss
 
     def init(self, tx: Optimizer, params: Tree) -> State:
         params = jax.tree.map(jnp.copy, params)
@@ -126,7 +111,7 @@ class ByHand(Contender):
             kept["scaler"] = jnp.float32(LOSS_SCALE), jnp.int32(0)
         if self.masters:
             kept["masters"] = jax.tree.map(lambda p: jnp.array(p, jnp.float32), params)
-        if self.spike:
+        if self.skips_spikes:
             kept["past"] = jnp.zeros(guards.WINDOW), jnp.int32(0)
         return State(params, tx.init(kept.get("masters", params)), kept)
 
@@ -148,11 +133,10 @@ class ByHand(Contender):
             if scaler:
                 scaler = scaler.adjust(finite)
                 kept["scaler"] = scaler.loss_scale, scaler.counter
-            if self.spike:
+            if self.skips_spikes:
                 past, count = kept["past"]
-                value = loss if self.spike == "loss" else optax.tree.norm(grads)
-                applied = finite & ~guards.is_above(past, count, value)
-                longer = past.at[count % guards.WINDOW].set(value), count + 1
+                applied = finite & ~guards.is_above(past, count, loss)
+                longer = past.at[count % guards.WINDOW].set(loss), count + 1
                 kept["past"] = self.lib.select_tree(finite, longer, kept["past"])
             new = self.lib.select_tree(applied, new, old)
         if not self.masters:
@@ -163,14 +147,10 @@ class ByHand(Contender):
 
 @dataclasses.dataclass(frozen=True)
 class Ours(Contender):
-    """This library.
-
-    Attributes:
-      axis_name: The axis of `shard_map` that it runs over.
-    """
+    """This library."""
 
     package: str = "optax_lossscale"
-    axis_name: str | None = None
+    axis_name: str | None = None  # of `shard_map`
 
     def make(self, optimizer: str, params: Tree) -> Optimizer:
         del params
@@ -192,9 +172,7 @@ class Ours(Contender):
 
 @dataclasses.dataclass(frozen=True)
 class Functional(Ours):
-    """This library's pure functions, and `tree_where` unless a guard wraps the optimizer."""
-
-    selects: bool = True
+    """This library's pure functions and `tree_where`."""
 
     def init_kept(self) -> Any:
         return ols.init(POLICY)
@@ -202,8 +180,7 @@ class Functional(Ours):
     def optimizer_step(self, tx: Optimizer, state: State, grads: Tree, loss: Any) -> State:
         grads, finite = ols.unscale_and_check(grads, state.kept)
         new = self.apply(tx, state, grads, loss)
-        if self.selects:
-            new = ols.tree_where(finite, new, state)
+        new = ols.tree_where(finite, new, state)
         return new._replace(kept=ols.update(state.kept, finite, POLICY))
 
 
@@ -300,11 +277,6 @@ class Keras(Contender):
     baseline: str = "Keras AdamW alone"
     optimizers: tuple[str, ...] = (ADAMW,)
 
-    @property
-    def lib(self) -> Any:
-        os.environ["KERAS_BACKEND"] = "jax"
-        return super().lib
-
     def make(self, optimizer: str, params: Tree) -> Optimizer:
         del optimizer  # `optimizers` has only one
         library = self.lib.optimizers
@@ -333,11 +305,9 @@ class Keras(Contender):
 
 @jax.custom_vjp
 def _own_gradient(grads: Tree) -> jax.Array:
-    """A loss whose gradient is its argument, at no cost.
+    """A loss whose gradient is its argument, for scalers that differentiate a loss.
 
-    It passes given gradients to scalers that require a loss to differentiate. They multiply the
-    loss by the loss scale, but the backward pass below ignores that: the given gradients are
-    already scaled.
+    Its backward pass ignores their loss scale, since the given gradients are scaled already.
     """
     del grads
     return jnp.zeros(())
@@ -365,7 +335,6 @@ def _stack(tx: Optimizer, **axis: str) -> Optimizer:
 
 
 _SCALED = functools.partial(ols.with_loss_scaling, loss_scale=POLICY)
-_FIXED = ols.FixedLossScale(LOSS_SCALE, skip_nonfinite=False)
 _REMAINDERS = functools.partial(ols.with_master_weights, remainders=True)
 _TWO_BYTES = lambda tx: _REMAINDERS(ols.with_bfloat16_state(tx))  # noqa: E731
 _IF_FINITE = functools.partial(optax.apply_if_finite, max_consecutive_errors=100)
@@ -378,7 +347,6 @@ CONTENDERS: dict[str, Contender] = {
     "Optax": Contender("Optax alone"),
     "Control": Contender("Optax alone, again (A/A)"),  # its distance from 1.00 is the noise
     "Ours": Ours("optax_lossscale", _SCALED, **_LIBRARY),
-    "Unchecked": Ours("ours, unchecked", lambda tx: ols.with_loss_scaling(tx, _FIXED), scales=True),
     "Jmp": ByHand("JMP", **_LIBRARY),
     "Flax": Flax("Flax DynamicScale", **_LIBRARY),
     "Mpx": Mpx("mpx", **_LIBRARY),
@@ -389,17 +357,14 @@ CONTENDERS: dict[str, Contender] = {
     "OptaxRowMajor": Contender("Optax alone, row-major", _row_major),
     "OursRowMajor": Ours("ours, row-major", lambda tx: _row_major(_SCALED(tx)), **_LIBRARY),
     # Without the wrapper.
-    "Where": Functional("ours, pure functions and tree_where", **_LIBRARY),
-    "Functional": Functional("ours, pure functions", ols.skip_if, selects=False, **_LIBRARY),
+    "Functional": Functional("ours, pure functions and tree_where", **_LIBRARY),
     # Without loss scaling.
     "Bfloat16State": Ours("ours, state in two bytes", ols.with_bfloat16_state),
     "SkipIf": Ours("ours, skip_if", ols.skip_if, skips=True),
     "Spike": Ours("ours, Spike()", lambda t: ols.skip_if(t, ols.Spike()), skips=True, **_VALUE),
-    "SpikeByHand": ByHand("by hand, spikes of the loss", skips=True, spike="loss"),
     "SpikeNorm": Ours(
         'ours, Spike("grad_norm")', lambda tx: ols.skip_if(tx, ols.Spike("grad_norm")), skips=True
     ),
-    "SpikeNormByHand": ByHand("by hand, spikes of the norm", skips=True, spike="norm"),
     "MaxText": Contender("MaxText, spikes of both", guards.maxtext, **_LOSS_AND_NORM),
     "Levanter": Contender("Levanter, spikes of both", guards.levanter, **_LOSS),
     # For parameters in half precision.
@@ -408,7 +373,6 @@ CONTENDERS: dict[str, Contender] = {
     "MastersScaled": Ours(
         "optax_lossscale", lambda tx: _SCALED(ols.with_master_weights(tx)), **_LIBRARY
     ),
-    "Apex": ByHand("masters by hand, scaled", masters=True, **_LIBRARY),
     "Remainders": Ours("ours, remainders", _REMAINDERS),
     "SkipIfRemainders": Ours(
         "ours, skip_if and remainders", lambda tx: ols.skip_if(_REMAINDERS(tx)), skips=True
@@ -421,6 +385,5 @@ CONTENDERS: dict[str, Contender] = {
         **_VALUE,
     ),
     "Stack": Ours("optax_lossscale", _stack, **_LIBRARY, **_VALUE),
-    "StackByHand": ByHand("by hand", spike="loss", **_LIBRARY),
-    "StackOfHalvesByHand": ByHand("by hand", masters=True, spike="loss", **_LIBRARY),
+    "StackByHand": ByHand("by hand", masters=True, skips_spikes=True, **_LIBRARY),
 }

@@ -10,11 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-_BYTES = {"pred": 1, "f8": 1, "token": 0} | {
-    f"{kind}{bits}": bits // 8
-    for kind in ("s", "u", "f", "bf", "c")
-    for bits in (8, 16, 32, 64, 128)
-}
 _ARRAY = re.compile(r"\b([a-z]+\d*)(?:e\w+)?\[([\d,]*)\](\{[^}]*\})?")
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
 _CALLS = {"call", "while", "conditional"}
@@ -26,25 +21,15 @@ _COLLECTIVE = re.compile(
 
 @dataclasses.dataclass
 class Counts:
-    """What a program does in one run, in the longest branches. Sizes are in bytes.
+    """What a program does in one run, in the longest branches. Sizes are in bytes."""
 
-    Attributes:
-      bytes: What kernels read and write in main memory: each operand and each result once.
-      kernels: What is launched: fused loops, single operations, copies, collectives.
-      copies: Copies of 4 kB and more.
-      collectives: Exchanges between devices.
-      exchanged: What they exchange.
-      microseconds: XLA:GPU's own estimate of the time of the kernels, without that of their launch.
-      cycles: XLA:TPU's own estimate.
-    """
-
-    bytes: int = 0
-    kernels: int = 0
-    copies: int = 0
-    collectives: int = 0
+    bytes: int = 0  # read and written by kernels in main memory: each operand and result once
+    kernels: int = 0  # launches: fused loops, single operations, copies, collectives
+    copies: int = 0  # of 4 kB and more
+    collectives: int = 0  # exchanges between devices
     exchanged: int = 0
-    microseconds: float = 0.0
-    cycles: int = 0
+    microseconds: float = 0.0  # XLA:GPU's own estimate for the kernels, without their launch
+    cycles: int = 0  # XLA:TPU's own estimate
 
 
 class _Instruction(NamedTuple):
@@ -155,4 +140,5 @@ def _size_of(dtype: str, dims: str, layout: str) -> int:
 
 
 def _elements(dtype: str, dims: str) -> int:
-    return _BYTES.get(dtype, 4) * math.prod(int(n) for n in dims.split(",") if n)
+    bits = 8 if dtype == "pred" else int(re.sub(r"\D", "", dtype) or 0)
+    return bits // 8 * math.prod(int(n) for n in dims.split(",") if n)

@@ -37,23 +37,12 @@ def version(package: str) -> str | None:
         return None
 
 
-def environment(*packages: str) -> dict[str, Any]:
-    """Return the date, the machine and the versions of installed packages."""
-    versions = {name: version(name) or "not installed" for name in packages}
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "device": f"{jax.devices()[0].platform}, {platform.machine()}",
-        "cores": os.cpu_count(),
-        "versions": {"CPython": platform.python_version(), **versions},
-    }
-
-
-def circumstances(environment: dict[str, Any]) -> str:
-    """Describe what `environment` returned."""
-    versions = ", ".join(f"{name} {number}" for name, number in environment["versions"].items())
-    return (
-        f"{environment['date']}, {environment['device']}, {environment['cores']} cores, {versions}"
-    )
+def environment(*packages: str) -> str:
+    """Describe the date, the machine and the versions of these packages."""
+    machine = f"{jax.devices()[0].platform}, {platform.machine()}, {os.cpu_count()} cores"
+    versions = [f"{name} {version(name) or 'not installed'}" for name in packages]
+    python = f"CPython {platform.python_version()}"
+    return ", ".join([time.strftime("%Y-%m-%d"), machine, python, *versions])
 
 
 def table(head: Sequence[str], body: Sequence[Sequence[str]], texts: Collection[int] = (0,)) -> str:
@@ -68,16 +57,11 @@ class Interval(NamedTuple):
     mean: float
     margin: float
 
-    @property
-    def has_zero(self) -> bool:
-        """Return whether the interval contains zero; the bounds count as inside."""
-        return abs(self.mean) <= self.margin
 
-
-def interval(values: Sequence[float] | np.ndarray, confidence: float = 0.95) -> Interval:
-    """Return the mean of two or more values, with its interval by Student's t."""
+def interval(values: Sequence[float] | np.ndarray) -> Interval:
+    """Return the mean of two or more values, with its 95 % interval by Student's t."""
     n = len(values)
-    quantile = stats.t.ppf((1 + confidence) / 2, n - 1)
+    quantile = stats.t.ppf(0.975, n - 1)
     return Interval(float(np.mean(values)), float(quantile * np.std(values, ddof=1) / n**0.5))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 import optax_lossscale as ols
 from benchmarks.fidelity.training import FLOAT16, FLOAT32, SCALED
-from benchmarks.page import Report, circumstances, environment, interval, table
+from benchmarks.page import Report, environment, interval, table
 from examples import reinforce
 
 FORMATS = jnp.float32, jnp.bfloat16, jnp.float16
@@ -51,7 +51,14 @@ def gaps(params: Any) -> dict[str, dict[str, float]]:
 
 def tables(results: dict[str, Any]) -> str:
     """Return the results as Markdown."""
-    head = "rate", "computed in", "right digits", "minus float32, same seed", "mean gap", "skipped"
+    head = (
+        "rate",
+        "computed in",
+        "right digits, %",
+        "minus float32, same seed",
+        "mean gap",
+        "skipped",
+    )
     body = []
     for rate, ways in results["runs"].items():
         base = np.array([run["right"] for run in ways[FLOAT32]])
@@ -59,7 +66,7 @@ def tables(results: dict[str, Any]) -> str:
             end, gap, skipped = (
                 np.array([run[name] for run in runs]) for name in ("right", "gap", "skipped")
             )
-            row = [rate, way, "{:.1f} ± {:.1f} %".format(*interval(end))]
+            row = [rate, way, "{:.1f} ± {:.1f}".format(*interval(end))]
             row.append("" if way == FLOAT32 else "{:+.1f} ± {:.1f}".format(*interval(end - base)))
             body.append(
                 [*row, f"{gap.mean():.1e}", f"{skipped.mean():.1f}" if way == SCALED else ""]
@@ -69,7 +76,7 @@ def tables(results: dict[str, Any]) -> str:
     ]
     about = (
         f"{len(base)} seeds, {results['steps']} steps. Means with 95 % confidence intervals, by "
-        f"Student's t. {circumstances(results['environment'])}."
+        f"Student's t. {results['environment']}."
     )
     formats = table(["two programs", *(dtype.__name__ for dtype in FORMATS)], programs)
     return "\n\n".join([table(head, body, texts=(1,)), formats, about])

@@ -5,19 +5,16 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.page import circumstances, table
+from benchmarks.page import table
 
 Results = dict[str, Any]
 Columns = dict[str, Callable[[Results, Results], str]]  # of a row and its baseline's
 
 METHOD = """\
-Each round runs every contender once, in shuffled order, from a fresh state, with parameters and
-state donated, and discards its first step. A ratio compares a step with the same step without loss
-scaling in the same round (for Keras, with Keras' own optimizer). The tables show the median over
-the rounds and the quartiles. Bytes accessed and memory are XLA's own analysis of the compiled step.
-*Not in place*: parameters and state that are donated but not overwritten. *Copies*: copies of 4 kB
-and more. *Transpositions*: of matrices, also inside of fused loops. Compilation is with cleared
-caches, and includes tracing."""
+A ratio compares a step with the same step without loss scaling in the same round (for Keras, with
+Keras' own optimizer): medians over the rounds, and quartiles. Bytes accessed and memory are XLA's
+own analysis. *Not in place*: parameters and state that are donated but not overwritten. *Copies*:
+of 4 kB and more. *Transpositions*: of matrices, also inside of fused loops."""
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:
@@ -47,6 +44,7 @@ ANALYSIS: Columns = {
     "not in place MB": lambda row, _base: f"{(row['state'] - row['in_place']) / 1e6:.1f}",
     "copies": number("copies"),
     "transpositions": number("transpositions"),
+    "compile s": number("compile_seconds", 1, ".1f"),
 }
 
 
@@ -63,10 +61,9 @@ def tabulate(rows: dict[str, Results], columns: Columns) -> str:
 def markdown(results: Results) -> str:
     """Return the times as Markdown."""
     settings = ", ".join(f"{name} {value}" for name, value in results["settings"].items())
-    about = f"{circumstances(results['environment'])}.\n\nSettings: {settings}."
+    about = f"{results['environment']}.\n\nSettings: {settings}."
     parts = ["# What loss scaling costs", about, METHOD]
     for found in results["steps"].values():
-        columns = TIMES | (ANALYSIS if "compile" not in found["title"] else {})
-        rows = tabulate(found["rows"], columns)
+        rows = tabulate(found["rows"], TIMES | ANALYSIS)
         parts += [f"## {found['title']}", f"{found['size']}.", rows]
     return "\n\n".join(parts) + "\n"

@@ -13,9 +13,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +26,25 @@ from benchmarks import page, report
 from benchmarks.cases import CASES, Case, LeftOutError, build, excused, select
 from benchmarks.contenders import CONTENDERS
 from benchmarks.hlo import compile_step
-from benchmarks.workloads import ADAMW, SIZES, Sizes, gradients, resnet50
+from benchmarks.workloads import SIZES, Sizes
 
-INNER = "sgd", "momentum", "lion", "adafactor", "muon", "clip"
+INNER = "sgd", "momentum", "lion", "adafactor", "clip"
 STEPS = "wide", "deep", "float16", "guards", "masters", "training", *INNER
-COMPILATION = "compilation"
-COMPILE_LIMIT = 15.0  # seconds; who is slower is not asked to compile more arrays
 Results = dict[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmarks and write the results."""
-    args = parse(argv)
+    parser = page.parser("benchmarks.run", __doc__)
+    add = parser.add_argument
+    add("--size", choices=SIZES, default="full", help="size of the workloads")
+    add("--only", nargs="+", choices=(*STEPS, "row-major"), default=STEPS, help="what to run")
+    names = [*CONTENDERS]
+    add("--contenders", nargs="+", choices=names, default=names, help="baselines always run")
+    add("--rounds", type=int, default=11, help="rounds of timed steps")
+    add("--sample-seconds", type=float, default=0.3, help="length of one sample")
+    add("--output", type=Path, default=Path("output/benchmarks"), help="folder for the results")
+    args = parser.parse_args(argv)
     jax.config.update("jax_enable_compilation_cache", False)  # compilation is timed
     results = {
         "environment": page.environment("jax", "jaxlib", *{c.package for c in CONTENDERS.values()}),
@@ -47,38 +53,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     args.output.mkdir(parents=True, exist_ok=True)
     print(page.INTERRUPTED.format("--only"))
-    for name, found in run(args):
+    sizes = SIZES[args.size]
+    inner = dataclasses.replace(sizes, wide=sizes.inner)
+    for name in args.only:
+        found = time_steps(CASES[name], inner if name in INNER else sizes, args)
         results["steps"][name] = found
         (args.output / "benchmarks.json").write_text(json.dumps(results, indent=1) + "\n")
         (args.output / "benchmarks.md").write_text(report.markdown(results))
     print((args.output / "benchmarks.md").read_text())
     print(f"Written to {args.output}: benchmarks.md, benchmarks.json")
-
-
-def run(args: argparse.Namespace) -> Iterator[tuple[str, Results]]:
-    """Run what was asked for, and yield the names and the results."""
-    sizes = SIZES[args.size]
-    for name in args.only:
-        if name == COMPILATION:
-            yield from time_compilation(sizes, args)
-        else:
-            inner = dataclasses.replace(sizes, wide=sizes.inner)
-            yield name, time_steps(CASES[name], inner if name in INNER else sizes, args)
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = page.parser("benchmarks.run", __doc__)
-    add = parser.add_argument
-    every = *STEPS, COMPILATION
-    add("--size", choices=SIZES, default="full", help="size of the workloads")
-    add("--only", nargs="+", choices=(*every, "row-major"), default=every, help="what to run")
-    names = [*CONTENDERS]
-    add("--contenders", nargs="+", choices=names, default=names, help="baselines always run")
-    add("--rounds", type=int, default=11, help="rounds of timed steps")
-    add("--sample-seconds", type=float, default=0.3, help="length of one sample")
-    add("--output", type=Path, default=Path("output/benchmarks"), help="folder for the results")
-    return parser.parse_args(argv)
 
 
 def time_steps(case: Case, sizes: Sizes, args: argparse.Namespace) -> Results:
@@ -93,6 +76,7 @@ def time_steps(case: Case, sizes: Sizes, args: argparse.Namespace) -> Results:
         try:
             with excused(contender, row["baseline"]):
                 init, step = build(contender, case.optimizer, workload)
+                jax.clear_caches()  # compilation is timed, too
                 run, facts = compile_step(*step)
         except LeftOutError as reason:
             row["left_out"] = str(reason)
@@ -101,19 +85,12 @@ def time_steps(case: Case, sizes: Sizes, args: argparse.Namespace) -> Results:
         row |= facts
     seconds = time_in_turns(samplers, args.rounds, args.sample_seconds, case.title)
     for name, taken in seconds.items():
-        rows[name]["seconds"] = taken
-    return finish(case.title, workload.params, rows)
-
-
-def finish(title: str, params: Any, rows: dict[str, Results]) -> Results:
-    """Return the results, with ratios of times to those of the baseline in the same round."""
-    for row in rows.values():
-        if "seconds" in row:
-            pairs = zip(row["seconds"], rows[row["baseline"]]["seconds"], strict=False)
-            row["ratios"] = [seconds / base for seconds, base in pairs]
-    arrays = [leaf.size for leaf in jax.tree.leaves(params)]
-    size = f"{sum(arrays) / 1e6:.1f}M" if sum(arrays) >= 1e5 else f"{sum(arrays):,}"
-    return {"title": title, "size": f"{size} parameters in {len(arrays)} arrays", "rows": rows}
+        base = seconds[rows[name]["baseline"]]
+        ratios = [time / other for time, other in zip(taken, base, strict=True)]
+        rows[name] |= {"seconds": taken, "ratios": ratios}
+    arrays = [leaf.size for leaf in jax.tree.leaves(workload.params)]
+    size = f"{sum(arrays):,} parameters in {len(arrays)} arrays"
+    return {"title": case.title, "size": size, "rows": rows}
 
 
 def sample(run: Callable, init: Callable[[], Any], data: Any, count: int) -> float:
@@ -131,55 +108,20 @@ def time_in_turns(
 ) -> dict[str, list[float]]:
     """Return the seconds of a step in each round, by contender.
 
-    Each round samples every step once, in shuffled order, and a first one, which is discarded,
-    estimates the time of a step. A sample has as many as fill `sample_seconds`, at least one. Only
-    one state is alive at a time.
+    Each round samples every step once, in shuffled order. A sample has as many steps as fill
+    `sample_seconds`, by the time of one that is discarded. Only one state is alive at a time.
     """
     seconds: dict[str, list[float]] = {name: [] for name in samplers}
     counts: dict[str, int] = {}
-    for name in tqdm([*samplers, *in_turns(samplers, rounds)], desc=title):
+    rng = np.random.default_rng(0)
+    turns = [name for _ in range(rounds) for name in rng.permutation([*samplers]).tolist()]
+    for name in tqdm([*samplers, *turns], desc=title):
         taken = samplers[name](counts.get(name, 1))
         if name in counts:
             seconds[name].append(taken)
         else:
             counts[name] = min(1000, max(1, math.ceil(sample_seconds / taken)))
     return seconds
-
-
-def in_turns(names: Iterable[str], rounds: int) -> list[str]:
-    """Return the names in each round, in shuffled order."""
-    rng = np.random.default_rng(0)
-    return [name for _ in range(rounds) for name in rng.permutation([*names]).tolist()]
-
-
-def time_compilation(sizes: Sizes, args: argparse.Namespace) -> Iterator[tuple[str, Results]]:
-    """Time tracing and compilation, and yield the results for each number of arrays."""
-    contenders = {each.name: each for each in select(CASES["wide"], args.contenders).values()}
-    first = next(iter(contenders))
-    for arrays in sizes.arrays:
-        workload = gradients([*islice(cycle(resnet50(Sizes())), arrays)])
-        rows: dict[str, Results] = {
-            n: {"baseline": c.baseline or first} for n, c in contenders.items()
-        }
-        for name in tqdm(in_turns(rows, min(3, args.rounds)), desc=f"Compilation, {arrays} arrays"):
-            row = rows[name]
-            if "left_out" in row or max(row.get("seconds", [0])) > COMPILE_LIMIT:
-                continue
-            try:
-                with excused(contenders[name], row["baseline"]):
-                    _, step = build(contenders[name], ADAMW, workload)
-                    jax.clear_caches()
-                    _, facts = compile_step(*step)
-            except LeftOutError as reason:
-                row["left_out"] = str(reason)
-                continue
-            row.setdefault("seconds", []).append(facts["compile_seconds"])
-        slow = {n for n, row in rows.items() if max(row.get("seconds", [0])) > COMPILE_LIMIT}
-        contenders = {
-            n: each for n, each in contenders.items() if not slow & {n, rows[n]["baseline"]}
-        }
-        title = f"`adamw`, to compile {arrays} arrays"
-        yield f"{COMPILATION}, {arrays}", finish(title, workload.params, rows)
 
 
 if __name__ == "__main__":

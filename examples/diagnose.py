@@ -60,7 +60,7 @@ def train(name: str, steps: int, data: tuple, loss_scale: Any = POLICY, **option
         history.append(jax.device_get(results))
     print(f"{name}: {results[0]:.0%} right, {results[1]} of {steps} steps skipped")
     try:
-        ols.diagnostics.check_health(opt_state, policy=loss_scale)
+        ols.diagnostics.check_health(opt_state, policy=ols.as_loss_scale(loss_scale))
     except ols.diagnostics.LossScaleStalledError as error:
         print(f"check_health: {error}")
     return params, *np.transpose(history)

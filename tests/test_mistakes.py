@@ -95,6 +95,13 @@ def test_a_target_beyond_float16_is_infinite_unless_it_is_kept():
         assert jnp.isfinite(loss_and_grads(ols.init(1.0), W, batch)[0]) == finite
 
 
+def test_a_row_that_is_masked_by_minus_1e30_is_nan_in_float16():
+    scores = jnp.zeros(3, jnp.float16)
+    for lowest, finite in (-1e30, False), (jnp.finfo(scores.dtype).min, True):
+        row = jax.nn.softmax(jnp.where(jnp.bool(False), scores, lowest))
+        assert jnp.isfinite(row).all() == finite
+
+
 @pytest.mark.slow
 def test_devices_along_an_axis_without_a_name_decide_alone():
     def skips(x, axis_name):

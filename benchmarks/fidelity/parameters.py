@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import optax_lossscale as ols
 from benchmarks.fidelity.tasks import Task, all_tasks
@@ -23,14 +22,14 @@ NAMES = "photograph", "digits", "characters"
 def train(task: Task, way: str, seed: int) -> float:
     """Compute in bfloat16, and return the metric of the float32 weights after the last step."""
     dtype, keep = WAYS[way]
-    tx = optax.with_extra_args_support(keep(task.tx))
 
     @jax.jit
     def run(data: tuple, key: jax.Array) -> jax.Array:
         init_key, key = jax.random.split(key)
         params = ols.cast(task.init(init_key), dtype)
         keys = jax.random.split(key, task.steps)
-        (params, opt_state), _ = fit(tx, task.loss_with(data, jnp.bfloat16), params, keys)
+        loss_fn = task.loss_with(data, jnp.bfloat16)
+        (params, opt_state), _ = fit(keep(task.tx), loss_fn, params, keys, dtype)
         if isinstance(opt_state, ols.MasterWeightsState):
             params = ols.master_weights(opt_state, params)
         return task.evaluate(ols.cast(params, jnp.float32), data)

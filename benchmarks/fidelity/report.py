@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.fidelity.training import BFLOAT16, FLOAT16, FLOAT32, SCALED
-from benchmarks.page import Interval, circumstances, compared, interval, table
+from benchmarks.page import Interval, compared, interval, table
 
 Results = dict[str, Any]
 
@@ -41,7 +41,7 @@ def block(results: Results) -> str:
         ]
         for task in results["tasks"]
     ]
-    return "\n\n".join([table(head, body), summary(results), sizes(results)])
+    return "\n\n".join([table(head, body), notes(results)])
 
 
 def span(values: Sequence[float]) -> str:
@@ -50,28 +50,15 @@ def span(values: Sequence[float]) -> str:
     return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
 
-def summary(results: Results) -> str:
-    """Describe the intervals, and count the tasks where a way agrees with float32."""
+def notes(results: Results) -> str:
+    """Describe the intervals, the machine, the versions and the sizes."""
     tasks = results["tasks"]
-    near = {way: sum(difference(task, way).has_zero for task in tasks) for way in STYLES}
-    counts = [f"{near[way]} with {way}" for way in (BFLOAT16, FLOAT16, SCALED)]
+    sizes = [f"{t['name']} {t['parameters']:,} parameters, {t['steps']} steps" for t in tasks]
     return (
         "Float32's result, and the others' differences from it with the same seed: means with "
         f"95 % confidence intervals over {len(tasks[0]['runs'][FLOAT32])} seeds, by "
-        f"Student's t. The interval of the difference contains zero in {', '.join(counts)}, of "
-        f"{len(tasks)} tasks."
+        f"Student's t. {results['environment']}. Sizes: {'; '.join(sizes)}."
     )
-
-
-def sizes(results: Results) -> str:
-    """Describe the machine, the versions and the sizes."""
-    tasks = [
-        f"{task['name']} {task['parameters']:,} parameters, {task['steps']} steps"
-        for task in results["tasks"]
-    ]
-    minutes = f"the table took {results['processor_seconds'] / 60:.0f} minutes of CPU time"
-    about = circumstances(results["environment"])
-    return f"{about}; {minutes}. Sizes: {'; '.join(tasks)}."
 
 
 def draw(results: Results) -> Figure:

@@ -3,7 +3,6 @@
 import ast
 import collections
 import functools
-import hashlib
 import itertools
 import math
 import re
@@ -39,8 +38,6 @@ class Task(NamedTuple):
     init: Callable[[jax.Array], Params]  # from a random key; float32
     loss_fn: Callable[[Params, Data, jax.Array, Any], jax.Array]  # key of the step, dtype
     evaluate: Callable[[Params, Data], jax.Array]  # in float32
-    fails: bool = True  # whether float16 alone is expected to fail
-    evaluations: int = 10  # spread evenly over the steps, the last at the end
 
     def loss_with(self, data: Data, dtype: Any) -> Callable[[Params, jax.Array], jax.Array]:
         """Return the loss of parameters and a step's key."""
@@ -51,7 +48,7 @@ def all_tasks(names: Sequence[str] = (), *, quick: bool = False) -> list[Task]:
     """Return the tasks of these names, or all; if `quick`, smaller ones for a few steps."""
     chosen = [task for name, task in TASKS.items() if not names or name in names]
     tasks = [make(**smaller if quick else {}) for make, smaller in chosen]
-    return [task._replace(steps=4, evaluations=2) if quick else task for task in tasks]
+    return [task._replace(steps=4) if quick else task for task in tasks]
 
 
 def words(*, vocabulary: int = 4096, batch: int = 16384, tx: Any = None) -> Task:
@@ -159,7 +156,6 @@ def digits(*, batch: int = 128, features: int = 256) -> Task:
         decimals=2,
         steps=560,
         tx=optax.adam(1e-3),
-        fails=False,
     )
 
 
@@ -173,7 +169,7 @@ def supervised(
     **about: Any,
 ) -> Task:
     """Return the task of a perceptron, on data to train and to test on, all of it or in batches."""
-    sizes = layer_sizes(*widths)
+    sizes = {f"layer {i}": pair for i, pair in enumerate(itertools.pairwise(widths), start=1)}
 
     def outputs(params: Params, inputs: jax.Array, dtype: Any) -> jax.Array:
         return perceptron([params[name] for name in sizes], inputs, dtype)
@@ -191,11 +187,6 @@ def supervised(
 
     init = functools.partial(init_layers, sizes=sizes)
     return Task(data=data, init=init, loss_fn=loss_fn, evaluate=evaluate, **about)
-
-
-def layer_sizes(*widths: int) -> dict[str, tuple[int, int]]:
-    """Return the names and sizes of the layers between these widths."""
-    return {f"layer {i}": pair for i, pair in enumerate(itertools.pairwise(widths), start=1)}
 
 
 def init_layers(key: jax.Array, sizes: dict[str, tuple[int, int]]) -> Params:
@@ -291,7 +282,6 @@ def characters(*, blocks: int = 2, batch: int = 16, context: int = 64) -> Task:
     rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, 30, steps)
     return Task(
         name="characters",
-        fails=False,
         metric="bits per character",
         decimals=3,
         steps=steps,
@@ -322,16 +312,6 @@ def docstrings(path: Path) -> list[str]:
     nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
     found = [ast.get_docstring(node) for node in nodes if isinstance(node, kinds)]
     return list(filter(None, found))
-
-
-def corpus_facts() -> dict[str, Any]:
-    """Identify the text, which depends on the version of scikit-learn."""
-    train, test = corpus()
-    return {
-        "train_characters": len(train),
-        "test_characters": len(test),
-        "sha256": hashlib.sha256(f"{train}\n{test}".encode()).hexdigest(),
-    }
 
 
 # Each task, and what makes it small enough for a check.

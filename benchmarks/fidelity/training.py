@@ -1,16 +1,16 @@
 """The ways to train, and how to run one."""
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.flatten_util import ravel_pytree
 from tqdm import tqdm
 
 import optax_lossscale as ols
-from benchmarks.fidelity.tasks import Params, Task, corpus_facts
+from benchmarks.fidelity.tasks import Params, Task
 from benchmarks.page import environment
 
 # The dtype of the forward and backward passes, and the loss scale. `None` neither scales nor
@@ -26,21 +26,20 @@ WAYS = {
 }
 
 
-def zero_share(grads: Any) -> jax.Array:
-    """Return the share of entries that are exactly zero."""
-    leaves = jax.tree.leaves(grads)
-    return sum(jnp.sum(g == 0) for g in leaves) / sum(g.size for g in leaves)
-
-
 def fit(
-    tx: optax.GradientTransformation, loss_fn: Callable[..., jax.Array], params: Params, steps: Any
+    tx: Any, loss_fn: Callable[..., jax.Array], params: Params, steps: Any, dtype: Any = jnp.float32
 ) -> tuple[tuple[Params, optax.OptState], jax.Array]:
-    """Train with what `loss_fn` takes in each step; return parameters, state and the losses."""
+    """Train with what `loss_fn` takes in each step; return parameters, state and the losses.
+
+    Gradients are of `dtype`, whatever that of the parameters is.
+    """
+    tx = optax.with_extra_args_support(tx)
 
     def train_step(carry: tuple, step: Any) -> tuple:
         params, opt_state = carry
-        loss, grads = jax.value_and_grad(loss_fn)(params, step)
-        updates, opt_state = tx.update(grads, opt_state, params)
+        loss, grads = jax.value_and_grad(loss_fn)(ols.cast(params, dtype), step)
+        extra = {"value": loss, "grad": grads, "value_fn": lambda params: loss_fn(params, step)}
+        updates, opt_state = tx.update(grads, opt_state, params, **extra)
         return (optax.apply_updates(params, updates), opt_state), loss
 
     return jax.lax.scan(train_step, (params, tx.init(params)), steps)
@@ -50,63 +49,49 @@ def make_train(task: Task, way: str) -> Callable[[int], dict[str, Any]]:
     """Return a function that trains from a seed."""
     dtype, loss_scale = WAYS[way]
     tx = ols.with_loss_scaling(task.tx, loss_scale)
-    chunk = task.steps // task.evaluations
+    chunk = max(task.steps // 10, 2)  # steps between evaluations
+    loss_and_grads = ols.value_and_grad(task.loss_fn)
 
     @jax.jit
-    def start(seed: jax.Array) -> tuple:
-        params = task.init(jax.random.key(seed))
-        return params, tx.init(params)
-
-    def batch_key(seed: jax.Array, step: jax.Array | int) -> jax.Array:
-        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), task.steps), step)
-
-    @jax.jit
-    def first_error(carry: tuple, data: Any, seed: jax.Array) -> jax.Array:
-        params, opt_state = carry
-        key = batch_key(seed, 0)
-        _, grads = ols.value_and_grad(task.loss_fn)(opt_state, params, data, key, dtype)
-        exact = jax.grad(task.loss_fn)(params, data, key, jnp.float32)
-        scale = ols.loss_scale_state(opt_state).loss_scale
-        errors = jax.tree.map(lambda scaled, exact: scaled / scale - exact, grads, exact)
-        return optax.tree.norm(errors) / optax.tree.norm(exact)
-
-    @jax.jit
-    def train_chunk(carry: tuple, data: Any, seed: jax.Array, first: jax.Array) -> tuple:
+    def run(data: Any, seed: jax.Array) -> dict[str, Any]:
         def train_step(carry: tuple, step: jax.Array) -> tuple:
             params, opt_state = carry
-            key = batch_key(seed, step)
-            loss, grads = ols.value_and_grad(task.loss_fn)(opt_state, params, data, key, dtype)
+            loss, grads = loss_and_grads(opt_state, params, data, batch_key(step), dtype)
             updates, opt_state = tx.update(grads, opt_state, params, value=loss)
-            zeros = {layer: zero_share(tree) for layer, tree in grads.items()}
+            zeros = {name: jnp.mean(ravel_pytree(tree)[0] == 0) for name, tree in grads.items()}
             return (optax.apply_updates(params, updates), opt_state), zeros
 
-        carry, zeros = jax.lax.scan(train_step, carry, first + jnp.arange(chunk))
-        return carry, task.evaluate(carry[0], data), jax.tree.map(jnp.mean, zeros)
+        def train_chunk(carry: tuple, first: jax.Array) -> tuple:
+            carry, zeros = jax.lax.scan(train_step, carry, first + jnp.arange(chunk))
+            return carry, (task.evaluate(carry[0], data), zeros)
 
-    def train(seed: int) -> dict[str, Any]:
-        carry = start(seed)
-        error = float(first_error(carry, task.data, seed))
-        curve, zeros = [], []
-        for first in range(0, task.steps, chunk):
-            carry, metric, zero = train_chunk(carry, task.data, seed, first)
-            curve.append(float(metric))
-            zeros.append(zero)
-        state = ols.loss_scale_state(carry[1])
-        shares = {layer: float(sum(z[layer] for z in zeros)) / len(zeros) for layer in zero}
+        def batch_key(step: jax.Array | int) -> jax.Array:
+            return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), task.steps), step)
+
+        params = task.init(jax.random.key(seed))
+        opt_state = tx.init(params)
+        _, grads = loss_and_grads(opt_state, params, data, batch_key(0), dtype)
+        exact = jax.grad(task.loss_fn)(params, data, batch_key(0), jnp.float32)
+        scale = ols.loss_scale_state(opt_state).loss_scale
+        errors = jax.tree.map(lambda scaled, exact: scaled / scale - exact, grads, exact)
+        starts = jnp.arange(0, task.steps, chunk)
+        (_, opt_state), (curve, zeros) = jax.lax.scan(train_chunk, (params, opt_state), starts)
         return {
             "curve": curve,  # the metric at each evaluation
-            "first_error": error,  # of the first gradient, relative to the exact one's norm
-            "zero_shares": shares,  # of each layer's gradient entries, over all steps
-            "skipped": int(state.total_skipped),
-            "loss_scale": float(state.loss_scale),  # at the end
+            # Of the first gradient, relative to the exact one's norm.
+            "first_error": optax.tree.norm(errors) / optax.tree.norm(exact),
+            # Of each layer's gradient entries, over all steps.
+            "zero_shares": jax.tree.map(jnp.mean, zeros),
+            "skipped": ols.loss_scale_state(opt_state).total_skipped,
+            "loss_scale": ols.loss_scale_state(opt_state).loss_scale,  # at the end
         }
 
-    return train
+    return lambda seed: jax.tree.map(lambda array: array.tolist(), run(task.data, seed))
 
 
 def measure(tasks: Sequence[Task], seeds: int) -> dict[str, Any]:
     """Train every task in every way from every seed."""
-    start, stored = time.process_time(), []
+    stored = []
     for task in tasks:
         runs: dict[str, list] = {way: [] for way in WAYS}
         for way in WAYS:
@@ -115,19 +100,16 @@ def measure(tasks: Sequence[Task], seeds: int) -> dict[str, Any]:
             for seed in tqdm(range(seeds), f"{task.name}, {way}", leave=False, disable=None):
                 runs[way].append(train(seed))
         stored.append({**facts(task), "runs": runs})
-    packages = "jax", "jaxlib", "optax", "flax", "scikit-learn"
     return {
-        "environment": environment(*packages),
+        "environment": environment("jax", "jaxlib", "optax", "flax", "scikit-learn"),
         "loss_scale": WAYS[SCALED][1].get_config(),
-        "text": corpus_facts(),
-        "processor_seconds": round(time.process_time() - start),
         "tasks": stored,
     }
 
 
 def facts(task: Task) -> dict[str, Any]:
     """Return what describes a task beside its results."""
-    names = "name", "fails", "metric", "decimals", "steps"
+    names = "name", "metric", "decimals", "steps"
     shapes = jax.eval_shape(lambda: task.init(jax.random.key(0)))
     parameters = sum(leaf.size for leaf in jax.tree.leaves(shapes))
     return {**{name: getattr(task, name) for name in names}, "parameters": parameters}

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import jax
@@ -11,7 +12,8 @@ import pytest
 
 import optax_lossscale as ols
 from benchmarks import page
-from benchmarks.fidelity import edge, parameters, report, state, tasks, training
+from benchmarks.fidelity import __main__ as command
+from benchmarks.fidelity import report, state, tasks, training
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quickly_compiled")]
 
@@ -23,12 +25,6 @@ FLOAT32, FLOAT16, SCALED = training.FLOAT32, training.FLOAT16, training.SCALED
 @pytest.fixture(scope="module")
 def all_tasks():
     return tasks.all_tasks()
-
-
-@pytest.fixture(scope="module")
-def short():
-    """The results of a few steps of one failing task."""
-    return training.measure(tasks.all_tasks(["diabetes"], quick=True), seeds=2)
 
 
 def assert_trained(task):
@@ -45,12 +41,12 @@ def assert_trained(task):
             assert one["loss_scale"] == (2**15 if way == SCALED else 1) * 0.5 ** one["skipped"]
 
 
-def test_a_short_run_trains_in_every_way(short):
-    (task,) = short["tasks"]
+def test_a_short_run_trains_with_and_without_loss_scaling(monkeypatch):
+    ways = {way: training.WAYS[way] for way in (FLOAT16, SCALED)}
+    monkeypatch.setattr(training, "WAYS", ways)
+    (task,) = training.measure(tasks.all_tasks(["diabetes"], quick=True), seeds=2)["tasks"]
     assert_trained(task)
     assert [one["skipped"] for one in task["runs"][SCALED]] == [4, 4]  # every step
-    again = training.make_train(tasks.all_tasks(["diabetes"], quick=True)[0], SCALED)(1)
-    assert again["curve"] == task["runs"][SCALED][1]["curve"]  # the same seed, the same numbers
 
 
 @pytest.mark.exhaustive
@@ -72,12 +68,7 @@ def test_the_page_shows_the_stored_numbers_and_those_are_of_the_tasks_as_they_ar
     for stored, task in zip(STORED["tasks"], all_tasks, strict=True):
         assert stored == {**training.facts(task), "runs": stored["runs"]}
         assert list(stored["runs"]) == list(training.WAYS)
-        for way, runs in stored["runs"].items():
-            assert len(runs) == len(STORED["tasks"][0]["runs"][FLOAT32]) >= 4  # seeds
-            assert {len(one["curve"]) for one in runs} == {task.evaluations}
-            assert way == SCALED or not any(one["skipped"] for one in runs)
-    # Otherwise the page would not cover skipped steps.
-    assert any(one["skipped"] for task in STORED["tasks"] for one in task["runs"][SCALED])
+        assert {len(runs) for runs in stored["runs"].values()} == {4}  # seeds
 
 
 @pytest.mark.exhaustive
@@ -91,13 +82,7 @@ def test_a_run_made_again_gives_the_stored_result(all_tasks):
     assert abs(math.log2(again["loss_scale"]) - math.log2(stored["loss_scale"])) <= 2
 
 
-def test_the_text_is_the_stored_one():
-    if tasks.sklearn.__version__ != STORED["environment"]["versions"]["scikit-learn"]:
-        pytest.skip("another scikit-learn has other docstrings")
-    assert tasks.corpus_facts() == STORED["text"]
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_every_product_forward_and_backward_is_in_the_format(all_tasks, dtype):
     key = jax.random.key(0)
     for task in all_tasks:
@@ -109,40 +94,21 @@ def test_every_product_forward_and_backward_is_in_the_format(all_tasks, dtype):
 @pytest.mark.parametrize("task", STORED["tasks"], ids=lambda task: task["name"])
 def test_float16_failed_or_not_as_the_page_says_and_scaling_is_close_to_float32(task):
     lost, scaled = report.difference(task, FLOAT16), report.difference(task, SCALED)
-    if not task["fails"]:
-        assert abs(lost.mean) < 0.005 * np.mean(report.final(task, FLOAT32))
-    elif math.isfinite(lost.mean):
-        assert not lost.has_zero
+    near = 0.005 * np.mean(report.final(task, FLOAT32))
+    assert abs(scaled.mean) < near
+    if task["name"] in {"words", "photograph"}:
+        assert abs(lost.mean) > lost.margin
         assert abs(scaled.mean) + scaled.margin < 0.1 * abs(lost.mean)
-    else:
+    elif task["name"] == "diabetes":
         assert np.isnan(report.final(task, FLOAT16)).all()
-        assert abs(scaled.mean) < 0.005 * np.mean(report.final(task, FLOAT32))
-
-
-@pytest.mark.exhaustive
-def test_the_edge_is_measured_for_every_optimizer():
-    head, _, row = edge.measure(quick=True).text.splitlines()
-    assert head.strip("| ").split(" | ") == ["batch", "lost, 512 words", *edge.OPTIMIZERS]
-    _, lost, *ends = row.strip("| ").split(" | ")
-    assert lost == "0.0 %"  # the batch is small
-    assert all(abs(float(end)) < 0.1 for end in ends)
+    else:
+        assert abs(lost.mean) < near
 
 
 def test_the_interval_is_students():
-    # With one degree of freedom, the 97.5 % quantile is 12.706 and the 75 % quantile is 1.
+    # With one degree of freedom, the 97.5 % quantile is 12.706.
     assert page.interval([1.0, 3.0]) == pytest.approx((2, 12.706205))
-    assert page.interval([1.0, 3.0], 0.5) == pytest.approx((2, 1))
     assert page.interval([2.0, 2.0, 2.0]) == (2.0, 0.0)
-    has_zero = [page.Interval(mean, 2.0).has_zero for mean in (-2.0, 2.0, 0.0, 2.1, math.nan)]
-    assert has_zero == [True, True, True, False, False]
-
-
-@pytest.mark.exhaustive
-def test_parameters_in_bfloat16_are_trained_in_four_ways(monkeypatch):
-    monkeypatch.setattr(parameters, "NAMES", ["digits"])
-    head, _, row = parameters.measure(quick=True).text.splitlines()
-    assert head.strip("| ").split(" | ") == ["task", *parameters.WAYS]
-    assert row.count("±") == len(parameters.WAYS)
 
 
 def test_the_bytes_per_parameter_on_the_page_are_those_of_today():
@@ -151,8 +117,10 @@ def test_the_bytes_per_parameter_on_the_page_are_those_of_today():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("measure", [state.measure, state.measure_each])
-def test_a_short_run_trains_with_each_way_to_store_the_state(measure):
-    rows = measure(quick=True).text.splitlines()
-    assert all(way in rows[0] for way in state.WAYS)
-    assert len([row for row in rows if "±" in row]) >= 2
+@pytest.mark.parametrize(
+    ("part", "number"), [("parameters", 4), ("edge", 2), ("state", 3), ("optimizers", 1)]
+)
+def test_a_short_run_measures_each_way(part, number):
+    _, measure = command.PARTS[part]
+    _, _, *rows = measure(quick=True).text.partition("\n\n")[0].splitlines()
+    assert {len(re.findall(r"±|[+-]0\.0\d+ \|", row)) for row in rows} == {number}

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from packaging.metadata import Metadata
-from packaging.requirements import Requirement
 
 import optax_lossscale as ols
 
@@ -20,11 +19,7 @@ NAME = "optax_lossscale"
 STEM = f"{NAME}-{ols.__version__}"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 # Files that a used checkout may contain and that must not be packed.
-LITTER = [
-    ".venv/lib/left.py", ".nox/newest/left.py", ".pytest_cache/left",
-    ".coverage", "build/left.py", "dist/left.whl", "output/left.png", "left.py",
-    "optax_lossscale/_step/__pycache__/left.cpython-311.pyc",
-]  # fmt: skip
+LITTER = ".venv/lib/left.py", ".coverage", "dist/left.whl", "output/left.png", "left.py"
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +55,7 @@ def sdist(build):
     return build("sdist")
 
 
-def test_the_wheel_holds_the_package_and_says_what_the_project_does(wheel, files):
+def test_the_wheel_holds_the_package_and_its_description(wheel, files):
     package = [name for name in files if re.fullmatch(rf"{NAME}/([\w/]+\.py|py\.typed)", name)]
     assert {f"{NAME}/py.typed", f"{NAME}/_step/scale.py"} <= set(package)
     info = ["METADATA", "RECORD", "WHEEL", "licenses/LICENSE"]
@@ -72,16 +67,9 @@ def test_the_wheel_holds_the_package_and_says_what_the_project_does(wheel, files
 
     metadata = Metadata.from_email(raw, validate=True)
     assert (metadata.name, str(metadata.version)) == (NAME, ols.__version__)
-    assert metadata.summary == PROJECT["description"]
-    assert str(metadata.requires_python) == PROJECT["requires-python"]
-    assert (metadata.license_expression, metadata.license_files) == ("Apache-2.0", ["LICENSE"])
+    assert metadata.license_files == ["LICENSE"]
     assert metadata.description_content_type == "text/markdown"
     assert metadata.description.startswith(f"# {NAME}\n")
-    assert metadata.classifiers == PROJECT["classifiers"]
-    asked = {str(Requirement(line)) for line in PROJECT["dependencies"]}
-    for extra, lines in PROJECT["optional-dependencies"].items():
-        asked |= {str(Requirement(f'{line}; extra == "{extra}"')) for line in lines}
-    assert {str(requirement) for requirement in metadata.requires_dist} == asked
     assert sorted(metadata.provides_extra) == sorted(PROJECT["optional-dependencies"])
 
 
@@ -137,12 +125,10 @@ grads = jnp.array([jnp.inf, 1.0])
 _, opt_state = tx.update(grads, tx.init(grads), grads)
 print(ols.__file__, float(ols.loss_scale_state(opt_state).loss_scale))
 exponents = ols.diagnostics.gradient_exponents(grads)
-for use in (
-    lambda: __import__("optax_lossscale.flax"),
-    lambda: ols.diagnostics.plot_gradient_exponents(exponents),
-):
+plot = ols.diagnostics.plot_gradient_exponents
+for use, argument in (__import__, "optax_lossscale.flax"), (plot, exponents):
     try:
-        use()
+        use(argument)
     except ModuleNotFoundError as error:
         print(error.name.partition(".")[0])
 """
@@ -151,23 +137,18 @@ for use in (
     assert printed.split() == [file, "16384.0", "flax", "matplotlib"]
 
 
-def test_only_a_person_starts_a_release():
+def test_a_person_starts_a_release_and_nothing_but_the_build_runs_where_its_files_are_made():
     workflow = (ROOT / ".github/workflows/release.yml").read_text("utf-8")
     assert "\non:\n  workflow_dispatch:\n\n" in workflow
     assert workflow.count("id-token: write") == workflow.count("environment: release") == 1
-
-
-def test_nothing_but_the_build_runs_where_the_files_of_a_release_are_made():
-    workflow = (ROOT / ".github/workflows/release.yml").read_text("utf-8")
     build = re.search(r"\n  build:\n(.*?)\n\n", workflow, re.DOTALL)[1]
     assert re.findall("run: (.*)", build) == ["make release"]
     recipe = re.search(
         r"^release: .*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE
     )
     assert recipe[1].splitlines()[1:] == ["\t$(NOX) --session build"]
-    assert workflow.index("  trial:\n    needs: build\n") < workflow.index(
-        "    needs: [test, trial]\n"
-    )
+    trial = workflow.index("  trial:\n    needs: build\n")
+    assert trial < workflow.index("    needs: [test, trial]\n")
 
 
 MOVABLE = r"uses: (?!\S+@[0-9a-f]{40} # v[\d.]+\n)\S+"  # anything but a commit and its version
@@ -180,13 +161,7 @@ def test_every_action_of_a_workflow_is_a_commit():
 
 
 def test_documents_name_the_packages_version_and_address():
-    assigned = [
-        path.name
-        for path in (ROOT / NAME).rglob("*.py")
-        if re.search(r"^__version__ = ", path.read_text("utf-8"), re.MULTILINE)
-    ]
-    assert assigned == ["__init__.py"]
-    assert "version" not in PROJECT
+    assert "version" not in PROJECT  # hatchling reads it from the package
     patterns = {"CHANGELOG.md": r"^## \[(.+?)\]", "CITATION.cff": r"^version: \"?([^\"\n]+)"}
     for name, pattern in patterns.items():
         text = (ROOT / name).read_text("utf-8")

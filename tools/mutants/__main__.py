@@ -20,7 +20,6 @@ import os
 import pkgutil
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,9 +27,8 @@ import tomllib
 import traceback
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from fnmatch import fnmatch
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
@@ -45,7 +43,7 @@ PRELOADED = (
     *("jax.numpy", "jmp", "keras", "matplotlib.figure", "optax.contrib", "orbax.checkpoint"),
     *("pytest", "sybil", "tensorboardX"),
 )
-TESTS = ("tests/test_*.py", "README.md", "docs/*.md", f"{PACKAGE}/*.py")
+TESTS = ("tests/test_*.py", "README.md", "docs/**/*.md", f"{PACKAGE}/**/*.py")
 NOT_RUN = {"test_mutants", "test_processes", "test_typing"}  # they start other programs
 OPTIONS = (
     *("-q", "--no-header", "--tb=short", "-m", "not exhaustive"),
@@ -86,10 +84,6 @@ class _Watch:
         self.coverage, self.limit = coverage, limit
         self.seconds: dict[str, float] = defaultdict(float)
         self.failed: list[str] = []
-
-    def pytest_collectreport(self, report: Any) -> None:
-        if report.failed:
-            self.failed.append(report.nodeid)
 
     def pytest_runtest_setup(self, item: Any) -> None:
         if self.limit:
@@ -169,7 +163,6 @@ class Run:
         self.seconds: dict[str, float] = {}  # of each test
         # By path and row, the tests that execute it; "" means that the import does.
         self.lines: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
-        self.executing: set[str] = set()  # all tests in `lines`
         # By path and by scope, the number of mutants that each test has killed.
         self.killers: dict[Any, Counter[str]] = defaultdict(Counter)
         self.trusted: dict[str, bool] = {}
@@ -193,14 +186,11 @@ class Run:
         for path, lines in found["lines"].items():
             for row, tests in lines.items():
                 self.lines[path][int(row)].update(tests)
-                self.executing.update(tests)
 
-    def covering(self, mutant: Mutant) -> set[str]:
-        """Return the tests that can detect a mutant.
+    def covering(self, mutant: Mutant) -> tuple[set[str], set[str]]:
+        """Return the tests that can detect a mutant: those that execute its code, and others.
 
-        For code that runs at import only (a constant, a default, a decorator), these are the tests
-        of the enclosing function or class, or else of the module; of lines with the name of the
-        class or constant; and those that inspect the package without executing it.
+        Others can only if the code runs at import: a constant, a default, a decorator.
         """
         lines = self.lines[mutant.path]
         here, around = (
@@ -208,23 +198,15 @@ class Run:
             for first, last in (mutant.rows, mutant.scope)
         )
         if "" not in here:
-            return here or around - {""}  # Python does not execute a line that is all constants
-        tests = here | around | self.seconds.keys() - self.executing
-        if around == {""}:
-            tests = tests.union(*lines.values())
-        if not mutant.bound:
-            return tests - {""}
-        for path in list(self.lines):
-            for row, line in enumerate(Path(path).read_text("utf-8").splitlines(), 1):
-                if mutant.bound in line:
-                    tests |= self.lines[path][row]
-        return tests - {""}
+            return here or around - {""}, set()  # Python does not execute a line of constants
+        executing = (here | around) - {""} or set().union(*lines.values()) - {""}
+        return executing, self.seconds.keys() - executing
 
-    def judge(self, mutant: Mutant, covering: set[str]) -> str | None:
+    def judge(self, mutant: Mutant) -> str | None:
         """Return the test that kills a mutant, "" if it survives, None if time runs out."""
         deaths = 0
         while time.monotonic() < self.end:
-            killer = self.run(mutant, [*self.stages(mutant, covering)])
+            killer = self.run(mutant, self.stages(mutant))
             if killer is None:
                 deaths += 1
                 if deaths == 2:  # one may be due to a slow machine
@@ -235,21 +217,27 @@ class Run:
                 return killer
         return None
 
-    def stages(self, mutant: Mutant, tests: set[str]) -> Iterator[list[str]]:
-        """Yield the tests to run within the budget, the likeliest to fail first."""
+    def stages(self, mutant: Mutant) -> list[list[str]]:
+        """Return the tests to run within the budget, the likeliest to fail first."""
+        executing, others = self.covering(mutant)
         near, far = self.killers[mutant.path, mutant.scope], self.killers[mutant.path]
-        cost = {test: self.seconds[test] + 0.05 for test in tests if self.trusted.get(test, True)}
         home = f"test_{Path(mutant.path).parts[1].strip('_').removesuffix('.py')}.py"
 
-        def rank(test: str) -> tuple[float, str]:
-            return cost[test] / (1 + near[test] + far[test] + 9 * (home in test)), test
+        def rank(test: str) -> tuple[bool, float, str]:
+            likelihood = 1 + near[test] + far[test] + 9 * (home in test)
+            return test in others, (self.seconds[test] + 0.05) / likelihood, test
 
-        ordered = sorted(cost, key=rank)
-        while ordered and sum(map(cost.get, ordered)) > self.options.budget:
-            ordered.pop()
+        left, chosen = self.options.budget, []
+        for test in sorted(executing | others, key=rank):
+            cost = self.seconds[test] + 0.05
+            if cost <= left and self.trusted.get(test, True):
+                left -= cost
+                chosen.append(test)
         # Importing a test file takes longer than most of its tests, so one file runs first.
-        best = [test for test in ordered if _file(test) == _file(ordered[0])][:10]
-        yield from filter(None, (best, [test for test in ordered if test not in best]))
+        best = [test for test in chosen if _file(test) == _file(chosen[0])][:10]
+        likely = [test for test in chosen if test not in {*best, *others}]
+        unlikely = [test for test in chosen if test in others - {*best}]
+        return [stage for stage in (best, likely, unlikely) if stage]
 
     def is_trusted(self, test: str) -> bool:
         """Return whether a test passes on its own on the unchanged package."""
@@ -279,7 +267,7 @@ class Run:
             if killer and seen == self.seen(mutant, killer):
                 results[mutant.key] = killer
             else:
-                todo[pool.submit(self.judge, mutant, self.covering(mutant))] = mutant
+                todo[pool.submit(self.judge, mutant)] = mutant
         print(f"{len(todo)} mutants are to be judged. An interrupted run continues.", flush=True)
         for number, future in enumerate(as_completed(todo), 1):
             mutant, killer = todo[future], future.result()
@@ -297,24 +285,14 @@ def main() -> int:
     modules = {str(p.relative_to(PACKAGE).with_suffix("")): str(p) for p in paths}
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--module", nargs="+", choices=modules, help="only these modules")
-    parser.add_argument("--changed", action="store_true", help="only modules that Git sees changed")
     parser.add_argument("--tests", nargs="+", help="only these files of tests")
     parser.add_argument("--budget", type=float, default=30, help="seconds of tests for a mutant")
     parser.add_argument("--jobs", type=int, default=2, help="how many mutants at once")
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after so long")
-    parser.add_argument("--list", action="store_true", help="print the mutants and stop")
     parser.add_argument("--output", type=Path, default=ROOT / "output" / "mutants")
     options = parser.parse_args()
     chosen = [modules[module] for module in options.module or modules]
-    if options.changed:
-        command = ["git", "diff", "--name-only", "HEAD", "--", PACKAGE]
-        names = subprocess.check_output(command, cwd=ROOT, text=True).split()  # noqa: S603
-        chosen = [path for path in chosen if path in names]
     mutants = [m for path in chosen for m in mutants_of(path, (ROOT / path).read_bytes())]
-    if options.list:
-        print(*(f"{m.path}:{m.rows[0]} {m.change}    [{m.line}]" for m in mutants), sep="\n")
-        print(f"{len(mutants)} mutants")
-        return 0
     options.output = options.output.resolve()
     options.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:  # so that files can be edited meanwhile
@@ -323,8 +301,8 @@ def main() -> int:
         os.chdir(folder)
         _preload(options.output)
         run = Run(options)
-        found = (f for f in run.digests if any(fnmatch(f, pattern) for pattern in TESTS))
-        files = [file for file in found if Path(file).stem not in NOT_RUN]
+        found = (path for pattern in TESTS for path in sorted(Path().glob(pattern)))
+        files = [str(path) for path in found if path.stem not in NOT_RUN]
         with ThreadPoolExecutor(options.jobs) as pool:
             try:
                 for found in pool.map(lambda f: run.record(f, chosen), options.tests or files):
@@ -358,24 +336,22 @@ def _preload(output: Path) -> None:
 
 def _report(mutants: list[Mutant], results: dict[str, str]) -> int:
     """Print the results, and return the exit status."""
-    tables = tomllib.loads(SURVIVORS.read_text("utf-8")) if SURVIVORS.exists() else {}
-    listed = {f"{path} {change}": path for path, table in tables.items() for change in table}
-    exist = {mutant.key: mutant for mutant in mutants}
+    tables = tomllib.loads(SURVIVORS.read_text("utf-8"))
+    chosen = {mutant.path for mutant in mutants}
+    listed = {f"{path} {change}" for path in chosen for change in tables.get(path, {})}
     count: dict[str, Counter[str]] = defaultdict(Counter)
-    for key, mutant in exist.items():
-        alive = "justified" if key in listed else "SURVIVED"
-        status = "not judged" if key not in results else "killed" if results[key] else alive
+    for mutant in mutants:
+        alive = "justified" if mutant.key in listed else "SURVIVED"
+        killer = results.get(mutant.key)
+        status = "not judged" if killer is None else "killed" if killer else alive
         count[mutant.path][status] += 1
         if status == "SURVIVED":
             print(f"\n{mutant.path}:{mutant.rows[0]} {status}\n  {mutant.line}\n  {mutant.change}")
-    for path, counter in count.items():
-        parts = ", ".join(f"{n} {status}" for status, n in sorted(counter.items()))
-        print(f"{path}: {counter.total()} mutants: {parts}")
-    stale = [k for k, p in listed.items() if p in count and (k not in exist or results.get(k))]
-    for key in stale:
-        print(f"OUT OF DATE in {SURVIVORS.name}: {key}")
     total = sum(count.values(), Counter())
-    print(f"{total.total()} mutants: {dict(total)}")
+    for path, counter in (*count.items(), ("all", total)):
+        print(f"{path}: {counter.total()} mutants: {dict(counter)}")
+    stale = listed - {mutant.key for mutant in mutants} | {k for k in listed if results.get(k)}
+    print(*(f"OUT OF DATE in {SURVIVORS.name}: {key}" for key in sorted(stale)), sep="\n")
     return 1 if total["SURVIVED"] or stale else 2 if total["not judged"] else 0
 
 

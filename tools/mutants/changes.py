@@ -9,7 +9,6 @@ import ast
 import copy
 import dataclasses
 import itertools
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -52,7 +51,6 @@ class Mutant:
     line: str  # the source line where the change begins
     rows: Rows  # executed together with the change
     scope: Rows  # of the enclosing function or class, or of the statement
-    bound: str  # the name of the class or constant in the module, "" in a function
     source: bytes = dataclasses.field(repr=False)  # of the module with the change
 
     @property
@@ -68,8 +66,6 @@ def mutants_of(path: str, source: bytes) -> list[Mutant]:
     mutants: list[Mutant] = []
     seen: Counter[str] = Counter()
     for outermost in ast.parse(source).body:
-        first = lines[outermost.lineno - 1].decode()
-        bound = re.sub(r"^(class |def \w*)?(\w*).*", r"\2", first.strip())
         for (node, new, what), function, scope, rows in _walk(outermost, "", _rows(outermost)):
             begin = starts[node.lineno - 1] + node.col_offset - what.startswith("without @")
             end = starts[node.end_lineno - 1] + node.end_col_offset
@@ -78,7 +74,7 @@ def mutants_of(path: str, source: bytes) -> list[Mutant]:
             change += f" #{seen[change]}" if seen[change] > 1 else ""
             line = lines[node.lineno - 1].decode().strip()
             mutated = source[:begin] + new.encode() + source[end:]
-            mutants.append(Mutant(path, change, line, rows or _rows(node), scope, bound, mutated))
+            mutants.append(Mutant(path, change, line, rows or _rows(node), scope, mutated))
     return mutants
 
 
