@@ -305,18 +305,10 @@ def looped(params, x):
         (sharded, "shard_map", "['net']"),
         pytest.param(jax.jit(sharded), "shard_map", "['net']", id="jit"),
         (looped, "while", "['net']"),
-        # The first of two parameters, in the order of the arguments.
-        (lambda params, _: params["last"]["w"] * params["first"]["w"], "mul", "['first']"),
-        (
-            lambda params, _: params["first"]["w"].at[:1].add(params["last"]["w"][:1]),
-            "scatter-add",
-            "['first']",
-        ),
+        (lambda params, _: params["last"]["w"] * params["first"]["w"], "mul", ""),
     ],
 )
-def test_of_a_function_that_is_not_followed_the_layers_that_it_reads_are_named(
-    fun, operation, layer
-):
+def test_of_several_layers_that_one_operation_reads_the_common_path_is_named(fun, operation, layer):
     net = {"first": {"w": ONE}, "last": {"w": BIG}}
     tied = {"first": {"w": 1e8 * BIG}, "last": {"w": 3e8 * BIG}}
     params = {"net": net} if "net" in layer else tied

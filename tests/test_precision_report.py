@@ -18,7 +18,7 @@ from jax.experimental import pallas
 from jax.sharding import PartitionSpec
 
 import optax_lossscale as ols
-from optax_lossscale._support.products import products_of
+from optax_lossscale._support.jaxprs import products_of
 from optax_lossscale.diagnostics import (
     MatrixProducts,
     format_precision_report,

@@ -195,8 +195,8 @@ def suggest_scale(
     within = min(max(power, -126), 126)
     if power != within:
         checks.warn(
-            f"The loss scale that fits is 2**{power}, got its bound of 2**{within}. "
-            + ("Increase the weight of the loss." if power > 0 else "Decrease it, or `headroom`.")
+            f"The loss scale that fits is 2**{power}, got its bound of 2**{within}. Multiply the "
+            f"loss itself by 2**{power - within}."
         )
     return 2.0**within
 
@@ -212,7 +212,7 @@ def _histogram_of(exponents: GradientExponents) -> np.ndarray:
             f"`exponents` must hold one histogram, got shape {histogram.shape}. Sum over the "
             "steps or devices: `jax.tree.map(lambda x: x.sum(0), exponents)`."
         )
-    if not (histogram >= 0).all():
+    if (histogram < 0).any():
         raise ValueError(
             "`exponents` must hold counts, got negative ones: an int32 has wrapped around. Add on "
             "the host, after `jax.tree.map(np.int64, exponents)`."

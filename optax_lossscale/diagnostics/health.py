@@ -13,7 +13,7 @@ from optax_lossscale._policy import FixedLossScale, LossScale, as_loss_scale, in
 from optax_lossscale._state import SpikeState, WithLossScalingState, as_field, loss_scale_state
 from optax_lossscale._step.finite import all_finite
 from optax_lossscale._support import checks
-from optax_lossscale._support.checks import LARGEST_SCALE, SMALLEST_SCALE
+from optax_lossscale._support.checks import LARGEST_SCALE, SMALLEST_SCALE, as_float32
 from optax_lossscale._support.tree import (
     KeyPath,
     PyTree,
@@ -75,7 +75,6 @@ def check_health(
     rule_state, inner_state = guards[0][1:] if guards else ((), ())
     _refuse_impossible(state, rule_state, inner_state, known)
     scale, skipped = state["loss_scale"], state["consecutive_skipped"]
-    in_total = state["total_skipped"]
     if skipped > limit:
         spikes = [_read_spike(spike) for _, spike in leaves_of_type(rule_state, SpikeState)]
         in_a_row = max((spike["consecutive_skipped"] for spike in spikes), default=0)
@@ -84,19 +83,22 @@ def check_health(
         if bounds is not None:
             where = f", {'at' if scale <= bounds[0] else 'above'} its floor of {bounds[0]:g}"
         raise LossScaleStalledError(
-            f"The last {skipped} steps were skipped ({in_total} since the start), and the loss "
-            f"scale is {scale:g}{where}. Likely causes, the likeliest first:"
+            f"The last {skipped} steps were skipped ({state['total_skipped']} since the start), "
+            f"and the loss scale is {scale:g}{where}. Likely causes, the likeliest first:"
             + "".join(f"\n  {i}. {cause}" for i, cause in enumerate(causes, start=1))
         )
-    if known is not None and bounds is not None and scale == bounds[1] and not in_total:
+    if (
+        known is not None
+        and bounds is not None
+        and (scale, state["total_skipped"]) == (bounds[1], 0)
+    ):
         with jax.transfer_guard("allow"):  # reading the initial loss scale is explicit
             start = init(known).loss_scale.item()
         if start < scale:
             checks.warn(
-                f"The loss scale is at its cap of {scale:g} and no step was ever skipped. "
-                "Either the loss need not be scaled, as in bfloat16 and float32: `loss_scale=None` "
-                "saves the check. Or the gradients are so small that a larger loss scale would "
-                "fit: raise `max_scale`. `gradient_exponents` shows which."
+                f"The loss scale is at its cap of {scale:g} and no step was ever skipped. Either "
+                "the loss need not be scaled, as in bfloat16 and float32, or the cap is too low: "
+                "raise `max_scale`. `gradient_exponents` shows which."
             )
 
 
@@ -199,17 +201,13 @@ def _likely_causes(
 def _bounds_of(policy: LossScale | None) -> tuple[float, float] | None:
     """Return the float32 bounds of the loss scale, if they are known."""
     bounds = getattr(policy, "min_scale", None), getattr(policy, "max_scale", None)
-    return None if None in bounds else (float(np.float32(bounds[0])), float(np.float32(bounds[1])))
+    return None if None in bounds else (as_float32(bounds[0]), as_float32(bounds[1]))
 
 
 def _read(fields: dict[str, Any]) -> dict[str, float]:
     """Return scalar fields of a state as Python numbers."""
-    checks.concrete(
-        "opt_state",
-        fields,
-        "Call `check_health` outside of `jax.jit`, on the state that the compiled step returned; "
-        "`is_stalled` works inside.",
-    )
+    remedy = "Call `check_health` on what the compiled step returns; `is_stalled` works inside."
+    checks.concrete("opt_state", fields, remedy)
     for name, field in fields.items():
         checks.scalar(f"opt_state.{name}", field, "Take one replica: `x[0]` of every leaf.")
     return {name: jax.device_get(as_field(name, field)).item() for name, field in fields.items()}
@@ -228,39 +226,31 @@ def _refuse_impossible(
 
     With a loss scale far too large or too small, all gradients are zero, and the steps applied.
     """
-    remedy = "Restore an earlier checkpoint, or put the state of `init` in its place."
-    low, high, where = SMALLEST_SCALE, LARGEST_SCALE, "between 2**-126 and 2**126"
-    bounds = _bounds_of(policy)
-    if bounds is not None:
-        (low, high), where = bounds, "between {:g} and {:g}".format(*bounds)
-    elif isinstance(policy, FixedLossScale):
-        low = high = float(np.float32(policy.scale))
-        where = f"of {low:g}, that of its policy,"
+    low, high = _bounds_of(policy) or (SMALLEST_SCALE, LARGEST_SCALE)
+    if isinstance(policy, FixedLossScale):
+        low = high = as_float32(policy.scale)
     counts = {name: number for name, number in state.items() if name != "loss_scale"}
     if not low <= state["loss_scale"] <= high or min(counts.values()) < 0:
-        raise ValueError(
-            f"`opt_state` must hold a loss scale {where} and counts of at least 0, got "
-            f"{state['loss_scale']:g} and {counts}. {remedy}"
-        )
+        expected = f"a loss scale between {low:g} and {high:g}, and counts of at least 0"
+        raise _impossible(expected, f"{state['loss_scale']:g} and {counts}")
     for path, spike in leaves_of_type(rule_state, SpikeState):
         numbers, window = _read_spike(spike), jax.tree.leaves(spike)[0].shape[0]
         if not 0 <= numbers["held"] <= window or numbers["consecutive_skipped"] < 0:
-            raise ValueError(
-                f"`opt_state` must hold a Spike with at most the {window} values of its window "
-                f"and counts of at least 0, got {numbers} at {path_name(path)}. {remedy}"
-            )
+            expected = f"a Spike with 0 to {window} values, and counts of at least 0"
+            raise _impossible(expected, f"{numbers} at {path_name(path)}")
     for path, leaf in jax.tree_util.tree_leaves_with_path(inner_state):
+        where = f"at {path_name(path)} of the inner state"
         if np.ndim(leaf) and not _is_finite(leaf):
-            raise ValueError(
-                "`opt_state` must hold arrays of finite numbers, got NaN or infinity at "
-                f"{path_name(path)} of the inner state, for example the square of a huge gradient. "
-                f"{remedy}"
-            )
+            raise _impossible("arrays of finite numbers", f"NaN or infinity {where}")
         if _is_count(path, leaf) and jax.device_get(leaf) < 0:
-            raise ValueError(
-                f"`opt_state` must hold counts of at least 0, got {leaf} at {path_name(path)} of "
-                f"the inner state. {remedy}"
-            )
+            raise _impossible("counts of at least 0", f"{leaf} {where}")
+
+
+def _impossible(expected: str, got: str) -> ValueError:
+    return ValueError(
+        f"`opt_state` must hold {expected}, got {got}. Restore an earlier checkpoint, or put the "
+        "state of `init` in its place."
+    )
 
 
 def _is_count(path: KeyPath, leaf: Any) -> bool:
@@ -274,7 +264,7 @@ def _is_count(path: KeyPath, leaf: Any) -> bool:
 def _is_finite(array: Any) -> bool:
     if getattr(array, "is_fully_addressable", True):
         return bool(jax.device_get(all_finite(array)))
-    # The parts of this process alone, since only one process may be looking, and each once, however
-    # many devices hold it; on the host, since JAX refuses arrays of one device where a mesh is set.
+    # The parts of this process, since others may not be looking, each once, however many devices
+    # hold it; on the host, since JAX refuses arrays of one device where a mesh is set.
     parts = {str(s.index): s.data for s in array.addressable_shards if is_inexact(array)}
     return all(np.isfinite(jax.device_get(part)).all() for part in parts.values())

@@ -116,12 +116,11 @@ def _counts(leaf: Any) -> NonfiniteCounts:
     array = readable(leaf)
     is_large = not is_symbolic(array.size) and array.size > INT32_MAX
 
+    # An int32 would wrap around, to 0 for 2**32 elements.
+    dtype, largest = (jnp.float32, 2.0**31 - 128) if is_large else (jnp.int32, INT32_MAX)
+
     def count(mask: jax.Array) -> jax.Array:
-        if not is_large:
-            return jnp.sum(mask, dtype=jnp.int32)
-        # An int32 would wrap around, to 0 for 2**32 elements.
-        largest = 2.0**31 - 128  # in float32
-        return jnp.minimum(jnp.sum(mask, dtype=jnp.float32), largest).astype(jnp.int32)
+        return jnp.minimum(jnp.sum(mask, dtype=dtype), largest).astype(jnp.int32)
 
     is_nan = jnp.isnan(array)
     size = jnp.asarray(INT32_MAX if is_large else array.size, jnp.int32)
