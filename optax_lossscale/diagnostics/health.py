@@ -69,29 +69,23 @@ def check_health(
     limit = checks.count("max_consecutive_skipped", max_consecutive_skipped, least=0)
     checks.policy(policy)
     known = None if policy is None else as_loss_scale(policy)
-    bounds = _bounds_of(known)
+    low, high, moves = _range_of(known)
     state = _read(loss_scale_state(opt_state)._asdict())
     guards = [guard for _, guard in leaves_of_type(opt_state, WithLossScalingState)]
     rule_state, inner_state = guards[0][1:] if guards else ((), ())
-    _refuse_impossible(state, rule_state, inner_state, known)
+    _refuse_impossible(state, rule_state, inner_state, low, high)
     scale, skipped = state["loss_scale"], state["consecutive_skipped"]
     if skipped > limit:
         spikes = [_read_spike(spike) for _, spike in leaves_of_type(rule_state, SpikeState)]
         in_a_row = max((spike["consecutive_skipped"] for spike in spikes), default=0)
         causes = _likely_causes(state, bool(rule_state), in_a_row, known)
-        where = ""
-        if bounds is not None:
-            where = f", {'at' if scale <= bounds[0] else 'above'} its floor of {bounds[0]:g}"
+        where = f", {'at' if scale <= low else 'above'} its floor of {low:g}" if moves else ""
         raise LossScaleStalledError(
             f"The last {skipped} steps were skipped ({state['total_skipped']} since the start), "
             f"and the loss scale is {scale:g}{where}. Likely causes, the likeliest first:"
             + "".join(f"\n  {i}. {cause}" for i, cause in enumerate(causes, start=1))
         )
-    if (
-        known is not None
-        and bounds is not None
-        and (scale, state["total_skipped"]) == (bounds[1], 0)
-    ):
+    if known is not None and moves and scale == high and not state["total_skipped"]:
         with jax.transfer_guard("allow"):  # reading the initial loss scale is explicit
             start = init(known).loss_scale.item()
         if start < scale:
@@ -108,8 +102,8 @@ class _Run(NamedTuple):
     finite: float  # the last skipped steps that are known to be finite: a rule skipped them
     has_rules: bool
     scale: float  # the loss scale
-    is_fixed: bool | None  # None: unknown
-    is_low: bool  # the loss scale moves, and is at most 1 or cannot fall any lower
+    moves: bool | None  # the loss scale; None: unknown
+    is_low: bool  # it moves, and is at most 1 or cannot fall any lower
     is_loss: bool  # no gradients overflowed where the loss was finite
 
 
@@ -125,24 +119,22 @@ _CAUSES = (
     _Cause(
         "The loss scale started too large and is still on its way down. Start with a smaller "
         "`initial_scale`, or allow for more with `max_consecutive_skipped`.",
-        ruled_out=lambda run: run.is_fixed is not False or run.is_low or run.is_loss,
+        ruled_out=lambda run: not run.moves or run.is_low or run.is_loss,
     ),
     _Cause(
         "The loss scale is too large, and does not move. Take the one that `suggest_scale` "
         "returns, or a `DynamicLossScale`.",
-        ruled_out=lambda run: not run.is_fixed or run.scale <= 1,
+        ruled_out=lambda run: run.moves is not False or run.scale <= 1,
     ),
     _Cause(
-        "The forward pass overflows: the loss is NaN or infinite although the batch and the "
-        "parameters are finite, and no loss scale can fix that. `first_nonfinite(loss_fn, params, "
-        "batch)` names the layer that overflows first. Compute it in float32, or make its input "
-        "smaller."
+        "The forward pass overflows: the loss is not finite although the batch and the parameters "
+        "are, at any loss scale. `first_nonfinite(loss_fn, params, batch)` names the layer that "
+        "overflows first. Compute it in float32, or make its input smaller."
     ),
     _Cause(
         "The loss is finite, and one layer's derivative is not, at any loss scale: a division by "
         "zero, the root or logarithm of zero, a number above 65504 in float16. "
-        "`first_nonfinite(jax.grad(loss_fn), params, batch)` names the layer. Compute it in "
-        "float32.",
+        "`first_nonfinite(jax.grad(loss_fn), params, batch)` names it. Compute it in float32.",
         ruled_out=lambda run: run.is_loss,
     ),
     _Cause(
@@ -158,12 +150,12 @@ _CAUSES = (
     _Cause(
         "The loss scale is too large: it is fixed, or still on its way down. Give `check_health` "
         "the `policy`, and it can tell.",
-        ruled_out=lambda run: run.is_fixed is not None or run.scale <= 1,
+        ruled_out=lambda run: run.moves is not None or run.scale <= 1,
     ),
     _Cause(
         "A rule (`skip_if`) rejects steps whose gradients and loss are finite, for example because "
-        "the loss has reached a new level for good. Relax the rule. `Spike` learns a new level, "
-        "after `max_consecutive_skipped` steps at the latest.",
+        "the loss has reached a new level. Relax the rule: a `Spike` accepts a new level after "
+        "`max_consecutive_skipped` steps at the latest.",
         ruled_out=lambda run: not (run.has_rules or run.finite),
         comes_first=lambda run: run.finite > 0,
     ),
@@ -177,31 +169,33 @@ def _likely_causes(
 
     Of the steps skipped in a row, a `Spike` has skipped the last `spikes`. None is no known policy.
     """
-    scale, skipped = state["loss_scale"], state["consecutive_skipped"]
-    bounds = _bounds_of(policy)
-    floor, cap = bounds or (scale, scale)
+    (low, high, moves), scale = _range_of(policy), state["loss_scale"]
+    skipped, patience = state["consecutive_skipped"], getattr(policy, "loss_patience", math.inf)
     # The policy would have counted a last step that is not finite: it was finite, and the loss
     # scale grew, which sets both counts to 0.
-    has_grown = has_rules and scale > floor and not state["growth_count"] + state["overflow_count"]
-    has_grown &= skipped >= getattr(policy, "loss_patience", math.inf)
+    is_counted = state["growth_count"] + state["overflow_count"] > 0
+    has_grown = has_rules and moves and scale > low and skipped >= patience and not is_counted
     finite = getattr(policy, "growth_interval", 1) if has_grown else state["growth_count"]
     if max(finite, spikes) >= skipped:
         return [_CAUSES[-1].text]  # only a rule skips a finite step
     # Every overflow is counted and lowers the loss scale, and only a finite step raises it again.
-    is_low = bounds is not None and scale <= max(floor, 1.0)
-    backoffs = math.log(cap / scale) / -math.log(getattr(policy, "backoff_factor", 0.5))
+    is_low = bool(moves) and scale <= max(low, 1.0)
+    backoffs = math.log(high / scale) / -math.log(getattr(policy, "backoff_factor", 0.5))
     too_many = not has_rules and skipped > backoffs + getattr(policy, "hysteresis", 1)
-    is_loss = bounds is not None and not is_low and (too_many or not state["overflow_count"])
-    is_fixed = False if bounds else isinstance(policy, FixedLossScale) or None
-    run = _Run(finite, has_rules, scale, is_fixed, is_low, is_loss and not finite)
+    is_loss = bool(moves) and not is_low and (too_many or not state["overflow_count"])
+    run = _Run(finite, has_rules, scale, moves, is_low, is_loss and not finite)
     possible = [cause for cause in _CAUSES if not cause.ruled_out(run)]
     return [cause.text for cause in sorted(possible, key=lambda cause: not cause.comes_first(run))]
 
 
-def _bounds_of(policy: LossScale | None) -> tuple[float, float] | None:
-    """Return the float32 bounds of the loss scale, if they are known."""
+def _range_of(policy: Any) -> tuple[float, float, bool | None]:
+    """Return the bounds of the float32 loss scale, and whether it moves if that is known."""
     bounds = getattr(policy, "min_scale", None), getattr(policy, "max_scale", None)
-    return None if None in bounds else (as_float32(bounds[0]), as_float32(bounds[1]))
+    if None not in bounds:
+        return as_float32(bounds[0]), as_float32(bounds[1]), True
+    if isinstance(policy, FixedLossScale):
+        return as_float32(policy.scale), as_float32(policy.scale), False
+    return SMALLEST_SCALE, LARGEST_SCALE, None
 
 
 def _read(fields: dict[str, Any]) -> dict[str, float]:
@@ -220,15 +214,12 @@ def _read_spike(spike: SpikeState) -> dict[str, float]:
 
 
 def _refuse_impossible(
-    state: dict[str, float], rule_state: PyTree, inner_state: PyTree, policy: LossScale | None
+    state: dict[str, float], rule_state: PyTree, inner_state: PyTree, low: float, high: float
 ) -> None:
     """Refuse a state to which no training leads, but damage or an edit by hand does.
 
     With a loss scale far too large or too small, all gradients are zero, and the steps applied.
     """
-    low, high = _bounds_of(policy) or (SMALLEST_SCALE, LARGEST_SCALE)
-    if isinstance(policy, FixedLossScale):
-        low = high = as_float32(policy.scale)
     counts = {name: number for name, number in state.items() if name != "loss_scale"}
     if not low <= state["loss_scale"] <= high or min(counts.values()) < 0:
         expected = f"a loss scale between {low:g} and {high:g}, and counts of at least 0"

@@ -109,7 +109,7 @@ def nonfinite_report(grads: PyTree) -> dict[str, NonfiniteCounts]:
       Array(1, dtype=int32)
     """
     leaves = jax.tree_util.tree_leaves_with_path(grads)
-    return {jax.tree_util.keystr(path): _counts(leaf) for path, leaf in leaves if is_inexact(leaf)}
+    return {jax.tree_util.keystr(path): _counts(x) for path, x in leaves if is_inexact(x)}
 
 
 def _counts(leaf: Any) -> NonfiniteCounts:
@@ -153,13 +153,9 @@ def format_nonfinite_report(report: Mapping[str, NonfiniteCounts]) -> str:
     checks.report("report", report, NonfiniteCounts, "Make it with `nonfinite_report`.")
     counts = {name: [int(count) for count in each] for name, each in report.items()}
     bad = {name: (nan + inf) / size for name, (nan, inf, size) in counts.items() if nan + inf}
-    if not bad:
-        return f"0 of {len(counts)} arrays are not finite."
-    lines = [f"{len(bad)} of {len(counts)} arrays are not finite:"]
-    for name in sorted(bad, key=lambda name: -bad[name]):
+    lines = [f"{len(bad)} of {len(counts)} arrays are not finite" + (":" if bad else ".")]
+    for name, share in sorted(bad.items(), key=lambda item: -item[1]):
         nan, inf, size = counts[name]
-        lines.append(
-            f"  {name or 'the root of the tree'}: {nan} NaN and {inf} infinite of {size} elements "
-            f"({100 * bad[name]:.3g} %)"
-        )
+        where, percent = name or "the root of the tree", f"{100 * share:.3g} %"
+        lines.append(f"  {where}: {nan} NaN and {inf} infinite of {size} elements ({percent})")
     return "\n".join(lines)
