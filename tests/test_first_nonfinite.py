@@ -1,7 +1,6 @@
 """`first_nonfinite` names the layer that overflows first, in every framework."""
 
 import dataclasses
-import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -92,11 +91,11 @@ def arrays(net):
     ("framework", "how"),
     [
         *((pure, how) for how in ("loss", "jit", "scaled", "remat")),
-        *((nnx, how) for how in ("loss", "jit")),
-        (equinox, "loss"),
+        *((framework, "loss") for framework in (nnx, equinox)),
         *(
-            pytest.param(*each, marks=pytest.mark.exhaustive)
-            for each in [(nnx, "scaled"), *((equinox, how) for how in ("jit", "scaled", "remat"))]
+            pytest.param(framework, how, marks=pytest.mark.exhaustive)
+            for framework, *ways in [(nnx, "jit", "scaled"), (equinox, "jit", "scaled", "remat")]
+            for how in ways
         ),
     ],
 )
@@ -133,10 +132,10 @@ class Block(nn.Module):
 def test_the_step_of_a_scan_over_layers_is_named():
     blocks = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=5)
     net, x = blocks(), X[:, :4]
-    variables = net.init(jax.random.key(1), x, None)
+    shapes = jax.eval_shape(net.init, KEY, x, None)
+    variables = jax.tree.map(lambda x: jnp.ones(x.shape), shapes)
     found = first_nonfinite(net.apply, variables, x, None)
-    assert found.layer == "variables['params']['Dense_0']"
-    assert re.fullmatch(r"step [0-4]/Block", found.scope)
+    assert (found.layer, found.scope) == ("variables['params']['Dense_0']", "step 1/Block")
 
 
 def scanned(step, *, rows=4, **options):
@@ -211,28 +210,15 @@ CLOSED_OVER = "an array that `fun` closes over"
     ("fun", "w", "x", "expected"),
     [
         (product, BIG, BIG, ("mul", "p['w']", "")),
-        (lambda p, x: product(p, x).astype(F16), ONE, BIG, (CAST, "p['w']", "")),
         (lambda p, x: p["w"].sum() * jnp.sqrt(-x), ONE, ONE, ("sqrt", "x", "")),
-        (
-            lambda p, x: product(p, x).astype("complex64") ** 2,
-            ONE,
-            BIG,
-            ("integer_pow", "p['w']", ""),
-        ),
         (lambda p, x: jax.lax.complex(0 * x, x) * p["w"], BIG, BIG, ("mul", "p['w']", "")),
         # The second result is made first.
         (lambda p, x: (product(p, x), jnp.sqrt(-x))[::-1], BIG, BIG, ("mul", "p['w']", "")),
-        (lambda p, x: product(p, x) + jnp.sqrt(-x), BIG, BIG, ("mul", "p['w']", "")),
         (lambda p, x: halved(product(p, x)), ONE, BIG, (CAST, "p['w']", "")),
         (lambda p, x: straight(product(p, x)), ONE, BIG, ("mul", "p['w']", "")),
         (saved, BIG, ONE, ("dot_general", "p['w']", "")),
         (lambda p, x: x.astype(F16) * p["w"].astype(F16), ONE, BIG, (CAST, "p['w']", "")),
-        (
-            lambda p, x: jax.lax.switch(jnp.int32(7), BRANCHES, p["w"] * x),
-            ONE,
-            BIG,
-            (CAST, "p['w']", ""),
-        ),
+        (lambda p, x: jax.lax.switch(7, BRANCHES, p["w"] * x), ONE, BIG, (CAST, "p['w']", "")),
         (scanned(large_steps), BIG, ONE, ("mul", "p['w']", "step 1")),
         (scanned(large_steps, reverse=True), BIG, ONE, ("mul", "p['w']", "step 3")),
         (scanned(lambda w, c, row: (c * w, row)), 1e10 * ONE, ONE, ("mul", "p['w']", "step 3")),
@@ -242,22 +228,11 @@ CLOSED_OVER = "an array that `fun` closes over"
             ONE,
             ("mul", "p['w']", "step 0"),
         ),
-        (
-            lambda p, x: jax.lax.while_loop(lambda x: x[0] < 1e35, lambda x: x * p["w"], x),
-            BIG,
-            ONE,
-            ("while", "p['w']", ""),
-        ),
         (jax.named_scope("block")(product), BIG, BIG, ("mul", "p['w']", "block")),
         # Values that are not finite from the start.
         (product, ONE, ONE.at[1].set(NAN), (None, "x", "")),
         (product, ONE.at[0].set(INF), ONE, (None, "p['w']", "")),
-        (
-            scanned(lambda w, c, row: (c, w * row), rows=None),
-            ONE,
-            ONE.at[1].set(NAN),
-            (None, "x", ""),
-        ),
+        (scanned(lambda w, c, row: (c, w * row), rows=None), ONE, NAN * ONE, (None, "x", "")),
         (jax.jit(lambda p, x: product(p, x) * CONSTANT), ONE, ONE, (None, CLOSED_OVER, "")),
         # Intended infinities, and the NaN that they cause.
         (masked_softmax, ONE, ONE, None),
@@ -302,8 +277,7 @@ def looped(params, x):
     ("fun", "operation", "layer"),
     [
         (both, "mul", "['net']['last']"),
-        (sharded, "shard_map", "['net']"),
-        pytest.param(jax.jit(sharded), "shard_map", "['net']", id="jit"),
+        (jax.jit(sharded), "shard_map", "['net']"),
         (looped, "while", "['net']"),
         (lambda params, _: params["last"]["w"] * params["first"]["w"], "mul", ""),
     ],
@@ -421,10 +395,8 @@ def test_a_constant_that_a_cast_makes_infinite_is_named_with_its_line(fun, says)
     assert __file__ in found.source
     assert (found.constant is None) == (says is None)
     assert says is None or f"  constant: {says}" in str(found)
-
-
-def test_a_constant_that_masks_some_of_a_row_alone_is_harmless():
-    assert first_nonfinite(masked(-1e30, mask=np.array([True, False])), {"w": ONE}, ONE) is None
+    part_of_a_row = masked(-1e30, mask=np.array([True, False]))
+    assert first_nonfinite(part_of_a_row, {"w": ONE}, ONE) is None
 
 
 def test_a_box_around_a_parameter_is_not_a_layer():
@@ -447,24 +419,21 @@ def test_arguments_are_named_as_well_as_can_be():
     assert first_nonfinite(getattr, NAN * ONE, "T").layer == "args[0]"  # it has no signature
 
 
-def test_arrays_alone_are_traced():
-    fun = lambda x, train, scale: x / (1 if train else 0) * scale  # noqa: E731
-    assert first_nonfinite(fun, ONE, True, 2.0) is None
-    assert first_nonfinite(fun, ONE, False, 2.0).operation == "div"
-
-
-@pytest.mark.slow
-def test_numpy_arrays_keys_and_sharded_arrays_are_read():
+def test_arrays_of_every_kind_are_traced_and_nothing_else():
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
 
-    def operation(x):
-        fun = lambda k, m, x: jnp.where(m, jax.random.normal(k, (2,)), jnp.log(x))  # noqa: E731
-        mask = np.array([True, False])
-        found = first_nonfinite(fun, jax.random.key(0), mask, jax.device_put(x, sharding))
+    def fun(key, mask, x, train, scale):
+        noise = jax.random.bits(key, (2,)).astype(F32)
+        return jnp.where(mask, noise, jnp.log(x)) / (1 if train else 0) * scale
+
+    def operation(x, train):
+        args = KEY, np.array([True, False]), jax.device_put(x, sharding), train, 2.0
+        found = first_nonfinite(fun, *args)
         return found and found.operation
 
-    assert (operation(ONE), operation(0 * ONE)) == (None, "log")
+    assert [operation(ONE, True), operation(0 * ONE, True)] == [None, "log"]
+    assert operation(ONE, False) == "div"
 
 
 def test_the_guards_of_jax_do_not_stop_the_search():
