@@ -73,7 +73,9 @@ def precision_report(
         closed, _ = trace(fun, args, kwargs)
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
         remedy = "Close over the values that decide about the program, or give Python numbers."
-        raise TypeError(f"`fun` must be traceable by JAX, got {fun!r}. {remedy}") from error
+        raise TypeError(
+            f"`fun` must be a function that JAX can trace, got {fun!r}. {remedy}"
+        ) from error
     by_dtype: dict[str, list[Product]] = {}
     for product in products_of(closed):
         by_dtype.setdefault(product.dtype, []).append(product)
