@@ -6,7 +6,6 @@ from pathlib import Path
 from unittest.mock import ANY
 
 import flax.linen as nn
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +16,6 @@ from jax import lax
 from jax.experimental import pallas
 from jax.sharding import PartitionSpec
 
-import optax_lossscale as ols
 from optax_lossscale._support.jaxprs import products_of
 from optax_lossscale.diagnostics import (
     MatrixProducts,
@@ -87,21 +85,6 @@ def test_nnx_with_the_module_as_an_argument_into_which_a_step_writes():
     assert counts(nnx.jit(nnx.value_and_grad(loss_fn)), model, x) == {"bfloat16": 2, "float32": 3}
     for fun in (step, nnx.jit(step)):
         assert counts(fun, model, optimizer, x) == {"bfloat16": 2, "float32": 2}
-
-
-def test_haiku_whose_own_cast_promotes_everything_is_shown_for_what_it_is():
-    def forward(x):
-        x = x.astype(F32)
-        x = hk.Linear(8)(x)  # in float32, as all that follows
-        return hk.Linear(8)(jax.nn.relu(x))
-
-    model = hk.without_apply_rng(hk.transform(forward))
-    params = jax.eval_shape(model.init, jax.random.key(0), X)
-    step = jax.value_and_grad(lambda p, x: model.apply(ols.cast(p, F16), x).mean())
-    report = precision_report(step, params, X)
-    assert "float16" not in report
-    assert report["float32"].count == 5
-    assert report["float32"].source == line_of("# in float32, as all that follows")
 
 
 def in_scan(x, w):

@@ -72,9 +72,9 @@ def precision_report(
     try:
         closed, _ = trace(fun, args, kwargs)
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
-        remedy = "Close over the values that decide about the program, or give Python numbers."
         raise TypeError(
-            f"`fun` must be a function that JAX can trace, got {fun!r}. {remedy}"
+            f"`fun` must be a function that JAX can trace, got {fun!r}. Close over the values that "
+            "decide about the program, or give Python numbers."
         ) from error
     by_dtype: dict[str, list[Product]] = {}
     for product in products_of(closed):
