@@ -200,7 +200,7 @@ def after_a_logarithm(p, x):
     return jnp.where(x > 0, p["w"] * x, earlier)
 
 
-ONE, BIG = jnp.ones(2), jnp.full(2, 1e30)
+ONE, BIG, PART = jnp.ones(2), jnp.full(2, 1e30), jnp.array([1.0, NAN])
 CONSTANT = np.array([1.0, np.nan], np.float32)
 LIMITS = np.array([np.inf, -np.inf], np.float32)
 CLOSED_OVER = "an array that `fun` closes over"
@@ -230,9 +230,9 @@ CLOSED_OVER = "an array that `fun` closes over"
         ),
         (jax.named_scope("block")(product), BIG, BIG, ("mul", "p['w']", "block")),
         # Values that are not finite from the start.
-        (product, ONE, ONE.at[1].set(NAN), (None, "x", "")),
+        (product, ONE, PART, (None, "x", "")),
         (product, ONE.at[0].set(INF), ONE, (None, "p['w']", "")),
-        (scanned(lambda w, c, row: (c, w * row), rows=None), ONE, NAN * ONE, (None, "x", "")),
+        (scanned(lambda w, c, row: (c, w * row), rows=None), ONE, PART, (None, "x", "")),
         (jax.jit(lambda p, x: product(p, x) * CONSTANT), ONE, ONE, (None, CLOSED_OVER, "")),
         # Intended infinities, and the NaN that they cause.
         (masked_softmax, ONE, ONE, None),
