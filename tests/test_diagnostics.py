@@ -83,6 +83,7 @@ def trained(tx, losses, grads=1.0):
         (state(1024.0, growth=3, total=100), DYNAMIC),  # a step skipped now and then
         (state(1.0, overflows=1, consecutive=50, total=50), "dynamic"),  # as many as allowed
         (state(1.0, growth=3, overflows=1, total=50), DYNAMIC),  # at the floor, but learning
+        (state(2.0**20), DYNAMIC),  # grown, but not to the cap
         (state(2.0**24, total=1), DYNAMIC),  # at the cap, which overflowed before
         (state(2.0**24), ols.DynamicLossScale(2.0**24)),  # started there
         (state(0.1), ols.FixedLossScale(0.1).get_config()),  # a float32 is not 0.1
@@ -226,7 +227,7 @@ def growing(interval, patience=2):
     [
         # A rule skipped every step.
         ("dynamic", (above_two, SPIKE), SPIKES, False, [RULE]),
-        ("skip_if", SPIKE, SPIKES, False, [RULE]),
+        ("skip_if", (SPIKE, ols.Spike()), SPIKES, False, [RULE]),
         ("skip_if", always, ONES, False, [RULE]),
         # The loss scale grew at the last step: the policy would have counted any other skip.
         (growing(60), always, ONES, True, [RULE]),
@@ -261,6 +262,7 @@ def test_a_rule_is_named_where_it_may_have_skipped_and_first_where_it_has(
 
 
 def test_a_state_without_its_guard_or_with_the_policy_of_another_says_what_it_can():
+    assert_causes(state(consecutive=1), [*OTHERS, UNKNOWN], max_consecutive_skipped=0)
     assert_causes(state(growth=51, consecutive=51), [RULE])
     assert_causes(state(growth=1, consecutive=51), [RULE, *OTHERS, UNKNOWN])
     unscaled = trained(ols.skip_if(SGD, above_two), *NANS)

@@ -85,7 +85,7 @@ def check_health(
             f"and the loss scale is {scale:g}{where}. Likely causes, the likeliest first:"
             + "".join(f"\n  {i}. {cause}" for i, cause in enumerate(causes, start=1))
         )
-    if known is not None and moves and scale == high and not state["total_skipped"]:
+    if known is not None and scale == high and not state["total_skipped"]:
         with jax.transfer_guard("allow"):  # reading the initial loss scale is explicit
             start = init(known).loss_scale.item()
         if start < scale:
