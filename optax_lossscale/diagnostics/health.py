@@ -174,7 +174,7 @@ def _likely_causes(
     # The policy would have counted a last step that is not finite: it was finite, and the loss
     # scale grew, which sets both counts to 0.
     is_counted = state["growth_count"] + state["overflow_count"] > 0
-    has_grown = has_rules and moves and scale > low and skipped >= patience and not is_counted
+    has_grown = has_rules and scale > low and skipped >= patience and not is_counted
     finite = getattr(policy, "growth_interval", 1) if has_grown else state["growth_count"]
     if max(finite, spikes) >= skipped:
         return [_CAUSES[-1].text]  # only a rule skips a finite step
@@ -190,9 +190,9 @@ def _likely_causes(
 
 def _range_of(policy: Any) -> tuple[float, float, bool | None]:
     """Return the bounds of the float32 loss scale, and whether it moves if that is known."""
-    bounds = getattr(policy, "min_scale", None), getattr(policy, "max_scale", None)
-    if None not in bounds:
-        return as_float32(bounds[0]), as_float32(bounds[1]), True
+    low, high = getattr(policy, "min_scale", None), getattr(policy, "max_scale", None)
+    if low is not None and high is not None:
+        return as_float32(low), as_float32(high), True
     if isinstance(policy, FixedLossScale):
         return as_float32(policy.scale), as_float32(policy.scale), False
     return SMALLEST_SCALE, LARGEST_SCALE, None
@@ -220,14 +220,12 @@ def _refuse_impossible(
 
     With a loss scale far too large or too small, all gradients are zero, and the steps applied.
     """
-    counts = {name: number for name, number in state.items() if name != "loss_scale"}
-    if not low <= state["loss_scale"] <= high or min(counts.values()) < 0:
-        expected = f"a loss scale between {low:g} and {high:g}, and counts of at least 0"
-        raise _impossible(expected, f"{state['loss_scale']:g} and {counts}")
+    if not low <= state["loss_scale"] <= high or min(state.values()) < 0:
+        raise _impossible(f"a loss scale from {low:g} to {high:g}, and counts of at least 0", state)
     for path, spike in leaves_of_type(rule_state, SpikeState):
         numbers, window = _read_spike(spike), jax.tree.leaves(spike)[0].shape[0]
-        if not 0 <= numbers["held"] <= window or numbers["consecutive_skipped"] < 0:
-            expected = f"a Spike with 0 to {window} values, and counts of at least 0"
+        if numbers["held"] > window or min(numbers.values()) < 0:
+            expected = f"a Spike with at most {window} values, and counts of at least 0"
             raise _impossible(expected, f"{numbers} at {path_name(path)}")
     for path, leaf in jax.tree_util.tree_leaves_with_path(inner_state):
         where = f"at {path_name(path)} of the inner state"
@@ -237,7 +235,7 @@ def _refuse_impossible(
             raise _impossible("counts of at least 0", f"{leaf} {where}")
 
 
-def _impossible(expected: str, got: str) -> ValueError:
+def _impossible(expected: str, got: object) -> ValueError:
     return ValueError(
         f"`opt_state` must hold {expected}, got {got}. Restore an earlier checkpoint, or put the "
         "state of `init` in its place."

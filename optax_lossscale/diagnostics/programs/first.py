@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.core import eval_jaxpr
-from jax.tree_util import SequenceKey, keystr
+from jax.tree_util import SequenceKey
 
 from optax_lossscale._support import checks
 from optax_lossscale._support.jaxprs import (
@@ -119,7 +119,8 @@ def _arguments(
     )
     most = max(counts.values(), default=0)
     for position, (owner, ((_, _, *keys), array)) in enumerate(zip(owners, inputs, strict=True)):
-        name, path = owner + keystr(keys), (owner, *map(str, keys))
+        path = (owner, *map(str, keys))
+        name = "".join(path)
         path = path[:-1] if path[-1] == ".value" else path  # a box of Flax
         layer = path[:-1] if len(path) > 2 else path
         leaf = Leaf(position, name, layer if 2 * counts[owner] > most else ())

@@ -119,7 +119,7 @@ def kinds_of(array: Any) -> frozenset[str]:
     if not is_inexact(array):
         return frozenset()
     numbers = np.asarray(array)
-    bad = numbers[~np.isfinite(numbers)].astype(complex)
+    bad: Any = numbers[~np.isfinite(numbers)].astype(complex)
     return frozenset(str(x) for x in np.unique([bad.real, bad.imag]) if not np.isfinite(x))
 
 
