@@ -117,13 +117,13 @@ def _arguments(
         for owner, var, (_, array) in zip(owners, jaxpr.invars, inputs, strict=True)
         if var in used and is_inexact(array)
     )
-    most = max(counts.values(), default=0)
+    models = [owner for owner, n in counts.items() if 2 * n > max(counts.values())]
     for position, (owner, ((_, _, *keys), array)) in enumerate(zip(owners, inputs, strict=True)):
         path = (owner, *map(str, keys))
         name = "".join(path)
         path = path[:-1] if path[-1] == ".value" else path  # a box of Flax
         layer = path[:-1] if len(path) > 2 else path
-        leaf = Leaf(position, name, layer if 2 * counts[owner] > most else ())
+        leaf = Leaf(position, name, layer if owner in models else ())
         value = _given(array, name, {"-inf"}, place)
         yield value._replace(leaf=leaf if is_inexact(array) else None)
 
