@@ -352,6 +352,10 @@ BETWEEN = {
         ("b", False),
     ),
     "cast before both are read": (cast_before_both_are_read, ("a", False)),
+    "cast and negated before the next is read": (
+        lambda p, x: -(1e10 * (p["a"]["w"] * x)).astype(F16) * p["c"]["w"].astype(F16),
+        ("a", False),
+    ),
     "the batch times what comes back from b": (jax.grad(through("a", "b", "c")), ("b", True)),
     "the output of c times what comes back from b": (jax.grad(through("c", "a", "b")), ("c", True)),
     "what comes back from c divided by what a rule makes of the output of a": (
@@ -369,6 +373,7 @@ def test_an_operation_between_layers_belongs_to_one_of_them(fun, expected):
     assert (found.layer[3:4], found.backward) == expected
 
 
+LARGEST = jnp.float32(1e30)
 CLOSED_OVER_BY = np.array([1e30, 1.0], np.float32)
 
 
@@ -386,6 +391,7 @@ def masked(number, dtype=F16, mask=False):
         (masked(-1e30), "-1e+30 is beyond float16; write `jnp.finfo(x.dtype).min`"),
         (masked(7e4), "70000 is beyond float16; write `jnp.finfo(x.dtype).max`"),
         (masked(500.0, jnp.float8_e4m3fn), "500 is beyond float8_e4m3fn; write"),
+        (lambda p, _: p["w"].astype(F16) * LARGEST.astype(F16), "1e+30 is beyond float16"),
         (lambda p, _: p["w"].astype(F16) * jnp.asarray(CLOSED_OVER_BY).astype(F16), None),
     ],
 )

@@ -143,14 +143,14 @@ def _call(function: Any, operands: list[Value], place: _Place) -> list[Value]:
         _given(x, "an array that `fun` closes over", {"inf", "-inf"}, place)
         for x in getattr(function, "consts", ())
     ]
+    consts = [x._replace(is_constant=True) for x in consts]
     jaxpr = getattr(function, "jaxpr", function)
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *operands], strict=True))
 
     def read(atom: Any) -> Value:
-        if not is_literal(atom):
-            return env[atom]
-        number = float(atom.val) if np.isrealobj(atom.val) else None
-        return Value(atom.val, kinds_of(atom.val), number=number)
+        if is_literal(atom):
+            return Value(atom.val, kinds_of(atom.val), is_constant=True)
+        return env[atom]
 
     for eqn in jaxpr.eqns:
         scope = f"{place.scope}/{eqn.source_info.name_stack}"
@@ -225,7 +225,7 @@ def _apply(jaxpr: Jaxpr, eqn: Equation, operands: list[Value], place: _Place) ->
                 origin.found = dataclasses.replace(origin.found, layer=layer[1])
                 origin.cast = None
     is_cast = eqn.primitive.name == "convert_element_type"
-    constant = operands[0].number if is_cast else None
+    constant = operands[0].number() if is_cast else None
     meant = frozenset[str]().union(*(x.kinds for x in operands))
     leaves = [x.leaf for x in read if x.leaf]
     leaf = leaves[0] if leaves and len(read) == 1 else None

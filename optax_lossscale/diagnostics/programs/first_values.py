@@ -87,7 +87,12 @@ class Value(NamedTuple):
     leaf: Leaf | None = None  # the argument that it was computed from alone, by a cast for example
     layer: tuple[int, str] | None = None  # when parameters were last read for it, and whose
     is_cotangent: bool = False  # computed in the backward pass, and not from residuals alone
-    number: float | None = None  # of a real number in the code
+    is_constant: bool = False  # a number or an array in the code
+
+    def number(self) -> float | None:
+        """Return the number that it is, if it is one real number in the code."""
+        is_number = self.is_constant and np.size(self.array) == 1 and np.isrealobj(self.array)
+        return float(np.asarray(self.array).item()) if is_number else None
 
 
 def earliest(values: Iterable[Value]) -> Origin | None:
