@@ -228,6 +228,12 @@ CLOSED_OVER = "an array that `fun` closes over"
             ONE,
             ("mul", "p['w']", "step 0"),
         ),
+        (
+            scanned(lambda w, _, row: (w, w * row), rows=None),
+            BIG,
+            1e30 * PART,
+            ("mul", "p['w']", "step 0"),
+        ),
         (jax.named_scope("block")(product), BIG, BIG, ("mul", "p['w']", "block")),
         # Values that are not finite from the start.
         (product, ONE, PART, (None, "x", "")),

@@ -108,7 +108,7 @@ def layer_of(
     # A derivative is taken where the forward pass was, not where the backward pass comes from.
     forward = [x.layer for x in operands if x.layer and not x.is_cotangent]
     # The rule of a `custom_vjp` may compute from its residuals first, which is known forward.
-    is_cotangent = is_backward and not (operands and len(forward) == len(operands))
+    is_cotangent = is_backward and len(forward) < len(operands)
     # Parameters come before the batch, if the model is not known.
     read = sorted(x.leaf for x in operands if x.leaf and x.leaf.layer)
     if read:
