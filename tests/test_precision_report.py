@@ -176,10 +176,13 @@ def of_both(fun):
         (lambda x, w: lax.scan(lambda x, _: (x @ w, x @ w @ w), x, length=5)[0], {"float16": 5}),
         # The condition and the body of a loop.
         (
-            lambda x, w: lax.while_loop(lambda x: (x @ w).sum() < 1e3, lambda x: x @ w, x),
+            lambda x, w: lax.while_loop(
+                lambda c: (c[0] @ w).sum() < c[1], lambda c: (c[0] @ w, c[1]), (x, F16(9))
+            )[0],
             {"float16": 2},
         ),
         (in_a_carry_that_another_reads, {"float16": 1}),
+        (lambda x, w: jax.jit(lambda x: (x @ w, 1.0))(x), {"float16": 1}),
         (lambda x, w: lax.fori_loop(0, 6, lambda _, x: x @ w, x), {"float16": 6}),
         (in_cond(jnp.matmul, lambda x, w: x @ w @ w, lambda x, _: x), {"float16": 2}),
         (in_cond(jnp.matmul, wide), {"float16": 1, "float32": 1}),
