@@ -69,9 +69,13 @@ def read_by(equations: Iterable[Equation]) -> dict[Variable, None]:
 
 def inner_jaxprs(equation: Equation) -> Iterator[Jaxpr]:
     """Yield the functions that an equation calls, without their constants."""
-    for param in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
-        if hasattr(param, "eqns"):
+    for param in jax.tree.leaves(equation.params, is_leaf=_holds_equations):
+        if _holds_equations(param):
             yield getattr(param, "jaxpr", param)
+
+
+def _holds_equations(param: Any) -> bool:
+    return hasattr(param, "eqns")
 
 
 def source_of(*equations: Equation) -> str:
