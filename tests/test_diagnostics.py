@@ -83,12 +83,12 @@ def trained(tx, losses, grads=1.0):
         (state(1024.0, growth=3, total=100), DYNAMIC),  # a step skipped now and then
         (state(1.0, overflows=1, consecutive=50, total=50), "dynamic"),  # as many as allowed
         (state(1.0, growth=3, overflows=1, total=50), DYNAMIC),  # at the floor, but learning
+        (state(2.0**20), DYNAMIC),  # grown, but not to the cap
         (state(2.0**24, total=1), DYNAMIC),  # at the cap, which overflowed before
         (state(2.0**24), ols.DynamicLossScale(2.0**24)),  # started there
-        (state(2.0**24), ols.FixedLossScale(2.0**24)),
         (state(0.1), ols.FixedLossScale(0.1).get_config()),  # a float32 is not 0.1
         (ols.skip_if(SGD).init(jnp.ones(2)), DYNAMIC),
-        (state(2.0**24), None),  # the cap is unknown
+        (state(2.0**126), None),  # the cap is unknown
         (state(2.0**-126), ols.DynamicLossScale(min_scale=2.0**-126)),
         (state(2.0**126, total=1), ols.DynamicLossScale(max_scale=2.0**126)),
         # A scalar may be infinite.
@@ -104,14 +104,13 @@ def test_healthy_training_raises_and_warns_of_nothing(healthy, policy):
 class StartsFromNumbers(ols.DynamicLossScale):
     """A user-defined policy that starts from Python numbers."""
 
-    def init(self):
-        return ols.LossScaleState(8.0, 0, 0, 0, 0)
+    init = staticmethod(lambda: ols.LossScaleState(8.0, 0, 0, 0, 0))
 
 
-@pytest.mark.parametrize("policy", [DYNAMIC, StartsFromNumbers()])
-def test_a_loss_scale_at_its_cap_that_never_overflowed_warns_that_it_may_not_be_needed(policy):
-    with pytest.warns(UserWarning, match=r"at its cap of 1.67772e\+07 and no step was ever skip"):
-        check_health(state(2.0**24), policy=policy)
+def test_a_loss_scale_at_its_cap_that_never_overflowed_warns_that_it_may_not_be_needed():
+    for policy in (DYNAMIC, StartsFromNumbers()):
+        with pytest.warns(UserWarning, match=r"at its cap of 1.67772e\+07 and no step was ever"):
+            check_health(state(2.0**24), policy=policy)
 
 
 @pytest.mark.parametrize(
@@ -126,10 +125,9 @@ def test_a_loss_scale_at_its_cap_that_never_overflowed_warns_that_it_may_not_be_
 )
 def test_the_error_says_where_the_loss_scale_stands(loss_scale, policy, message):
     match = r"The last 51 steps were skipped \(99 since the start\).*" + re.escape(message)
-    check_health(state(loss_scale, 0, 1, 50, 99), policy=policy)
-    for given in ({}, {"max_consecutive_skipped": np.int32(50)}):
-        with pytest.raises(RuntimeError, match=match):
-            check_health(state(loss_scale, 0, 1, 51, 99), policy=policy, **given)
+    with pytest.raises(RuntimeError, match=match):
+        check_health(state(loss_scale, 0, 1, 51, 99), policy=policy)
+    check_health(state(consecutive=52), max_consecutive_skipped=np.int32(52))
 
 
 class Bounded(ols.FixedLossScale):
@@ -142,13 +140,7 @@ class Unbounded:
     """A user-defined policy of which nothing is known."""
 
     skip_nonfinite = True
-
-    def init(self):
-        return ols.init()
-
-    def update(self, state, grads_finite, *, loss_finite=True):
-        del grads_finite, loss_finite
-        return state
+    init = update = staticmethod(ols.init)
 
 
 # The first words of each cause.
@@ -178,7 +170,6 @@ def assert_causes(opt_state, causes, **given):
         (1.0, 0, 51, DYNAMIC, [*OTHERS, LARGE]),
         (1.0, 1, 51, DYNAMIC, [*OTHERS, LARGE]),
         (2.0**-10, 1, 51, ols.DynamicLossScale(min_scale=2.0**-100), [*OTHERS, LARGE]),
-        (128.0, 1, 51, ols.DynamicLossScale(min_scale=128.0), [LARGE, *OTHERS]),
         (2.0, 1, 51, ols.DynamicLossScale(min_scale=2.0), [LARGE, *OTHERS]),
         (2.0, 1, 51, DYNAMIC, [FORWARD, INPUT]),
         # On its way down from the cap, and after more steps than that takes.
@@ -228,31 +219,24 @@ def growing(interval, patience=2):
     ("policy", "rule", "steps", "known", "causes"),
     [
         # A rule skipped every step.
-        ("dynamic", above_two, SPIKES, False, [RULE]),
-        (8, (above_two, SPIKE), SPIKES, False, [RULE]),
-        (None, SPIKE, SPIKES, False, [RULE]),
-        ("skip_if", SPIKE, SPIKES, False, [RULE]),
-        ("skip_if", always, ONES, False, [RULE]),
+        ("dynamic", (above_two, SPIKE), SPIKES, False, [RULE]),
+        (None, (SPIKE, ols.Spike()), SPIKES, False, [RULE]),
+        (None, always, ONES, False, [RULE]),
         # The loss scale grew at the last step: the policy would have counted any other skip.
         (growing(60), always, ONES, True, [RULE]),
         (growing(10), always, ONES, True, [RULE, DESCENT, *OTHERS]),
-        (growing(1), SPIKE, SPIKES, True, [RULE]),
         (growing(60), always, ONES, False, [*OTHERS, UNKNOWN, RULE]),
         (growing(60, patience=60), always, ONES, True, [RULE]),
         (growing(60, patience=61), always, ONES, True, [FORWARD, INPUT, RULE]),
         # The last step was a spike, and the steps before it overflowed.
-        ("dynamic", above_two, NAN_AND_A_SPIKE, False, [RULE, *OTHERS]),
         ("dynamic", above_two, NAN_AND_A_SPIKE, True, [RULE, *OTHERS, LARGE]),
         (growing(1), above_two, NAN_AND_A_SPIKE, True, [RULE, DESCENT, *OTHERS]),
         (ols.FixedLossScale(8), above_two, NAN_AND_A_SPIKE, True, [RULE, FIXED, *OTHERS]),
         (HIGH, above_two, NAN_AND_A_SPIKE, True, [RULE, *OTHERS, LARGE]),
         # The last step was not finite.
         ("dynamic", SPIKE, NANS, True, [*OTHERS, LARGE, RULE]),
-        ("dynamic", None, NANS, True, [*OTHERS, LARGE]),
         (HIGH, SPIKE, NANS, True, [LARGE, *OTHERS, RULE]),
-        (None, above_two, NANS, True, [*OTHERS, RULE]),
-        ("skip_if", above_two, NANS, False, [*OTHERS, RULE]),
-        ("skip_if", None, NANS, False, OTHERS),
+        (None, above_two, NANS, False, [*OTHERS, RULE]),
         (UNCHECKED, above_two, NANS, True, [FIXED, *OTHERS, RULE]),
         # Spikes raised the loss scale again, so it says nothing of the overflows.
         (growing(1), above_two, BETWEEN_SPIKES, True, [DESCENT, *OTHERS, RULE]),
@@ -261,24 +245,20 @@ def growing(interval, patience=2):
 def test_a_rule_is_named_where_it_may_have_skipped_and_first_where_it_has(
     policy, rule, steps, known, causes
 ):
-    if policy == "skip_if":
-        stalled = trained(ols.skip_if(SGD, rule), *steps)
-    else:
-        stalled = trained(ols.with_loss_scaling(SGD, policy, skip_if=rule), *steps)
+    stalled = trained(ols.with_loss_scaling(SGD, policy, skip_if=rule), *steps)
     assert ols.diagnostics.is_stalled(stalled)
     assert_causes(stalled, causes, **({"policy": ols.as_loss_scale(policy)} if known else {}))
 
 
 def test_a_state_without_its_guard_or_with_the_policy_of_another_says_what_it_can():
+    assert_causes(state(consecutive=1), [*OTHERS, UNKNOWN], max_consecutive_skipped=0)
     assert_causes(state(growth=51, consecutive=51), [RULE])
     assert_causes(state(growth=1, consecutive=51), [RULE, *OTHERS, UNKNOWN])
     unscaled = trained(ols.skip_if(SGD, above_two), *NANS)
     assert_causes(unscaled, [*OTHERS, LARGE, RULE], policy="dynamic")
 
 
-@pytest.mark.parametrize(
-    "inner", [optax.adam(1.0), optax.MultiSteps(SGD, 2), optax.contrib.reduce_on_plateau()]
-)
+@pytest.mark.parametrize("inner", [optax.adam(1.0), optax.MultiSteps(SGD, 2)])
 def test_a_negative_count_of_the_inner_optimizer_is_refused(inner):
     opt_state = ols.skip_if(inner).init(jnp.ones(2))
     leaves, treedef = jax.tree.flatten(opt_state.inner_state)
@@ -336,14 +316,14 @@ def test_the_report_reads_every_kind_of_number_and_leaves_out_the_rest():
     assert {type(counts) for counts in report.values()} == {NonfiniteCounts}
 
 
-@pytest.mark.parametrize(("size", "saturates"), [(2**31 - 1, False), (2**31, True)])
-def test_counts_of_arrays_too_large_for_int32_do_not_wrap_around(size, saturates):
-    large = jax.ShapeDtypeStruct((size,), jnp.float16)  # lowered but not run: it would need 4 GB
-    lowered = jax.jit(nonfinite_report).lower(large).as_text()
-    assert ("dense<2.14748352E+9>" in lowered) == ("stablehlo.minimum" in lowered) == saturates
+def test_counts_of_arrays_too_large_for_int32_do_not_wrap_around():
+    # Lowered but not run: they would need 4 GB.
+    large, fits = (jax.ShapeDtypeStruct((size,), jnp.float16) for size in (2**31, 2**31 - 1))
+    lowered, usual = (jax.jit(nonfinite_report).lower(x).as_text() for x in (large, fits))
+    assert "dense<2.14748352E+9>" in lowered
+    assert "f32>" not in usual
     assert {n.dtype.name for n in jax.eval_shape(nonfinite_report, large)[""]} == {"int32"}
-    if not saturates:
-        jax.eval_shape(gradient_exponents, large)
+    jax.eval_shape(gradient_exponents, fits)
 
 
 def test_arrays_of_symbolic_shape_are_counted():
@@ -435,9 +415,13 @@ SMALL_DTYPES = [
 
 @pytest.mark.parametrize("dtype", [*SMALL_DTYPES, np.float32])
 def test_exponents_and_roundings_are_those_of_numpy(dtype):
-    for loss_scale in (1.0, 2.0**15, 2.0**-20, 2.0**123, 2.0**126, 2.0**-126, 3000.7):
+    compiled = jax.jit(lambda scale: gradient_exponents(NUMBERS, dtype=dtype, loss_scale=scale))
+    scales = 1.0, 2.0**-20, 2.0**123, 2.0**126, 2.0**-126, 3000.7
+    for loss_scale in (*scales, np.int32(8), jnp.int32(8), jnp.float16(8)):
+        expected = exponents_by_numpy(NUMBERS, dtype, loss_scale)
         counts = gradient_exponents(NUMBERS, dtype=dtype, loss_scale=loss_scale)
-        assert_equal_counts(counts, exponents_by_numpy(NUMBERS, dtype, loss_scale))
+        assert_equal_counts(counts, expected)
+    assert_equal_counts(compiled(loss_scale), expected)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, *alike(*FLOAT8)])
@@ -457,13 +441,6 @@ def test_float64_gradients_are_read_exactly_and_count_at_the_ends_beyond_float32
     assert_equal_counts(counts, exponents_by_numpy(x))
     assert counts.histogram[0] > 1000  # 1e-300 is not zero
     assert counts.histogram[-1] > 1000
-
-
-@pytest.mark.parametrize("loss_scale", [8, np.int32(8), jnp.int32(8), jnp.float16(8)])
-def test_the_loss_scale_may_be_any_real_number(loss_scale):
-    assert int(counts_of(2.0**-27, 2.0**-30, loss_scale=loss_scale).flushed) == 1
-    compiled = jax.jit(lambda scale: gradient_exponents(NUMBERS, loss_scale=scale))
-    assert_equal_counts(compiled(loss_scale), gradient_exponents(NUMBERS, loss_scale=loss_scale))
 
 
 def test_both_parts_of_a_complex_gradient_count_and_what_is_no_number_does_not():
@@ -491,7 +468,7 @@ def test_counts_of_an_array_on_eight_devices_are_those_of_the_whole(kind, spec):
 # --- suggest_scale: which loss scale fits?
 
 
-@pytest.mark.parametrize("headroom", [1, 4, 8])
+@pytest.mark.parametrize("headroom", [1, 8])
 @pytest.mark.parametrize("dtype", SMALL_DTYPES)
 def test_at_the_suggested_scale_nothing_overflows_and_the_headroom_is_left(dtype, headroom):
     rng = np.random.default_rng(headroom)
@@ -509,14 +486,13 @@ def test_at_the_suggested_scale_nothing_overflows_and_the_headroom_is_left(dtype
     [
         # Without headroom, the histogram is moved to the very top.
         (1.0, {"headroom": 0}, 2.0**15, None),
-        (4.0, {"headroom": 0, "dtype": np.float32}, 2.0**125, None),
         (2.0**-10, {}, 2.0**21, None),
         (np.float32(3e38), {}, 2.0 ** (15 - 127 - 4), None),
         (2.0**-115, {}, 2.0**126, None),
         # The result is clipped to the bounds of a policy.
-        (2.0**-116, {}, 2.0**126, r"is 2\*\*127, got its bound of 2\*\*126\. Increase the"),
+        (2.0**-116, {}, 2.0**126, r"is 2\*\*127, got its bound of 2\*\*126\. .* by 2\*\*1\."),
         (1.0, {"headroom": 0, "dtype": np.float32}, 2.0**126, r"that fits is 2\*\*127"),
-        (np.float32(3e38), {"headroom": 20}, 2.0**-126, r"is 2\*\*-132, .* Decrease it"),
+        (np.float32(3e38), {"headroom": 20}, 2.0**-126, r"is 2\*\*-132, .* by 2\*\*-6\."),
     ],
 )
 def test_the_suggested_scale_is_one_that_a_policy_takes(value, settings, scale, message):
@@ -556,21 +532,19 @@ def test_counts_added_on_the_host_may_exceed_int32():
     assert plot_gradient_exponents(counts).get_title().startswith("50.0 %")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("values", "x", "y"),
     [
-        ([1.0], (-31, 20), (0, 130)),
         ([2.0**-100, 2.0**100], (-101, 102), (0, 65)),
-        ([2.0**100], (-31, 102), (0, 130)),
+        (2.0 ** np.arange(-20, 15), (-31, 20), (0, 130 / 35)),
         (2.0 ** np.arange(-100, 100), (-101, 101), (0, 1.3)),
-        ([], (-31, 20), (0, 1.3)),
         ([0.0], (-31, 20), (0, 1.3)),
     ],
 )
 def test_the_plot_frames_the_range_of_the_dtype_and_all_that_was_seen(values, x, y):
     ax = plot_gradient_exponents(counts_of(*values))
-    assert (ax.get_xlim(), ax.get_ylim()) == (x, y)
+    assert ax.get_xlim() == x
+    assert ax.get_ylim() == pytest.approx(y)
     handles, _ = ax.get_legend_handles_labels()
     spans = [h.get_path().transformed(h.get_patch_transform()).get_extents() for h in handles]
     # float16: the smallest number is 2**-24, the smallest normal one 2**-14, the largest 65504.

@@ -1,7 +1,6 @@
 """`first_nonfinite` names the layer that overflows first, in every framework."""
 
 import dataclasses
-import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -92,11 +91,11 @@ def arrays(net):
     ("framework", "how"),
     [
         *((pure, how) for how in ("loss", "jit", "scaled", "remat")),
-        *((nnx, how) for how in ("loss", "jit")),
-        (equinox, "loss"),
+        *((framework, "loss") for framework in (nnx, equinox)),
         *(
-            pytest.param(*each, marks=pytest.mark.exhaustive)
-            for each in [(nnx, "scaled"), *((equinox, how) for how in ("jit", "scaled", "remat"))]
+            pytest.param(framework, how, marks=pytest.mark.exhaustive)
+            for framework, *ways in [(nnx, "jit", "scaled"), (equinox, "jit", "scaled", "remat")]
+            for how in ways
         ),
     ],
 )
@@ -133,10 +132,10 @@ class Block(nn.Module):
 def test_the_step_of_a_scan_over_layers_is_named():
     blocks = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=5)
     net, x = blocks(), X[:, :4]
-    variables = net.init(jax.random.key(1), x, None)
+    shapes = jax.eval_shape(net.init, KEY, x, None)
+    variables = jax.tree.map(lambda x: jnp.ones(x.shape), shapes)
     found = first_nonfinite(net.apply, variables, x, None)
-    assert found.layer == "variables['params']['Dense_0']"
-    assert re.fullmatch(r"step [0-4]/Block", found.scope)
+    assert (found.layer, found.scope) == ("variables['params']['Dense_0']", "step 1/Block")
 
 
 def scanned(step, *, rows=4, **options):
@@ -201,7 +200,7 @@ def after_a_logarithm(p, x):
     return jnp.where(x > 0, p["w"] * x, earlier)
 
 
-ONE, BIG = jnp.ones(2), jnp.full(2, 1e30)
+ONE, BIG, PART = jnp.ones(2), jnp.full(2, 1e30), jnp.array([1.0, NAN])
 CONSTANT = np.array([1.0, np.nan], np.float32)
 LIMITS = np.array([np.inf, -np.inf], np.float32)
 CLOSED_OVER = "an array that `fun` closes over"
@@ -211,28 +210,15 @@ CLOSED_OVER = "an array that `fun` closes over"
     ("fun", "w", "x", "expected"),
     [
         (product, BIG, BIG, ("mul", "p['w']", "")),
-        (lambda p, x: product(p, x).astype(F16), ONE, BIG, (CAST, "p['w']", "")),
         (lambda p, x: p["w"].sum() * jnp.sqrt(-x), ONE, ONE, ("sqrt", "x", "")),
-        (
-            lambda p, x: product(p, x).astype("complex64") ** 2,
-            ONE,
-            BIG,
-            ("integer_pow", "p['w']", ""),
-        ),
         (lambda p, x: jax.lax.complex(0 * x, x) * p["w"], BIG, BIG, ("mul", "p['w']", "")),
         # The second result is made first.
         (lambda p, x: (product(p, x), jnp.sqrt(-x))[::-1], BIG, BIG, ("mul", "p['w']", "")),
-        (lambda p, x: product(p, x) + jnp.sqrt(-x), BIG, BIG, ("mul", "p['w']", "")),
         (lambda p, x: halved(product(p, x)), ONE, BIG, (CAST, "p['w']", "")),
         (lambda p, x: straight(product(p, x)), ONE, BIG, ("mul", "p['w']", "")),
         (saved, BIG, ONE, ("dot_general", "p['w']", "")),
         (lambda p, x: x.astype(F16) * p["w"].astype(F16), ONE, BIG, (CAST, "p['w']", "")),
-        (
-            lambda p, x: jax.lax.switch(jnp.int32(7), BRANCHES, p["w"] * x),
-            ONE,
-            BIG,
-            (CAST, "p['w']", ""),
-        ),
+        (lambda p, x: jax.lax.switch(7, BRANCHES, p["w"] * x), ONE, BIG, (CAST, "p['w']", "")),
         (scanned(large_steps), BIG, ONE, ("mul", "p['w']", "step 1")),
         (scanned(large_steps, reverse=True), BIG, ONE, ("mul", "p['w']", "step 3")),
         (scanned(lambda w, c, row: (c * w, row)), 1e10 * ONE, ONE, ("mul", "p['w']", "step 3")),
@@ -243,21 +229,16 @@ CLOSED_OVER = "an array that `fun` closes over"
             ("mul", "p['w']", "step 0"),
         ),
         (
-            lambda p, x: jax.lax.while_loop(lambda x: x[0] < 1e35, lambda x: x * p["w"], x),
+            scanned(lambda w, _, row: (w, w * row), rows=None),
             BIG,
-            ONE,
-            ("while", "p['w']", ""),
+            1e30 * PART,
+            ("mul", "p['w']", "step 0"),
         ),
         (jax.named_scope("block")(product), BIG, BIG, ("mul", "p['w']", "block")),
         # Values that are not finite from the start.
-        (product, ONE, ONE.at[1].set(NAN), (None, "x", "")),
+        (product, ONE, PART, (None, "x", "")),
         (product, ONE.at[0].set(INF), ONE, (None, "p['w']", "")),
-        (
-            scanned(lambda w, c, row: (c, w * row), rows=None),
-            ONE,
-            ONE.at[1].set(NAN),
-            (None, "x", ""),
-        ),
+        (scanned(lambda w, c, row: (c, w * row), rows=None), ONE, PART, (None, "x", "")),
         (jax.jit(lambda p, x: product(p, x) * CONSTANT), ONE, ONE, (None, CLOSED_OVER, "")),
         # Intended infinities, and the NaN that they cause.
         (masked_softmax, ONE, ONE, None),
@@ -302,21 +283,12 @@ def looped(params, x):
     ("fun", "operation", "layer"),
     [
         (both, "mul", "['net']['last']"),
-        (sharded, "shard_map", "['net']"),
-        pytest.param(jax.jit(sharded), "shard_map", "['net']", id="jit"),
+        (jax.jit(sharded), "shard_map", "['net']"),
         (looped, "while", "['net']"),
-        # The first of two parameters, in the order of the arguments.
-        (lambda params, _: params["last"]["w"] * params["first"]["w"], "mul", "['first']"),
-        (
-            lambda params, _: params["first"]["w"].at[:1].add(params["last"]["w"][:1]),
-            "scatter-add",
-            "['first']",
-        ),
+        (lambda params, _: params["last"]["w"] * params["first"]["w"], "mul", ""),
     ],
 )
-def test_of_a_function_that_is_not_followed_the_layers_that_it_reads_are_named(
-    fun, operation, layer
-):
+def test_of_several_layers_that_one_operation_reads_the_common_path_is_named(fun, operation, layer):
     net = {"first": {"w": ONE}, "last": {"w": BIG}}
     tied = {"first": {"w": 1e8 * BIG}, "last": {"w": 3e8 * BIG}}
     params = {"net": net} if "net" in layer else tied
@@ -386,6 +358,10 @@ BETWEEN = {
         ("b", False),
     ),
     "cast before both are read": (cast_before_both_are_read, ("a", False)),
+    "cast and negated before the next is read": (
+        lambda p, x: -(1e10 * (p["a"]["w"] * x)).astype(F16) * p["c"]["w"].astype(F16),
+        ("a", False),
+    ),
     "the batch times what comes back from b": (jax.grad(through("a", "b", "c")), ("b", True)),
     "the output of c times what comes back from b": (jax.grad(through("c", "a", "b")), ("c", True)),
     "what comes back from c divided by what a rule makes of the output of a": (
@@ -403,6 +379,7 @@ def test_an_operation_between_layers_belongs_to_one_of_them(fun, expected):
     assert (found.layer[3:4], found.backward) == expected
 
 
+LARGEST = jnp.float32(1e30)
 CLOSED_OVER_BY = np.array([1e30, 1.0], np.float32)
 
 
@@ -420,6 +397,7 @@ def masked(number, dtype=F16, mask=False):
         (masked(-1e30), "-1e+30 is beyond float16; write `jnp.finfo(x.dtype).min`"),
         (masked(7e4), "70000 is beyond float16; write `jnp.finfo(x.dtype).max`"),
         (masked(500.0, jnp.float8_e4m3fn), "500 is beyond float8_e4m3fn; write"),
+        (lambda p, _: p["w"].astype(F16) * LARGEST.astype(F16), "1e+30 is beyond float16"),
         (lambda p, _: p["w"].astype(F16) * jnp.asarray(CLOSED_OVER_BY).astype(F16), None),
     ],
 )
@@ -429,10 +407,8 @@ def test_a_constant_that_a_cast_makes_infinite_is_named_with_its_line(fun, says)
     assert __file__ in found.source
     assert (found.constant is None) == (says is None)
     assert says is None or f"  constant: {says}" in str(found)
-
-
-def test_a_constant_that_masks_some_of_a_row_alone_is_harmless():
-    assert first_nonfinite(masked(-1e30, mask=np.array([True, False])), {"w": ONE}, ONE) is None
+    part_of_a_row = masked(-1e30, mask=np.array([True, False]))
+    assert first_nonfinite(part_of_a_row, {"w": ONE}, ONE) is None
 
 
 def test_a_box_around_a_parameter_is_not_a_layer():
@@ -455,24 +431,21 @@ def test_arguments_are_named_as_well_as_can_be():
     assert first_nonfinite(getattr, NAN * ONE, "T").layer == "args[0]"  # it has no signature
 
 
-def test_arrays_alone_are_traced():
-    fun = lambda x, train, scale: x / (1 if train else 0) * scale  # noqa: E731
-    assert first_nonfinite(fun, ONE, True, 2.0) is None
-    assert first_nonfinite(fun, ONE, False, 2.0).operation == "div"
-
-
-@pytest.mark.slow
-def test_numpy_arrays_keys_and_sharded_arrays_are_read():
+def test_arrays_of_every_kind_are_traced_and_nothing_else():
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
 
-    def operation(x):
-        fun = lambda k, m, x: jnp.where(m, jax.random.normal(k, (2,)), jnp.log(x))  # noqa: E731
-        mask = np.array([True, False])
-        found = first_nonfinite(fun, jax.random.key(0), mask, jax.device_put(x, sharding))
+    def fun(key, mask, x, train, scale):
+        noise = jax.random.bits(key, (2,)).astype(F32)
+        return jnp.where(mask, noise, jnp.log(x)) / (1 if train else 0) * scale
+
+    def operation(x, train):
+        args = KEY, np.array([True, False]), jax.device_put(x, sharding), train, 2.0
+        found = first_nonfinite(fun, *args)
         return found and found.operation
 
-    assert (operation(ONE), operation(0 * ONE)) == (None, "log")
+    assert [operation(ONE, True), operation(0 * ONE, True)] == [None, "log"]
+    assert operation(ONE, False) == "div"
 
 
 def test_the_guards_of_jax_do_not_stop_the_search():

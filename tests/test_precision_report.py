@@ -6,7 +6,6 @@ from pathlib import Path
 from unittest.mock import ANY
 
 import flax.linen as nn
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,8 +16,7 @@ from jax import lax
 from jax.experimental import pallas
 from jax.sharding import PartitionSpec
 
-import optax_lossscale as ols
-from optax_lossscale._support.products import products_of
+from optax_lossscale._support.jaxprs import products_of
 from optax_lossscale.diagnostics import (
     MatrixProducts,
     format_precision_report,
@@ -56,9 +54,8 @@ class LinenNet(nn.Module):
 @pytest.mark.slow
 def test_linen_with_remat_and_a_head_in_float32():
     model = LinenNet()
-    x = jnp.ones((4, 8))
-    params = model.init(jax.random.key(0), x)
-    report = precision_report(jax.grad(lambda p: model.apply(p, x).mean()), params)
+    params = jax.eval_shape(model.init, jax.random.key(0), X)
+    report = precision_report(jax.grad(lambda p, x: model.apply(p, x).mean()), params, X)
     # Forward, and backward for the weights; of all but the first layer for the input, too. The
     # layer with `remat` needs no product of its forward pass again.
     assert {k: v.count for k, v in report.items()} == {"float16": 5, "float32": 2}
@@ -88,21 +85,6 @@ def test_nnx_with_the_module_as_an_argument_into_which_a_step_writes():
     assert counts(nnx.jit(nnx.value_and_grad(loss_fn)), model, x) == {"bfloat16": 2, "float32": 3}
     for fun in (step, nnx.jit(step)):
         assert counts(fun, model, optimizer, x) == {"bfloat16": 2, "float32": 2}
-
-
-def test_haiku_whose_own_cast_promotes_everything_is_shown_for_what_it_is():
-    def forward(x):
-        x = x.astype(F32)
-        x = hk.Linear(8)(x)  # in float32, as all that follows
-        return hk.Linear(8)(jax.nn.relu(x))
-
-    model = hk.without_apply_rng(hk.transform(forward))
-    params = model.init(jax.random.key(0), X)
-    step = jax.value_and_grad(lambda p, x: model.apply(ols.cast(p, F16), x).mean())
-    report = precision_report(step, params, X)
-    assert "float16" not in report
-    assert report["float32"].count == 5
-    assert report["float32"].source == line_of("# in float32, as all that follows")
 
 
 def in_scan(x, w):
@@ -177,12 +159,15 @@ def of_both(fun):
 @pytest.mark.parametrize(
     ("fun", "expected"),
     [
-        (jnp.dot, {"float16": 1}),
         (jax.jit(jnp.matmul), {"float16": 1}),
         (lambda x, w: jnp.dot(x, w, preferred_element_type=F32), {"float16": 1}),
         (lambda x, w: x.astype(F32) @ w, {"float32": 1}),
-        (lambda x, w: x @ w.astype(F32), {"float32": 1}),
         (lambda x, w: x.astype("int8") @ w.astype("int8"), {"int8": 1}),
+        # dtypes that do not promote
+        (
+            lambda x, w: lax.dot(x.astype("float8_e5m2"), w.astype("float8_e4m3fn")),
+            {"float8_e4m3fn x float8_e5m2": 1},
+        ),
         (lambda x, w: x + w[:4], {}),
         (in_scan, {"float16": 15}),
         (of_both(in_scan), {"float16": 15 * 3}),
@@ -191,7 +176,9 @@ def of_both(fun):
         (lambda x, w: lax.scan(lambda x, _: (x @ w, x @ w @ w), x, length=5)[0], {"float16": 5}),
         # The condition and the body of a loop.
         (
-            lambda x, w: lax.while_loop(lambda x: (x @ w).sum() < 1e3, lambda x: x @ w, x),
+            lambda x, w: lax.while_loop(
+                lambda c: (c[0] @ w).sum() < c[1], lambda c: (c[0] @ w, c[1]), (x, F16(9))
+            )[0],
             {"float16": 2},
         ),
         (in_a_carry_that_another_reads, {"float16": 1}),
@@ -204,7 +191,6 @@ def of_both(fun):
         (one_way, {"float16": 1}),
         (jax.grad(lambda x, w: one_way(x, w).astype(F32).sum()), {"float16": 1}),
         (of_both(lambda x, w: jax.checkpoint(lambda x: jnp.sin(x @ w) @ w)(x)), {"float16": 5}),
-        (lambda x, w: jax.vmap(lambda row: row @ w)(x), {"float16": 1}),
         (in_pallas, {"float16": 4}),
         (in_shard_map, {"float16": 1}),
         (unused, {"float16": 1}),
@@ -220,12 +206,6 @@ def test_structures(fun, expected):
 def test_a_primitive_that_holds_functions_of_other_outputs():
     solve = lambda a, b: jax.scipy.sparse.linalg.cg(a, b)[0]  # noqa: E731
     assert set(counts(solve, W.astype(F32), W[0].astype(F32))) == {"float32"}
-
-
-def test_dtypes_that_do_not_promote():
-    forward, backward = jnp.float8_e4m3fn, jnp.float8_e5m2
-    report = counts(lambda x, w: lax.dot(x.astype(backward), w.astype(forward)), X, w=W)
-    assert report == {"float8_e4m3fn x float8_e5m2": 1}
 
 
 def convolution(lhs, kernel, **options):
@@ -292,7 +272,7 @@ def test_the_dtype_with_the_most_operations_comes_first_and_is_written_first():
         wide = x.astype(F32) @ w.astype(F32)  # in float32
         return wide, x[:1] @ w, x[:1] @ w
 
-    report = precision_report(fun, X, W)
+    report = precision_report(fun, X, w=W)
     assert list(report) == ["float32", "float16"]
     assert format_precision_report(report).splitlines()[:-1] == [
         "float32: 1 matrix product, 512 operations (66.7 %)",

@@ -13,8 +13,7 @@ from optax_lossscale._state import current_scale, warn_of_what_stands_outside
 from optax_lossscale._step.cast import cast_named
 from optax_lossscale._step.scale import scale_by
 from optax_lossscale._support import checks
-from optax_lossscale._support.jaxprs import argument_names
-from optax_lossscale._support.products import products_of, total_flops
+from optax_lossscale._support.jaxprs import argument_names, products_of, total_flops
 from optax_lossscale._support.tree import PyTree, is_inexact
 
 

@@ -195,8 +195,8 @@ def suggest_scale(
     within = min(max(power, -126), 126)
     if power != within:
         checks.warn(
-            f"The loss scale that fits is 2**{power}, got its bound of 2**{within}. "
-            + ("Increase the weight of the loss." if power > 0 else "Decrease it, or `headroom`.")
+            f"The loss scale that fits is 2**{power}, got its bound of 2**{within}. Multiply the "
+            f"loss itself by 2**{power - within}."
         )
     return 2.0**within
 
@@ -209,8 +209,8 @@ def _histogram_of(exponents: GradientExponents) -> np.ndarray:
     histogram = np.asarray(exponents.histogram)
     if histogram.shape != EXPONENTS.shape:
         raise ValueError(
-            f"`exponents` must hold one histogram, got shape {histogram.shape}. Sum over the "
-            "steps or devices: `jax.tree.map(lambda x: x.sum(0), exponents)`."
+            f"`exponents` must hold one histogram, got shape {histogram.shape}. Take the sum: "
+            "`jax.tree.map(lambda x: x.sum(0), exponents)`."
         )
     if not (histogram >= 0).all():
         raise ValueError(
@@ -245,10 +245,9 @@ def plot_gradient_exponents(
         from matplotlib.figure import Figure  # noqa: PLC0415 - matplotlib is an extra
 
         ax = Figure(figsize=(8, 3.5), layout="constrained").subplots()
-    zero = int(exponents.zero)
+    zero, seen = int(exponents.zero), EXPONENTS[histogram > 0]
     entries = max(histogram.sum() + zero, 1)
     share = 100 * histogram / entries
-    seen = EXPONENTS[histogram > 0]
     ax.bar(EXPONENTS + 0.5, share, width=1.0, color="#0072b2", edgecolor="white", linewidth=0.5)
     # Numbers below half of the smallest one are rounded to zero.
     flushed_below, normal_from = info.minexp - info.nmant - 1, info.minexp
@@ -258,8 +257,7 @@ def plot_gradient_exponents(
         (normal_from, info.maxexp, "#009e73", "normal"),
         (info.maxexp, 129, "#555555", "infinite"),
     ):
-        within = share[(low <= EXPONENTS) & (high > EXPONENTS)].sum()
-        label = f"{kind}: {within:.1f} %"
+        label = f"{kind}: {share[(low <= EXPONENTS) & (high > EXPONENTS)].sum():.1f} %"
         ax.axvspan(low, high, facecolor=color, alpha=0.25, linewidth=0, zorder=0, label=label)
     ax.set(
         xlim=(min([flushed_below - 6, *seen - 1]), max([info.maxexp + 4, *seen + 2])),

@@ -13,7 +13,7 @@ from optax_lossscale._policy import FixedLossScale, LossScale, as_loss_scale, in
 from optax_lossscale._state import SpikeState, WithLossScalingState, as_field, loss_scale_state
 from optax_lossscale._step.finite import all_finite
 from optax_lossscale._support import checks
-from optax_lossscale._support.checks import LARGEST_SCALE, SMALLEST_SCALE
+from optax_lossscale._support.checks import LARGEST_SCALE, SMALLEST_SCALE, as_float32
 from optax_lossscale._support.tree import (
     KeyPath,
     PyTree,
@@ -69,34 +69,30 @@ def check_health(
     limit = checks.count("max_consecutive_skipped", max_consecutive_skipped, least=0)
     checks.policy(policy)
     known = None if policy is None else as_loss_scale(policy)
-    bounds = _bounds_of(known)
+    low, high, moves = _range_of(known)
     state = _read(loss_scale_state(opt_state)._asdict())
     guards = [guard for _, guard in leaves_of_type(opt_state, WithLossScalingState)]
     rule_state, inner_state = guards[0][1:] if guards else ((), ())
-    _refuse_impossible(state, rule_state, inner_state, known)
+    _refuse_impossible(state, rule_state, inner_state, low, high)
     scale, skipped = state["loss_scale"], state["consecutive_skipped"]
-    in_total = state["total_skipped"]
     if skipped > limit:
         spikes = [_read_spike(spike) for _, spike in leaves_of_type(rule_state, SpikeState)]
         in_a_row = max((spike["consecutive_skipped"] for spike in spikes), default=0)
         causes = _likely_causes(state, bool(rule_state), in_a_row, known)
-        where = ""
-        if bounds is not None:
-            where = f", {'at' if scale <= bounds[0] else 'above'} its floor of {bounds[0]:g}"
+        where = f", {'at' if scale <= low else 'above'} its floor of {low:g}" if moves else ""
         raise LossScaleStalledError(
-            f"The last {skipped} steps were skipped ({in_total} since the start), and the loss "
-            f"scale is {scale:g}{where}. Likely causes, the likeliest first:"
+            f"The last {skipped} steps were skipped ({state['total_skipped']} since the start), "
+            f"and the loss scale is {scale:g}{where}. Likely causes, the likeliest first:"
             + "".join(f"\n  {i}. {cause}" for i, cause in enumerate(causes, start=1))
         )
-    if known is not None and bounds is not None and scale == bounds[1] and not in_total:
+    if known is not None and scale == high and not state["total_skipped"]:
         with jax.transfer_guard("allow"):  # reading the initial loss scale is explicit
             start = init(known).loss_scale.item()
         if start < scale:
             checks.warn(
-                f"The loss scale is at its cap of {scale:g} and no step was ever skipped. "
-                "Either the loss need not be scaled, as in bfloat16 and float32: `loss_scale=None` "
-                "saves the check. Or the gradients are so small that a larger loss scale would "
-                "fit: raise `max_scale`. `gradient_exponents` shows which."
+                f"The loss scale is at its cap of {scale:g} and no step was ever skipped. Either "
+                "the loss need not be scaled, as in bfloat16 and float32, or the cap is too low: "
+                "raise `max_scale`. `gradient_exponents` shows which."
             )
 
 
@@ -106,8 +102,8 @@ class _Run(NamedTuple):
     finite: float  # the last skipped steps that are known to be finite: a rule skipped them
     has_rules: bool
     scale: float  # the loss scale
-    is_fixed: bool | None  # None: unknown
-    is_low: bool  # the loss scale moves, and is at most 1 or cannot fall any lower
+    moves: bool | None  # the loss scale; None: unknown
+    is_low: bool  # it moves, and is at most 1 or cannot fall any lower
     is_loss: bool  # no gradients overflowed where the loss was finite
 
 
@@ -123,24 +119,22 @@ _CAUSES = (
     _Cause(
         "The loss scale started too large and is still on its way down. Start with a smaller "
         "`initial_scale`, or allow for more with `max_consecutive_skipped`.",
-        ruled_out=lambda run: run.is_fixed is not False or run.is_low or run.is_loss,
+        ruled_out=lambda run: not run.moves or run.is_low or run.is_loss,
     ),
     _Cause(
         "The loss scale is too large, and does not move. Take the one that `suggest_scale` "
         "returns, or a `DynamicLossScale`.",
-        ruled_out=lambda run: not run.is_fixed or run.scale <= 1,
+        ruled_out=lambda run: run.moves is not False or run.scale <= 1,
     ),
     _Cause(
-        "The forward pass overflows: the loss is NaN or infinite although the batch and the "
-        "parameters are finite, and no loss scale can fix that. `first_nonfinite(loss_fn, params, "
-        "batch)` names the layer that overflows first. Compute it in float32, or make its input "
-        "smaller."
+        "The forward pass overflows: the loss is not finite although the batch and the parameters "
+        "are, at any loss scale. `first_nonfinite(loss_fn, params, batch)` names the layer that "
+        "overflows first. Compute it in float32, or make its input smaller."
     ),
     _Cause(
         "The loss is finite, and one layer's derivative is not, at any loss scale: a division by "
         "zero, the root or logarithm of zero, a number above 65504 in float16. "
-        "`first_nonfinite(jax.grad(loss_fn), params, batch)` names the layer. Compute it in "
-        "float32.",
+        "`first_nonfinite(jax.grad(loss_fn), params, batch)` names it. Compute it in float32.",
         ruled_out=lambda run: run.is_loss,
     ),
     _Cause(
@@ -156,12 +150,12 @@ _CAUSES = (
     _Cause(
         "The loss scale is too large: it is fixed, or still on its way down. Give `check_health` "
         "the `policy`, and it can tell.",
-        ruled_out=lambda run: run.is_fixed is not None or run.scale <= 1,
+        ruled_out=lambda run: run.moves is not None or run.scale <= 1,
     ),
     _Cause(
         "A rule (`skip_if`) rejects steps whose gradients and loss are finite, for example because "
-        "the loss has reached a new level for good. Relax the rule. `Spike` learns a new level, "
-        "after `max_consecutive_skipped` steps at the latest.",
+        "the loss has reached a new level. Relax the rule: a `Spike` accepts a new level after "
+        "`max_consecutive_skipped` steps at the latest.",
         ruled_out=lambda run: not (run.has_rules or run.finite),
         comes_first=lambda run: run.finite > 0,
     ),
@@ -175,41 +169,39 @@ def _likely_causes(
 
     Of the steps skipped in a row, a `Spike` has skipped the last `spikes`. None is no known policy.
     """
-    scale, skipped = state["loss_scale"], state["consecutive_skipped"]
-    bounds = _bounds_of(policy)
-    floor, cap = bounds or (scale, scale)
+    (low, high, moves), scale = _range_of(policy), state["loss_scale"]
+    skipped, patience = state["consecutive_skipped"], getattr(policy, "loss_patience", math.inf)
     # The policy would have counted a last step that is not finite: it was finite, and the loss
     # scale grew, which sets both counts to 0.
-    has_grown = has_rules and scale > floor and not state["growth_count"] + state["overflow_count"]
-    has_grown &= skipped >= getattr(policy, "loss_patience", math.inf)
+    is_counted = state["growth_count"] + state["overflow_count"] > 0
+    has_grown = has_rules and scale > low and skipped >= patience and not is_counted
     finite = getattr(policy, "growth_interval", 1) if has_grown else state["growth_count"]
     if max(finite, spikes) >= skipped:
         return [_CAUSES[-1].text]  # only a rule skips a finite step
     # Every overflow is counted and lowers the loss scale, and only a finite step raises it again.
-    is_low = bounds is not None and scale <= max(floor, 1.0)
-    backoffs = math.log(cap / scale) / -math.log(getattr(policy, "backoff_factor", 0.5))
+    is_low = bool(moves) and scale <= max(low, 1.0)
+    backoffs = math.log(high / scale) / -math.log(getattr(policy, "backoff_factor", 0.5))
     too_many = not has_rules and skipped > backoffs + getattr(policy, "hysteresis", 1)
-    is_loss = bounds is not None and not is_low and (too_many or not state["overflow_count"])
-    is_fixed = False if bounds else isinstance(policy, FixedLossScale) or None
-    run = _Run(finite, has_rules, scale, is_fixed, is_low, is_loss and not finite)
+    is_loss = bool(moves) and not is_low and (too_many or not state["overflow_count"])
+    run = _Run(finite, has_rules, scale, moves, is_low, is_loss and not finite)
     possible = [cause for cause in _CAUSES if not cause.ruled_out(run)]
     return [cause.text for cause in sorted(possible, key=lambda cause: not cause.comes_first(run))]
 
 
-def _bounds_of(policy: LossScale | None) -> tuple[float, float] | None:
-    """Return the float32 bounds of the loss scale, if they are known."""
-    bounds = getattr(policy, "min_scale", None), getattr(policy, "max_scale", None)
-    return None if None in bounds else (float(np.float32(bounds[0])), float(np.float32(bounds[1])))
+def _range_of(policy: Any) -> tuple[float, float, bool | None]:
+    """Return the bounds of the float32 loss scale, and whether it moves if that is known."""
+    low, high = getattr(policy, "min_scale", None), getattr(policy, "max_scale", None)
+    if low is not None and high is not None:
+        return as_float32(low), as_float32(high), True
+    if isinstance(policy, FixedLossScale):
+        return as_float32(policy.scale), as_float32(policy.scale), False
+    return SMALLEST_SCALE, LARGEST_SCALE, None
 
 
 def _read(fields: dict[str, Any]) -> dict[str, float]:
     """Return scalar fields of a state as Python numbers."""
-    checks.concrete(
-        "opt_state",
-        fields,
-        "Call `check_health` outside of `jax.jit`, on the state that the compiled step returned; "
-        "`is_stalled` works inside.",
-    )
+    remedy = "Call `check_health` on what the compiled step returns; `is_stalled` works inside."
+    checks.concrete("opt_state", fields, remedy)
     for name, field in fields.items():
         checks.scalar(f"opt_state.{name}", field, "Take one replica: `x[0]` of every leaf.")
     return {name: jax.device_get(as_field(name, field)).item() for name, field in fields.items()}
@@ -222,45 +214,32 @@ def _read_spike(spike: SpikeState) -> dict[str, float]:
 
 
 def _refuse_impossible(
-    state: dict[str, float], rule_state: PyTree, inner_state: PyTree, policy: LossScale | None
+    state: dict[str, float], rule_state: PyTree, inner_state: PyTree, low: float, high: float
 ) -> None:
     """Refuse a state to which no training leads, but damage or an edit by hand does.
 
     With a loss scale far too large or too small, all gradients are zero, and the steps applied.
     """
-    remedy = "Restore an earlier checkpoint, or put the state of `init` in its place."
-    low, high, where = SMALLEST_SCALE, LARGEST_SCALE, "between 2**-126 and 2**126"
-    bounds = _bounds_of(policy)
-    if bounds is not None:
-        (low, high), where = bounds, "between {:g} and {:g}".format(*bounds)
-    elif isinstance(policy, FixedLossScale):
-        low = high = float(np.float32(policy.scale))
-        where = f"of {low:g}, that of its policy,"
-    counts = {name: number for name, number in state.items() if name != "loss_scale"}
-    if not low <= state["loss_scale"] <= high or min(counts.values()) < 0:
-        raise ValueError(
-            f"`opt_state` must hold a loss scale {where} and counts of at least 0, got "
-            f"{state['loss_scale']:g} and {counts}. {remedy}"
-        )
+    if not low <= state["loss_scale"] <= high or min(state.values()) < 0:
+        raise _impossible(f"a loss scale from {low:g} to {high:g}, and counts of at least 0", state)
     for path, spike in leaves_of_type(rule_state, SpikeState):
         numbers, window = _read_spike(spike), jax.tree.leaves(spike)[0].shape[0]
-        if not 0 <= numbers["held"] <= window or numbers["consecutive_skipped"] < 0:
-            raise ValueError(
-                f"`opt_state` must hold a Spike with at most the {window} values of its window "
-                f"and counts of at least 0, got {numbers} at {path_name(path)}. {remedy}"
-            )
+        if numbers["held"] > window or min(numbers.values()) < 0:
+            expected = f"a Spike with at most {window} values, and counts of at least 0"
+            raise _impossible(expected, f"{numbers} at {path_name(path)}")
     for path, leaf in jax.tree_util.tree_leaves_with_path(inner_state):
+        where = f"at {path_name(path)} of the inner state"
         if np.ndim(leaf) and not _is_finite(leaf):
-            raise ValueError(
-                "`opt_state` must hold arrays of finite numbers, got NaN or infinity at "
-                f"{path_name(path)} of the inner state, for example the square of a huge gradient. "
-                f"{remedy}"
-            )
+            raise _impossible("arrays of finite numbers", f"NaN or infinity {where}")
         if _is_count(path, leaf) and jax.device_get(leaf) < 0:
-            raise ValueError(
-                f"`opt_state` must hold counts of at least 0, got {leaf} at {path_name(path)} of "
-                f"the inner state. {remedy}"
-            )
+            raise _impossible("counts of at least 0", f"{leaf} {where}")
+
+
+def _impossible(expected: str, got: object) -> ValueError:
+    return ValueError(
+        f"`opt_state` must hold {expected}, got {got}. Restore an earlier checkpoint, or put the "
+        "state of `init` in its place."
+    )
 
 
 def _is_count(path: KeyPath, leaf: Any) -> bool:
@@ -274,7 +253,7 @@ def _is_count(path: KeyPath, leaf: Any) -> bool:
 def _is_finite(array: Any) -> bool:
     if getattr(array, "is_fully_addressable", True):
         return bool(jax.device_get(all_finite(array)))
-    # The parts of this process alone, since only one process may be looking, and each once, however
-    # many devices hold it; on the host, since JAX refuses arrays of one device where a mesh is set.
+    # The parts of this process, since others may not be looking, each once, however many devices
+    # hold it; on the host, since JAX refuses arrays of one device where a mesh is set.
     parts = {str(s.index): s.data for s in array.addressable_shards if is_inexact(array)}
     return all(np.isfinite(jax.device_get(part)).all() for part in parts.values())

@@ -109,19 +109,18 @@ def nonfinite_report(grads: PyTree) -> dict[str, NonfiniteCounts]:
       Array(1, dtype=int32)
     """
     leaves = jax.tree_util.tree_leaves_with_path(grads)
-    return {jax.tree_util.keystr(path): _counts(leaf) for path, leaf in leaves if is_inexact(leaf)}
+    return {jax.tree_util.keystr(path): _counts(x) for path, x in leaves if is_inexact(x)}
 
 
 def _counts(leaf: Any) -> NonfiniteCounts:
     array = readable(leaf)
     is_large = not is_symbolic(array.size) and array.size > INT32_MAX
 
+    # An int32 would wrap around, to 0 for 2**32 elements.
+    dtype, largest = (jnp.float32, 2.0**31 - 128) if is_large else (jnp.int32, INT32_MAX)
+
     def count(mask: jax.Array) -> jax.Array:
-        if not is_large:
-            return jnp.sum(mask, dtype=jnp.int32)
-        # An int32 would wrap around, to 0 for 2**32 elements.
-        largest = 2.0**31 - 128  # in float32
-        return jnp.minimum(jnp.sum(mask, dtype=jnp.float32), largest).astype(jnp.int32)
+        return jnp.minimum(jnp.sum(mask, dtype=dtype), largest).astype(jnp.int32)
 
     is_nan = jnp.isnan(array)
     size = jnp.asarray(INT32_MAX if is_large else array.size, jnp.int32)
@@ -154,13 +153,9 @@ def format_nonfinite_report(report: Mapping[str, NonfiniteCounts]) -> str:
     checks.report("report", report, NonfiniteCounts, "Make it with `nonfinite_report`.")
     counts = {name: [int(count) for count in each] for name, each in report.items()}
     bad = {name: (nan + inf) / size for name, (nan, inf, size) in counts.items() if nan + inf}
-    if not bad:
-        return f"0 of {len(counts)} arrays are not finite."
-    lines = [f"{len(bad)} of {len(counts)} arrays are not finite:"]
-    for name in sorted(bad, key=lambda name: -bad[name]):
+    lines = [f"{len(bad)} of {len(counts)} arrays are not finite" + (":" if bad else ".")]
+    for name, share in sorted(bad.items(), key=lambda item: -item[1]):
         nan, inf, size = counts[name]
-        lines.append(
-            f"  {name or 'the root of the tree'}: {nan} NaN and {inf} infinite of {size} elements "
-            f"({100 * bad[name]:.3g} %)"
-        )
+        where, percent = name or "the root of the tree", f"{100 * share:.3g} %"
+        lines.append(f"  {where}: {nan} NaN and {inf} infinite of {size} elements ({percent})")
     return "\n".join(lines)

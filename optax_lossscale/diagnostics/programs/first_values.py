@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -19,9 +18,9 @@ class FirstNonfinite:
 
     Attributes:
       layer: The key path, in the arguments of the function, of the layer whose parameters were read
-        last, or whose input is cast; of several layers that one operation with a function in it
-        reads, the part that their paths share; without any, the named scope. For an argument that
-        is not finite itself, its own key path.
+        last, or whose input is cast; of several layers that one operation reads, the part that
+        their paths share; without any, the named scope. For an argument that is not finite itself,
+        its own key path.
       operation: The name of the operation in JAX, such as `"dot_general"` or
         `"convert_element_type"` (a cast). None for an argument.
       dtype: The type of the array that is not finite.
@@ -63,16 +62,11 @@ class FirstNonfinite:
 
 
 class Leaf(NamedTuple):
-    """An array of the arguments."""
+    """A floating-point array of the arguments."""
 
     position: int
-    keys: tuple[str, ...]  # the name of the argument, and the keys within it
-    is_parameter: bool
-
-    def layer(self) -> tuple[str, ...]:
-        """Return the keys of the layer that it belongs to, or its own outside of any layer."""
-        keys = self.keys[:-1] if self.keys[-1] == ".value" else self.keys  # a box of Flax
-        return keys[:-1] if len(keys) > 2 else keys
+    name: str  # of the argument, with the key path within it
+    layer: tuple[str, ...]  # of a parameter, the keys of its layer; its own outside of any
 
 
 @dataclasses.dataclass
@@ -81,8 +75,7 @@ class Origin:
 
     time: int
     found: FirstNonfinite
-    cast: Any = None  # the result, if a cast made them
-    is_constant: bool = False  # a cast of a number in the code, which no layer has read yet
+    cast: Any = None  # the result of a cast, until the layer is known that reads it
 
 
 class Value(NamedTuple):
@@ -96,67 +89,48 @@ class Value(NamedTuple):
     is_cotangent: bool = False  # computed in the backward pass, and not from residuals alone
     is_constant: bool = False  # a number or an array in the code
 
-    def at(self, step: int) -> "Value":
-        """Return one step of an array that a scan slices."""
-        array = self.array[step]
-        kinds = kinds_of(array)
-        return self._replace(array=array, kinds=kinds, origin=self.origin if kinds else None)
-
     def number(self) -> float | None:
         """Return the number that it is, if it is one real number in the code."""
         is_number = self.is_constant and np.size(self.array) == 1 and np.isrealobj(self.array)
-        return np.asarray(self.array).item() if is_number else None
+        return float(np.asarray(self.array).item()) if is_number else None
 
 
 def earliest(values: Iterable[Value]) -> Origin | None:
-    """Return the earliest of the origins of values."""
-    origins = (value.origin for value in values if value.origin)
+    """Return the earliest of the origins of values that are not finite."""
+    origins = (value.origin for value in values if value.kinds and value.origin)
     return min(origins, key=lambda origin: origin.time, default=None)
 
 
 def layer_of(
-    operands: list[Value], time: int, *, is_backward: bool, holds_function: bool
-) -> tuple[int, str] | None:
-    """Return the layer that an operation belongs to."""
-    # Parameters come before the batch, if the model is not known.
-    read = sorted(x.leaf for x in operands if x.leaf and x.leaf.is_parameter)
-    if read:
-        first, *others = (leaf.layer() for leaf in read)
-        # A function may read several layers, of which any may be the one that is looked for.
-        likely = [first, *(keys for keys in others if holds_function and keys[0] == first[0])]
-        shared = itertools.takewhile(lambda keys: len(set(keys)) == 1, zip(*likely, strict=False))
-        return time, "".join(keys[0] for keys in shared)
+    operands: list[Value], time: int, *, is_backward: bool
+) -> tuple[tuple[int, str] | None, bool]:
+    """Return the layer of an operation, and whether it computes a cotangent."""
     # A derivative is taken where the forward pass was, not where the backward pass comes from.
     forward = [x.layer for x in operands if x.layer and not x.is_cotangent]
+    # The rule of a `custom_vjp` may compute from its residuals first, which is known forward.
+    is_cotangent = is_backward and len(forward) < len(operands)
+    # Parameters come before the batch, if the model is not known.
+    read = sorted(x.leaf for x in operands if x.leaf and x.leaf.layer)
+    if read:
+        layers = [leaf.layer for leaf in read if leaf.layer[0] == read[0].layer[0]]
+        shared = itertools.takewhile(lambda keys: len(set(keys)) == 1, zip(*layers, strict=False))
+        return (time, "".join(keys[0] for keys in shared)), is_cotangent
     layers = forward if is_backward and forward else [x.layer for x in operands if x.layer]
-    return max(layers, default=None)
+    return max(layers, default=None), is_cotangent
 
 
 def kinds_of(array: Any) -> frozenset[str]:
     """Return which of NaN, infinity and negative infinity an array holds."""
     if not is_inexact(array):
         return frozenset()
-    numbers: Any = np.asarray(array)
-    if np.isfinite(numbers).all():
-        return frozenset()
-    parts = (numbers.real, numbers.imag) if np.iscomplexobj(numbers) else (numbers,)
-    tests = {"nan": np.isnan, "inf": lambda x: x == np.inf, "-inf": lambda x: x == -np.inf}
-    return frozenset(name for name, test in tests.items() if any(test(x).any() for x in parts))
+    numbers = np.asarray(array)
+    bad: Any = numbers[~np.isfinite(numbers)].astype(complex)
+    return frozenset(str(x) for x in np.unique([bad.real, bad.imag]) if not np.isfinite(x))
 
 
 def count_nonfinite(array: Any) -> dict[str, Any]:
     """Return the fields of `FirstNonfinite` that describe an array."""
     numbers = np.asarray(array)
-    is_nan = np.isnan(numbers)
-    return {
-        "dtype": str(numbers.dtype),
-        "nan": int(is_nan.sum()),
-        "inf": int((~np.isfinite(numbers) & ~is_nan).sum()),
-        "size": numbers.size,
-    }
-
-
-def readable_scope(scope: str) -> str:
-    """Return the names in a scope, without the transformations around them."""
-    names = re.sub(r"\w+\(|\)", "", scope)
-    return "/".join(name for name in names.split("/") if name)
+    nan = int(np.isnan(numbers).sum())
+    inf = int((~np.isfinite(numbers)).sum()) - nan
+    return {"dtype": str(numbers.dtype), "nan": nan, "inf": inf, "size": numbers.size}

@@ -7,8 +7,7 @@ from typing import Any
 import jax
 
 from optax_lossscale._support import checks
-from optax_lossscale._support.jaxprs import trace
-from optax_lossscale._support.products import Product, products_of, total_flops
+from optax_lossscale._support.jaxprs import Product, products_of, total_flops, trace
 from optax_lossscale._support.tree import PyTree
 
 
@@ -74,8 +73,8 @@ def precision_report(
         closed, _ = trace(fun, args, kwargs)
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
         raise TypeError(
-            f"`fun` must be a function that JAX can trace, got {fun!r}, which reads the values of "
-            "arrays. Close over the values that decide about the program, or give Python numbers."
+            f"`fun` must be a function that JAX can trace, got {fun!r}. Close over the values that "
+            "decide about the program, or give Python numbers."
         ) from error
     by_dtype: dict[str, list[Product]] = {}
     for product in products_of(closed):
