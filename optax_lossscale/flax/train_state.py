@@ -140,15 +140,13 @@ class TrainState(train_state.TrainState):
 
         Raises:
           AttributeError: If a field is unknown.
-          TypeError: If this function sets a field itself, a dtype in a field changes, or `tx` was
-            replaced by an optimizer without loss scaling.
-          ValueError: If the structure or a shape in a field changes, or `grads` does not match
-            `params`.
+          TypeError: If this function sets a field itself, a dtype in a field changes, or `tx` is
+            not a `with_loss_scaling`.
+          ValueError: If the structure or a shape changes in a field, or `grads` differs in one.
         """
         if not isinstance(self.tx, Guard):
             raise TypeError(
-                f"`tx` must be what `with_loss_scaling` returns, got {self.tx!r}. Make the state "
-                "with `create`, or wrap the whole optimizer."
+                f"`tx` must be what `with_loss_scaling` returns, got {self.tx!r}. Wrap it."
             )
         _check_grads(grads, self.params)
         extra_args = {} if value is None else {"value": value}

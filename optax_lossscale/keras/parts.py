@@ -30,8 +30,7 @@ class EmaParamsState(NamedTuple):
     """The moving average of the parameters.
 
     Attributes:
-      ema_params: The average, float32 where the params are of a smaller type, and before the
-        first applied step the params that `init` was given. Shapes of the params.
+      ema_params: The average, as `ema_params(opt_state)` returns it.
       ema_steps: Applied steps. `int32[]`.
     """
 
@@ -87,10 +86,9 @@ def _injected_learning_rate(inner_state: optax.OptState) -> jax.Array:
     if len(found) != 1:
         paths = ", ".join(path_name(path) for path, _ in found) or "nowhere"
         raise ValueError(
-            "`weight_decay` must have one learning rate to be multiplied by, got no "
-            f"`learning_rate` and {len(found)} injected into `inner_optimizer`, found at: {paths}. "
-            "Give `learning_rate=`, a number or a schedule, or build the inner optimizer with "
-            "`optax.inject_hyperparams(...)(learning_rate=...)`."
+            "`weight_decay` must have one learning rate to be multiplied by, got "
+            f"{len(found)} injected into `inner_optimizer`, found at: {paths}. Give "
+            "`learning_rate=`, or inject one: `optax.inject_hyperparams(...)(learning_rate=...)`."
         )
     return found[0][1]
 
@@ -149,9 +147,8 @@ def moving_params(
         state = tx.init(params)
         if any(leaves_of_type(state, MasterWeightsState)):
             raise ValueError(
-                f"`{argument}` must be left out if `inner_optimizer` keeps master weights, got a "
-                "MasterWeightsState in its state: the masters would undo it. Decay inside, "
-                "`with_master_weights(optax.adamw(rate, weight_decay=...))`, and average "
+                f"`{argument}` must be left out if `inner_optimizer` keeps master weights, which "
+                "undo it. Decay inside, `with_master_weights(optax.adamw(...))`, and average "
                 "`master_weights(opt_state, params)`."
             )
         return state
@@ -160,10 +157,7 @@ def moving_params(
         updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, optax.OptState]:
         if params is None:
-            raise ValueError(
-                f"`params` must be given to `update` because of `{argument}`, got None. Call "
-                "`tx.update(grads, opt_state, params)`."
-            )
+            raise ValueError(f"`params` must be given to `update` because of `{argument}`.")
         return tx.update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
