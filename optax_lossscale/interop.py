@@ -207,17 +207,14 @@ def _convert(
     _check_standing(argument, loss_scale, growth_count)
     interval: Any = min(growth_interval, float(INT32_MAX))
     min_scale = max(min_scale, SMALLEST_SCALE)
-    try:
-        policy = DynamicLossScale(
-            # The state may be below the floor: the next step lifts it, and there the next overflow.
-            initial_scale=min(max(loss_scale, min_scale), max_scale),
-            growth_interval=int(interval) if interval.is_integer() else interval,
-            min_scale=min_scale,
-            max_scale=max_scale,
-            **factors,
-        )
-    except ValueError as error:
-        raise ValueError(f"`{argument}` cannot be represented. {error}") from error
+    policy = DynamicLossScale(
+        # The state may be below the floor: the next step lifts it, and there the next overflow.
+        initial_scale=min(max(loss_scale, min_scale), max_scale),
+        growth_interval=int(interval) if interval.is_integer() else interval,
+        min_scale=min_scale,
+        max_scale=max_scale,
+        **factors,
+    )
     return policy, policy.init()._replace(
         loss_scale=jnp.asarray(loss_scale, jnp.float32),
         growth_count=jnp.asarray(int(min(growth_count, INT32_MAX)), jnp.int32),

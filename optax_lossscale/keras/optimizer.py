@@ -18,7 +18,6 @@ from optax_lossscale.keras.parts import (
     average_params,
     clip_each_by_norm,
     decayed,
-    moving_params,
 )
 
 
@@ -114,8 +113,6 @@ def loss_scale_optimizer(
     if use_ema:
         average = average_params(given.get("ema_momentum", 0.99), ema_overwrite_frequency)
         tx = optax.chain(tx, average)
-    if weight_decay is not None or use_ema:
-        tx = moving_params(tx, "use_ema" if weight_decay is None else "weight_decay")
     if gradient_accumulation_steps is not None:
         tx = accumulated(tx, int(gradient_accumulation_steps))
 
