@@ -199,13 +199,20 @@ def test_where_nothing_is_skipped_everything_moves():
 
 
 def test_a_step_is_that_of_flax_on_the_true_gradients():
-    tx = optax.adamw(0.1)
-    ours, theirs = scalar_state(tx=tx), scalar_state(train_state.TrainState, tx)
-    for g in (1.0, -3.0, 0.3):
-        ours, theirs = apply(ours, g), theirs.apply_gradients(grads={"w": jnp.float32(g)})
-        assert_same_bits(ours.params, theirs.params)
-        assert_same_bits(ours.opt_state.inner_state, theirs.opt_state)
-        assert int(ours.step) == theirs.step
+    w = {"w": jnp.ones(3)}
+    lookahead = optax.lookahead(optax.sgd(0.1), sync_period=2, slow_step_size=0.5)
+    for tx, params in ((optax.adamw(0.1), w), (lookahead, optax.LookaheadParams.init_synced(w))):
+        given = {"apply_fn": None, "params": params, "tx": tx}
+        ours, theirs = TrainState.create(**given), train_state.TrainState.create(**given)
+        for g in (1.0, -3.0, 0.3):
+            grads = {"w": jnp.full(3, g)}
+            theirs = theirs.apply_gradients(grads=grads)
+            ours = ours.apply_gradients(grads=ours.scale_loss(grads))
+            assert_same_bits(ours.params, theirs.params)
+            assert_same_bits(ours.opt_state.inner_state, theirs.opt_state)
+            assert int(ours.step) == theirs.step
+    with pytest.raises(ValueError, match="`grads` must keep its structure"):
+        ours.apply_gradients(grads=params)
 
 
 def test_flaxs_own_train_state_skips_with_the_wrapper_as_tx():
@@ -296,23 +303,6 @@ def test_masters_beside_metadata_are_read_from_the_params_of_the_state(container
     # Outside of a TrainState the optimizer sees the metadata.
     opt_state = tx.init(params)
     assert ols.master_weights(opt_state, params) == params
-
-
-def test_lookahead_trains_as_in_flax():
-    def loss_fn(fast):
-        return jnp.sum(fast["w"] ** 2)
-
-    tx = optax.lookahead(optax.sgd(0.1), sync_period=2, slow_step_size=0.5)
-    params = optax.LookaheadParams.init_synced({"w": jnp.ones(3)})
-    theirs = train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
-    ours = TrainState.create(apply_fn=None, params=params, tx=tx, loss_scale=8)
-    for _ in range(3):
-        theirs = theirs.apply_gradients(grads=jax.grad(loss_fn)(theirs.params.fast))
-        scaled = jax.grad(lambda fast: ours.scale_loss(loss_fn(fast)))  # noqa: B023
-        ours = ours.apply_gradients(grads=scaled(ours.params.fast))
-    assert_same_bits(ours.params, theirs.params)
-    with pytest.raises(ValueError, match="`grads` must keep its structure"):
-        ours.apply_gradients(grads=params)
 
 
 @pytest.mark.slow
