@@ -120,12 +120,6 @@ def grads_of(state, value):
     return {"w": jnp.float32(value) * state.loss_scale}
 
 
-def apply(state, *grads):
-    for g in grads:
-        state = state.apply_gradients(grads=grads_of(state, g))
-    return state
-
-
 def test_every_leaf_is_a_strongly_typed_array_from_the_start():
     class State(TrainState):
         epoch: int
@@ -183,9 +177,11 @@ def test_it_can_be_scanned_and_donated():
 def test_step_counts_skipped_steps_too_where_asked_and_saturates():
     state, last = scalar_state(count_skipped=True), np.iinfo(np.int32).max
     assert state.count_skipped is True  # not a leaf of the tree
-    for start, expected in ((0, [0, 1, 2, 3]), (last - 2, [last - 2, last - 1, last, last])):
+    for start, expected in ((0, [1, 2, 3]), (last - 2, [last - 1, last, last])):
         state = state.replace(step=jnp.int32(start))
-        assert [int(apply(state, *[1, np.inf, 1][:n]).step) for n in range(4)] == expected
+        for g, step in zip((1, jnp.inf, 1), expected, strict=True):
+            state = state.apply_gradients(grads=grads_of(state, g))
+            assert int(state.step) == step
 
 
 def test_where_nothing_is_skipped_everything_moves():

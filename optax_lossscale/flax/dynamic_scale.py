@@ -62,7 +62,7 @@ class DynamicScale(dynamic_scale.DynamicScale):
         """Turn Python numbers into arrays, but not axes."""
         # Ints below 2, and None, may be axes, as those of `jax.tree.map(lambda _: 0, ds)`. As loss
         # scales they are of little use; as an axis, 2 would need three nested maps.
-        fields = self.fin_steps, self.scale
+        fields: tuple[Any, ...] = (self.fin_steps, self.scale)
         if not all(x is None or (isinstance(x, int) and x < 2) for x in fields):
             object.__setattr__(self, "fin_steps", as_strong_array(self.fin_steps, jnp.int32))
             object.__setattr__(self, "scale", as_strong_array(self.scale, jnp.float32))
