@@ -122,8 +122,7 @@ def from_torch_state_dict(d: Mapping[str, Any]) -> tuple[DynamicLossScale, LossS
 def to_torch_state_dict(policy: DynamicLossScale, state: Any) -> dict[str, Any]:
     """Return a dict for `torch.amp.GradScaler.load_state_dict`.
 
-    Torch has no bounds and no counters of skipped steps, so these are lost. Until the loss scale
-    meets a bound, it changes at the same steps.
+    Torch has no bounds and no counters of skipped steps, so these are lost.
 
     Args:
       policy: The policy of the run, with `hysteresis=1`: torch backs off on every overflow.

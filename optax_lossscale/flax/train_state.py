@@ -130,10 +130,8 @@ class TrainState(train_state.TrainState):
         Args:
           grads: The gradients of the scaled loss, with the structure of `params`, or with that of
             `params.fast` for `optax.lookahead`.
-          value: The loss, unscaled. It is passed to the optimizer, and if it is NaN or infinite,
-            the step is skipped.
-          **kwargs: New values of other fields, such as `batch_stats`. On a skipped step, each
-            keeps its old value.
+          value: The loss, unscaled, for the optimizer. If it is not finite, the step is skipped.
+          **kwargs: New values of other fields, such as `batch_stats`. A skipped step keeps the old.
 
         Returns:
           The state after the step, of the same type.

@@ -50,8 +50,7 @@ def loss_scale_optimizer(
       inner_optimizer: Any Optax optimizer.
       initial_scale: The loss scale of the first step, 2**15 by default; it must be given, and
         stays, if `dynamic` is false. It moves between 1 and 2**24, or `initial_scale` if beyond.
-      dynamic_growth_steps: Finite steps in a row after which the loss scale doubles; 2000 by
-        default.
+      dynamic_growth_steps: Finite steps in a row that double the loss scale; 2000 by default.
       dynamic: Whether the loss scale changes. If false, a step that is not finite is still skipped.
       learning_rate: The number that `weight_decay` is multiplied by, or a schedule of the number of
         applied steps. By default it is the inner optimizer's hyper-parameter of this name, if
@@ -61,14 +60,12 @@ def loss_scale_optimizer(
       clipnorm: Each leaf of the gradients is scaled down to at most this norm.
       clipvalue: Each element of the gradients is clipped to plus or minus this value.
       global_clipnorm: All gradients together are scaled down to at most this norm.
-      use_ema: Whether to keep an average of the params, which `ema_params` reads. After the first
-        applied step it equals the params, and then it is
-        `ema_momentum * average + (1 - ema_momentum) * params`.
+      use_ema: Whether to keep an average of the params, which `ema_params` reads: the params after
+        the first applied step, then `ema_momentum * average + (1 - ema_momentum) * params`.
       ema_momentum: A number in [0, 1]; 0.99 by default.
       ema_overwrite_frequency: Applied steps after which the average replaces the params, to within
         two units in the last place of the larger, again and again.
-      loss_scale_factor: A fixed loss scale instead of the dynamic one. Nothing is checked, and no
-        step is skipped.
+      loss_scale_factor: A fixed loss scale instead. Nothing is checked, and no step is skipped.
       gradient_accumulation_steps: Finite steps for each update of the inner optimizer, which sees
         the mean of their gradients, taken in float32.
       axis_name: The mapped axis, or a tuple of them, over which all must skip together.
@@ -111,8 +108,8 @@ def loss_scale_optimizer(
     if global_clipnorm is not None:
         tx = optax.chain(optax.clip_by_global_norm(global_clipnorm), tx)
     if use_ema:
-        average = average_params(given.get("ema_momentum", 0.99), ema_overwrite_frequency)
-        tx = optax.chain(tx, average)
+        momentum = 0.99 if ema_momentum is None else ema_momentum
+        tx = optax.chain(tx, average_params(momentum, ema_overwrite_frequency))
     if gradient_accumulation_steps is not None:
         tx = accumulated(tx, int(gradient_accumulation_steps))
 
@@ -125,7 +122,7 @@ def loss_scale_optimizer(
         policy = DynamicLossScale(
             initial_scale=start,
             growth_interval=given.get("dynamic_growth_steps", 2000),
-            min_scale=min(1, start),
+            min_scale=min(1.0, start),
             max_scale=max(2.0**24, start),
         )
     return with_loss_scaling(tx, policy, axis_name=axis_name)
@@ -189,14 +186,11 @@ def _check(given: dict[str, Any]) -> None:
         _CHECKS[name](name, given[name])
     is_fixed = "loss_scale_factor" in given
     if not (given["dynamic"] or is_fixed or "initial_scale" in given):
-        raise ValueError(
-            "`initial_scale` must be given if `dynamic` is False, got None. Give the loss scale."
-        )
+        raise ValueError("`initial_scale` must be given if `dynamic` is False, got None.")
     clips = {name: value for name, value in given.items() if "clip" in name}
     if len(clips) > 1:
         raise ValueError(
-            f"only one of `clipnorm`, `clipvalue` and `global_clipnorm` may be given, got {clips}. "
-            "Leave the others out."
+            f"only one of `clipnorm`, `clipvalue` and `global_clipnorm` may be given, got {clips}."
         )
     for name, has_no_effect, where in (
         ("initial_scale", is_fixed, "with `loss_scale_factor`"),
