@@ -227,11 +227,13 @@ def test_keras_refuses_the_arguments_on_the_wrapper_ours_takes_them():
 
 
 def test_the_defaults_are_those_of_tf_keras():
-    tx = loss_scale_optimizer(optax.sgd(1.0))
-    state = optax.tree.set(tx.init(0.0), growth_count=jnp.int32(1998))
-    for expected in (2.0**15, 2.0**16):
-        _, state = tx.update(1.0, state)
-        assert ols.loss_scale_state(state).loss_scale == expected
+    tx = loss_scale_optimizer(optax.sgd(1.0), use_ema=True)
+    params = jnp.float32(0)
+    state = optax.tree.set(tx.init(params), growth_count=jnp.int32(1998))
+    for loss_scale, average in ((2.0**15, -1), (2.0**16, -1.01)):
+        params, state = take(tx, params, state, 1.0)
+        assert ols.loss_scale_state(state).loss_scale == loss_scale
+        np.testing.assert_allclose(ema_params(state), average, rtol=1e-6)
 
 
 def test_a_skipped_step_changes_nothing_and_the_state_keeps_its_type():
@@ -385,6 +387,13 @@ def test_a_loss_scale_may_start_beyond_the_usual_bounds(start_at, bounds):
 
 def test_a_param_called_learning_rate_is_not_taken_for_the_rate():
     params = {"hyperparams": {"learning_rate": jnp.float32(5.0)}, "learning_rate": jnp.float32(7.0)}
-    tx = loss_scale_optimizer(optax.inject_hyperparams(optax.adam)(0.1), weight_decay=1.0)
+    injected = optax.inject_hyperparams(optax.adam)(0.1)
+    tx = loss_scale_optimizer(optax.chain(optax.clip(1.0), injected), weight_decay=1.0)
     after, _ = take(tx, params, tx.init(params), jax.tree.map(jnp.zeros_like, params))
     np.testing.assert_allclose(jax.tree.leaves(after), [4.5, 6.3], rtol=1e-6)
+    for inner, places in (
+        (optax.sgd(0.1), "nowhere"),
+        (optax.chain(injected, injected), "`.*`, `"),
+    ):
+        with pytest.raises(ValueError, match=f"found at: {places}"):
+            loss_scale_optimizer(inner, weight_decay=1.0).init(params)
