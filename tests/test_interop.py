@@ -1,5 +1,7 @@
 """A converted loss scale changes at the same steps as in the live source library."""
 
+import dataclasses
+
 import flax
 import jax
 import jax.numpy as jnp
@@ -50,12 +52,13 @@ def run_flax(ds, finite):
 
 
 def run_jmp(ls, finite):
-    """Take eager steps, because JMP loses its floor under `jax.jit`."""
-    after = []
-    for flag in finite:
-        ls = ls.adjust(flag)
-        after.append((ls.loss_scale, ls.counter))
-    return tuple(np.stack([np.asarray(x) for x in xs]) for xs in zip(*after, strict=True))
+    """Scan its arrays alone: JMP loses the floor of an object that passes through a transform."""
+
+    def step(arrays, finite):
+        after = dataclasses.replace(ls, loss_scale=arrays[0], counter=arrays[1]).adjust(finite)
+        return (after.loss_scale, after.counter), (after.loss_scale, after.counter)
+
+    return jax.lax.scan(step, (ls.loss_scale, ls.counter), finite)[1]
 
 
 def assert_same_moves(theirs, ours, *, exact=True):
