@@ -3,13 +3,13 @@
 A run that switches midway keeps its rule, its loss scale and its count of finite steps: the loss
 scale next changes at the step at which it would have changed before. No library is imported.
 
-With an interval of N, JMP and torch grow on the N-th finite step in a row, as this library does.
-Releases of Flax grow one step later. A count beyond the interval, because the interval was
+With an interval of N, JMP and torch grow on the N-th finite step in a row, as this library does;
+releases of Flax grow one step later. A count beyond the interval, because the interval was
 shortened, grows on the next finite step here.
 
-The libraries' only ceiling is the largest number of the loss scale's dtype, and torch has no floor.
-A loss scale beyond a bound moves to it on the next step here; in Flax and JMP, an overflow lifts it
-to the floor. The counts of skipped steps start at 0, since the others do not keep them.
+The libraries have no ceiling, and torch has no floor. A loss scale beyond a bound moves to it on
+the next step here; in Flax and JMP, an overflow lifts it to the floor. The counts of skipped steps
+start at 0, since the others do not keep them.
 """
 
 from collections.abc import Mapping
@@ -39,9 +39,9 @@ def from_flax_dynamic_scale(
     Args:
       ds: The `DynamicScale`, with concrete numbers; one replica of a replicated one.
       grows_late: Whether the class of `ds` grows on the step after the `growth_interval`-th finite
-        one, as the releases of Flax do. The policy's `growth_interval` is then one larger. False
-        for a class that grows on that step itself, as in commit 8163517a of Flax. The class
-        `optax_lossscale.flax.DynamicScale`, which does so too, is recognized and needs no False.
+        one, as the releases of Flax do; the policy's `growth_interval` is then one larger. False
+        for a class that grows on that step itself, as in commit 8163517a of Flax.
+        `optax_lossscale.flax.DynamicScale`, which does so too, is recognized.
 
     Raises:
       TypeError: If `ds` lacks an attribute, or one is not a concrete number.
@@ -54,9 +54,8 @@ def from_flax_dynamic_scale(
       >>> policy.growth_interval, float(state.loss_scale), int(state.growth_count)
       (2001, 65536.0, 7)
     """
-    expected = "a flax.training.dynamic_scale.DynamicScale"
     names = ("scale", "fin_steps", "growth_interval", "growth_factor", "backoff_factor")
-    scale, count, interval, growth, backoff = _numbers("ds", ds, names, expected)
+    scale, count, interval, growth, backoff = _numbers("ds", ds, names, "a Flax DynamicScale")
     floor = 0.0 if ds.minimum_scale is None else _number("ds", "minimum_scale", ds.minimum_scale)
     # An interval of 0 grows on every finite step in both, as one of 1 does here.
     interval += getattr(ds, "grows_late", grows_late) or interval == 0
@@ -68,15 +67,14 @@ def from_jmp(ls: Any) -> tuple[DynamicLossScale, LossScaleState]:
     """Return the policy and the state of a `jmp.DynamicLossScale`.
 
     The floor is the one that the object holds. JMP itself loses it when the object passes through
-    `jax.jit`, and then uses 1. In JMP a float16 loss scale never grows above 2**15, since twice
-    that is infinite; the policy has the same ceiling.
+    `jax.jit`, and then uses 1. A float16 loss scale gets the ceiling 2**15: in JMP it does not
+    grow beyond, since twice that is infinite.
 
     Args:
       ls: The `jmp.DynamicLossScale`, with concrete numbers; one replica of a replicated one.
 
     Raises:
-      TypeError: If `ls` lacks an attribute, as JMP's other two classes do, or one is not a concrete
-        number.
+      TypeError: If `ls` lacks an attribute, as JMP's others do, or one is not a concrete number.
       ValueError: If one is not a scalar or is out of bounds.
 
     Examples:
@@ -87,17 +85,10 @@ def from_jmp(ls: Any) -> tuple[DynamicLossScale, LossScaleState]:
       >>> policy.growth_interval, float(state.loss_scale), int(state.growth_count)
       (100, 1024.0, 0)
     """
-    expected = (
-        "a jmp.DynamicLossScale; for a jmp.StaticLossScale use "
-        "`FixedLossScale(float(ls.loss_scale))`, for a jmp.NoOpLossScale `as_loss_scale(None)`"
-    )
+    expected = "a jmp.DynamicLossScale; JMP's others are `FixedLossScale` and `as_loss_scale(None)`"
     names = ("loss_scale", "counter", "period", "factor", "min_loss_scale")
     scale, count, period, factor, floor = _numbers("ls", ls, names, expected)
-    ceiling = LARGEST_SCALE
-    if jnp.result_type(ls.loss_scale) == jnp.float16:
-        ceiling = scale
-        while factor > 1 and ceiling * factor <= float(jnp.finfo(jnp.float16).max):
-            ceiling *= factor
+    ceiling = 2.0**15 if jnp.result_type(ls.loss_scale) == jnp.float16 else LARGEST_SCALE
     rule = {"growth_factor": factor, "backoff_factor": 1 / factor if factor else 0.0}
     return _convert("ls", scale, count, period, min_scale=floor, max_scale=ceiling, **rule)
 
@@ -121,10 +112,7 @@ def from_torch_state_dict(d: Mapping[str, Any]) -> tuple[DynamicLossScale, LossS
       >>> policy.growth_interval, float(state.loss_scale), int(state.growth_count)
       (100, 1024.0, 7)
     """
-    expected = (
-        "the result of torch's `GradScaler.state_dict()`; for a scaler with `enabled=False`, "
-        "which returns an empty dict, use `as_loss_scale(None)`"
-    )
+    expected = "the state_dict of a GradScaler; a disabled one is `as_loss_scale(None)`"
     names = ("scale", "_growth_tracker", "growth_interval", "growth_factor", "backoff_factor")
     theirs = SimpleNamespace(**d) if isinstance(d, Mapping) else d
     scale, count, interval, growth, backoff = _numbers("d", theirs, names, expected)
@@ -134,8 +122,7 @@ def from_torch_state_dict(d: Mapping[str, Any]) -> tuple[DynamicLossScale, LossS
 def to_torch_state_dict(policy: DynamicLossScale, state: Any) -> dict[str, Any]:
     """Return a dict for `torch.amp.GradScaler.load_state_dict`.
 
-    Torch has no bounds and no counters of skipped steps, so these are lost. Until the loss scale
-    meets a bound, it changes at the same steps.
+    Torch has no bounds and no counters of skipped steps, so these are lost.
 
     Args:
       policy: The policy of the run, with `hysteresis=1`: torch backs off on every overflow.
@@ -144,8 +131,8 @@ def to_torch_state_dict(policy: DynamicLossScale, state: Any) -> dict[str, Any]:
 
     Raises:
       TypeError: If `policy` is not a `DynamicLossScale`, or `state` does not hold concrete numbers.
-      ValueError: If `hysteresis` is greater than 1, or `state` does not hold exactly one
-        `LossScaleState` of scalars, or one that is out of bounds.
+      ValueError: If `hysteresis` is greater than 1, or `state` does not hold one `LossScaleState`
+        of scalars within bounds.
 
     Examples:
       >>> import optax_lossscale as ols
@@ -157,13 +144,12 @@ def to_torch_state_dict(policy: DynamicLossScale, state: Any) -> dict[str, Any]:
     """
     if not isinstance(policy, DynamicLossScale):
         raise TypeError(
-            f"`policy` must be a DynamicLossScale, got {policy!r}: torch has no other rule. Pass "
-            "the policy of the run."
+            f"`policy` must be a DynamicLossScale, got {policy!r}: torch has no other rule."
         )
     if policy.hysteresis > 1:
         raise ValueError(
             f"`policy` must have hysteresis=1, got {policy.hysteresis}: torch backs off on every "
-            "overflow. Pass `dataclasses.replace(policy, hysteresis=1)` if that is acceptable."
+            "overflow. Replace it if that is acceptable."
         )
     found, names = loss_scale_state(state), ("loss_scale", "growth_count")
     scale, count = _numbers("state", found, names, "a LossScaleState")
@@ -194,8 +180,7 @@ def _number(argument: str, name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError) as error:  # a traced value is a TypeError, too
         raise TypeError(
-            f"`{argument}` must hold concrete numbers, got {name}={value!r}. Convert it outside of "
-            "`jax.jit` and other transformations."
+            f"`{argument}` must hold concrete numbers, got {name}={value!r}. Leave `jax.jit`."
         ) from error
 
 
@@ -221,18 +206,14 @@ def _convert(
     _check_standing(argument, loss_scale, growth_count)
     interval: Any = min(growth_interval, float(INT32_MAX))
     min_scale = max(min_scale, SMALLEST_SCALE)
-    max_scale = max(max_scale, min_scale)
-    try:
-        policy = DynamicLossScale(
-            # The state may be below the floor: the next step lifts it, and there the next overflow.
-            initial_scale=min(max(loss_scale, min_scale), max_scale),
-            growth_interval=int(interval) if interval.is_integer() else interval,
-            min_scale=min_scale,
-            max_scale=max_scale,
-            **factors,
-        )
-    except ValueError as error:
-        raise ValueError(f"`{argument}` cannot be represented. {error}") from error
+    policy = DynamicLossScale(
+        # The state may be below the floor: the next step lifts it, and there the next overflow.
+        initial_scale=min(max(loss_scale, min_scale), max_scale),
+        growth_interval=int(interval) if interval.is_integer() else interval,
+        min_scale=min_scale,
+        max_scale=max_scale,
+        **factors,
+    )
     return policy, policy.init()._replace(
         loss_scale=jnp.asarray(loss_scale, jnp.float32),
         growth_count=jnp.asarray(int(min(growth_count, INT32_MAX)), jnp.int32),

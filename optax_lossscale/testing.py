@@ -19,11 +19,10 @@ __all__ = ["assert_scaled_once"]
 _SCALES = tuple(2.0**power for power in range(24, -12, -4))
 
 _MISTAKES = {
-    0: "not scaled, or unscaled before `tx.update`, which unscales. Differentiate "
-    "`scale_loss(loss, state)`, or use `value_and_grad`, and pass its gradients on as they are",
+    0: "not scaled, or unscaled before `tx.update`, which unscales. Use `value_and_grad`, and pass "
+    "its gradients on as they are",
     2: "scaled twice. Multiply by the loss scale in one place",
-    -1: "not scaled, but unscaled. Differentiate `scale_loss(loss, state)`, and pass the gradients "
-    "on as they are: `tx.update` unscales them",
+    -1: "not scaled, but unscaled, which `tx.update` does. Use `value_and_grad` alone",
 }
 
 
@@ -31,23 +30,21 @@ def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any
     """Assert that gradients are proportional to the loss scale.
 
     For each array, k in `gradients ~ loss_scale**k` is measured: 1 is right, 0 means that the loss
-    was not scaled or the gradients were unscaled already, 2 that it was scaled twice. Give it the
-    gradients that go into `tx.update`: Adam, which divides by their size, hides the mistake in its
-    updates. Arrays whose gradient is zero are not judged.
+    was not scaled or the gradients were unscaled already, 2 that it was scaled twice. The updates
+    of Adam, which divides by the size of gradients, would hide it. Zero gradients are not judged.
 
     Args:
       grad_fn: `grad_fn(state, *args)` returns the gradients that go into `tx.update`, scaled.
-      state: A `LossScaleState`, or any pytree that holds exactly one: an optimizer's state, a
-        Flax TrainState, an `nnx.Optimizer`. `grad_fn` is given copies of it with two other loss
-        scales, 2**24 or less, at which the gradients are finite.
+      state: A `LossScaleState`, or any pytree that holds exactly one, as a Flax TrainState does.
+        `grad_fn` is given copies of it with two other loss scales of at most 2**24.
       *args: The other arguments of `grad_fn`.
 
     Raises:
       TypeError: If the gradients are traced.
       AssertionError: If the gradients are not proportional to the loss scale. The message
         says "not scaled", "scaled twice", or how they depend on it.
-      ValueError: If `state` holds no `LossScaleState`, or several, or if nothing can be measured
-        because the gradients are all zero, or not finite at any loss scale.
+      ValueError: If `state` holds no `LossScaleState`, or several, or if the gradients are all
+        zero or not finite at any loss scale.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -63,11 +60,10 @@ def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any
         return
     name, k = max(wrong.items(), key=lambda item: abs(item[1] - 1))
     mistake = _MISTAKES.get(round(k)) if abs(k - round(k)) <= 0.25 else None
+    mistake = mistake or "they depend on it in some other way. Look for an underflow in float16"
     raise AssertionError(
         f"The gradients must grow with the loss scale to the power of 1, got {k:.2f} at {name} "
-        f"({len(wrong)} of {len(powers)} arrays are wrong): "
-        + (mistake or "they depend on it in some other way. Look for an underflow in float16")
-        + "."
+        f"({len(wrong)} of {len(powers)} arrays are wrong): {mistake}."
     )
 
 
@@ -87,18 +83,13 @@ def _powers(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any) -> dict[s
             return {name: math.log(high[name] / low[name], 4) for name in measured}
     raise ValueError(
         "`grad_fn` must return gradients that are finite and not all zero, which they are at no "
-        f"loss scale between {_SCALES[-1] / 4:g} and {_SCALES[0]:g}. Choose other parameters or "
-        "data; `first_nonfinite` says where they are not finite."
+        f"loss scale between {_SCALES[-1] / 4:g} and {_SCALES[0]:g}. Look at `first_nonfinite`."
     )
 
 
 def _largest(grads: PyTree) -> dict[str, float]:
     """Return the largest magnitude in each array that is scaled."""
-    checks.concrete(
-        "grad_fn",
-        grads,
-        "Call `assert_scaled_once` outside of `jax.jit`; the function itself may be jitted.",
-    )
+    checks.concrete("grad_fn", grads, "Assert outside of `jax.jit`; the function may be jitted.")
     return {
         path_name(path): float(np.max(np.abs(np.asarray(leaf).astype(np.complex128)), initial=0))
         for path, leaf in jax.tree_util.tree_leaves_with_path(grads)

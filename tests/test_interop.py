@@ -1,5 +1,7 @@
 """A converted loss scale changes at the same steps as in the live source library."""
 
+import dataclasses
+
 import flax
 import jax
 import jax.numpy as jnp
@@ -34,7 +36,7 @@ def run_ours(policy, state, finite):
         state = policy.update(state, finite)
         return state, (state.loss_scale, state.growth_count)
 
-    return jax.jit(lambda state: jax.lax.scan(step, state, finite)[1])(state)
+    return jax.lax.scan(step, state, finite)[1]
 
 
 def run_flax(ds, finite):
@@ -46,28 +48,27 @@ def run_flax(ds, finite):
         ds, *_ = ds.value_and_grad(lambda p: p * slope)(jnp.float32(1))
         return ds, (ds.scale, ds.fin_steps)
 
-    return jax.jit(lambda ds: jax.lax.scan(step, ds, finite)[1])(ds)
+    return jax.lax.scan(step, ds, finite)[1]
 
 
 def run_jmp(ls, finite):
-    """Take eager steps, because JMP loses its floor under `jax.jit`."""
-    after = []
-    for flag in finite:
-        ls = ls.adjust(flag)
-        after.append((ls.loss_scale, ls.counter))
-    return tuple(np.stack([np.asarray(x) for x in xs]) for xs in zip(*after, strict=True))
+    """Scan its arrays alone: JMP loses the floor of an object that passes through a transform."""
+
+    def step(arrays, finite):
+        after = dataclasses.replace(ls, loss_scale=arrays[0], counter=arrays[1]).adjust(finite)
+        return (after.loss_scale, after.counter), (after.loss_scale, after.counter)
+
+    return jax.lax.scan(step, (ls.loss_scale, ls.counter), finite)[1]
 
 
 def assert_same_moves(theirs, ours, *, exact=True):
-    (their_scales, their_counts), (our_scales, our_counts) = theirs, ours
-    np.testing.assert_array_equal(our_counts, their_counts)
-    moved = [np.diff(np.asarray(s, np.float64)) != 0 for s in (their_scales, our_scales)]
+    np.testing.assert_array_equal(ours[1], theirs[1])
+    scales = [np.float64(s) for s, _ in (ours, theirs)]
+    moved = [np.diff(s) != 0 for s in scales]
     np.testing.assert_array_equal(*moved)
     assert moved[0].sum() >= 5  # otherwise the comparison is empty
     # One unit in the last place per move if `growth_factor` is not a power of two.
-    rtol = 0 if exact else float(2**-23 * moved[0].sum())
-    our_scales, their_scales = (np.float64(scales) for scales in (our_scales, their_scales))
-    np.testing.assert_allclose(our_scales, their_scales, rtol=rtol)
+    np.testing.assert_allclose(*scales, rtol=0 if exact else float(2**-23 * moved[0].sum()))
 
 
 # How to make, convert and run the object, and how many extra steps it waits before it grows.
@@ -91,22 +92,19 @@ def test_what_was_converted_moves_at_the_same_steps(peer, fields):
     assert policy.growth_interval == interval + waits
     assert policy.initial_scale == max(scale, floor)
     # It grows as often as it backs off, and meets its floor.
-    finite = jnp.asarray(np.random.default_rng(interval).random(100) < 0.5 ** (1 / interval))
+    finite = jnp.asarray(np.random.default_rng(interval).random(60) < 0.5 ** (1 / interval))
     assert_same_moves(run(theirs, finite), run_ours(policy, state, finite), exact=factor != 3)
 
 
-def test_torch_moves_as_its_documentation_says_and_may_sink_below_one():
-    d = TORCH | {"scale": 2.0, "growth_interval": 2, "_growth_tracker": 0}
-    flags = jnp.asarray([flag == "T" for flag in "FTTTFTFTTTFFF"])
-    scales, counts = run_ours(*interop.from_torch_state_dict(d), flags)
-    np.testing.assert_array_equal(scales, [1, 1, 2, 2, 1, 1, 0.5, 0.5, 1, 1, 0.5, 0.25, 0.125])
-    np.testing.assert_array_equal(counts, [0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 0, 0])
-
-
-@pytest.mark.parametrize("floor", [None, 0.0])
-def test_flax_without_a_floor_gets_the_lowest_there_is(floor):
-    policy, _ = interop.from_flax_dynamic_scale(DynamicScale(minimum_scale=floor))
-    assert (policy.min_scale, policy.max_scale) == (2.0**-126, 2.0**126)
+@pytest.mark.parametrize(
+    "converted",
+    [
+        interop.from_torch_state_dict(TORCH),
+        *(interop.from_flax_dynamic_scale(DynamicScale(minimum_scale=x)) for x in (None, 0.0)),
+    ],
+)
+def test_without_a_floor_it_gets_the_lowest_there_is(converted):
+    assert (converted[0].min_scale, converted[0].max_scale) == (2.0**-126, 2.0**126)
 
 
 def test_a_loss_scale_below_its_floor_is_lifted_by_any_step_and_in_flax_by_an_overflow():
@@ -118,13 +116,10 @@ def test_a_loss_scale_below_its_floor_is_lifted_by_any_step_and_in_flax_by_an_ov
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("scale", "ceiling"),
-    [(jnp.float16(2**12), 2**15), (jnp.float16(4094), 65504), (jnp.bfloat16(2**12), 2.0**126)],
-    ids=repr,
-)
-def test_jmp_stops_growing_only_in_float16_where_twice_as_much_is_infinite(scale, ceiling):
-    ls = jmp.DynamicLossScale(scale, period=2, min_loss_scale=jnp.ones((), scale.dtype))
+@pytest.mark.parametrize(("dtype", "ceiling"), [("float16", 2**15), ("bfloat16", 2.0**126)])
+def test_jmp_stops_growing_only_in_float16_where_twice_as_much_is_infinite(dtype, ceiling):
+    one = jnp.ones((), dtype)
+    ls = jmp.DynamicLossScale(one * 2**12, period=2, min_loss_scale=one)
     finite = jnp.asarray([True] * 12 + [False] * 6 + [True] * 8)
     policy, state = interop.from_jmp(ls)
     assert policy.max_scale == ceiling
@@ -175,11 +170,5 @@ def test_an_interval_beyond_an_int32_never_comes():
         interop.from_torch_state_dict(d),
     ):
         assert policy.growth_interval == int(state.growth_count) == never
-
-
-def test_the_state_is_of_the_type_that_every_policy_makes():
-    ls = jmp.DynamicLossScale(np.float16(8), counter=np.int32(3))
-    policy, state = interop.from_jmp(ls)
-    assert [jax.typeof(field) for field in state] == [jax.typeof(f) for f in policy.init()]
-    assert not any(field.aval.weak_type for field in state)
-    assert len({leaf.unsafe_buffer_pointer() for leaf in state}) == len(state)
+        assert [jax.typeof(field) for field in state] == [jax.typeof(f) for f in policy.init()]
+        assert not any(field.aval.weak_type for field in state)

@@ -545,7 +545,7 @@ REFUSED = {
     },
     **{(keras, "MultiSteps"): "Use `gradient_accumulation_steps`" for keras in KERAS},
     **{
-        (KERAS[1], masters): "`weight_decay` must be left out .*Decay inside, `with_master_weights"
+        (KERAS[1], masters): "`inner` must leave the updates of `with_master_weights` as they are"
         for masters in ("masters", "masters with remainders", "master_weights")
     },
     (

@@ -3,7 +3,7 @@
 - `oracles/published.json` holds results of their own tests and programs. `ours` are the loss scales
   after each step. If `theirs` differ by design, `why` completes the sentence "their system ...".
 - `oracles/recorded/*.json` are runs of TensorFlow, tf.keras and MindSpore, which are too large to
-  install here. `oracles/recording.py` lists the script, versions and command for each file.
+  install here. `oracles/record.py` says how each was written.
 
 Live Flax, JMP and Keras: `test_dynamic_scale.py`, `test_interop.py`, `test_keras.py`.
 Each letter is a step: T is good; in F, n, + and - the gradients are not finite.

@@ -14,7 +14,7 @@ from optax_lossscale._step.finite import all_finite
 from optax_lossscale._step.scale import unscale_and_check
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import INT32_MAX, LARGEST_SCALE, SMALLEST_SCALE
-from optax_lossscale._support.tree import as_strong_array, is_array
+from optax_lossscale._support.tree import as_strong_array
 
 #: The result of `DynamicScale.value_and_grad`: Flax's own class.
 DynamicScaleResult = dynamic_scale.DynamicScaleResult
@@ -25,8 +25,8 @@ class DynamicScale(dynamic_scale.DynamicScale):
 
     The differences are deliberate:
 
-    * The loss scale grows on exactly the `growth_interval`-th finite step in a row; in Flax, one
-      step later. A count beyond the interval grows on the next finite step; in Flax, never.
+    * The loss scale grows on the `growth_interval`-th finite step in a row; in Flax, one step
+      later. A count beyond the interval grows on the next finite step; in Flax, never.
     * `scale` and `fin_steps` are strongly typed arrays from the start: a training step compiles
       once, not twice. Two Python ints below 2 stay ints, since they may be axes for `jax.vmap`;
       write a loss scale of 1 as `1.0`.
@@ -60,12 +60,10 @@ class DynamicScale(dynamic_scale.DynamicScale):
 
     def __post_init__(self) -> None:
         """Turn Python numbers into arrays, but not axes."""
-        # JAX also builds this object with None, specs or dummy objects in place of the numbers, and
-        # `in_axes=DynamicScale(fin_steps=0, scale=1)` holds axes, which look like numbers. As loss
-        # scales, ints below 2 are of little use; as an axis, 2 would need three nested maps.
-        fields = self.fin_steps, self.scale
-        are_numbers = all(is_array(x) or type(x) in {int, float} for x in fields)
-        if are_numbers and not all(type(x) is int and x < 2 for x in fields):
+        # Ints below 2, and None, may be axes, as those of `jax.tree.map(lambda _: 0, ds)`. As loss
+        # scales they are of little use; as an axis, 2 would need three nested maps.
+        fields: tuple[Any, ...] = (self.fin_steps, self.scale)
+        if not all(x is None or (isinstance(x, int) and x < 2) for x in fields):
             object.__setattr__(self, "fin_steps", as_strong_array(self.fin_steps, jnp.int32))
             object.__setattr__(self, "scale", as_strong_array(self.scale, jnp.float32))
 

@@ -130,25 +130,21 @@ class TrainState(train_state.TrainState):
         Args:
           grads: The gradients of the scaled loss, with the structure of `params`, or with that of
             `params.fast` for `optax.lookahead`.
-          value: The loss, unscaled. It is passed to the optimizer, and if it is NaN or infinite,
-            the step is skipped.
-          **kwargs: New values of other fields, such as `batch_stats`. On a skipped step, each
-            keeps its old value.
+          value: The loss, unscaled, for the optimizer. If it is not finite, the step is skipped.
+          **kwargs: New values of other fields, such as `batch_stats`. A skipped step keeps the old.
 
         Returns:
           The state after the step, of the same type.
 
         Raises:
           AttributeError: If a field is unknown.
-          TypeError: If this function sets a field itself, a dtype in a field changes, or `tx` was
-            replaced by an optimizer without loss scaling.
-          ValueError: If the structure or a shape in a field changes, or `grads` does not match
-            `params`.
+          TypeError: If this function sets a field itself, a dtype in a field changes, or `tx` is
+            not a `with_loss_scaling`.
+          ValueError: If the structure or a shape changes in a field, or `grads` differs in one.
         """
         if not isinstance(self.tx, Guard):
             raise TypeError(
-                f"`tx` must be what `with_loss_scaling` returns, got {self.tx!r}. Make the state "
-                "with `create`, or wrap the whole optimizer."
+                f"`tx` must be what `with_loss_scaling` returns, got {self.tx!r}. Wrap it."
             )
         _check_grads(grads, self.params)
         extra_args = {} if value is None else {"value": value}

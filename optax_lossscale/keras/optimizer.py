@@ -18,7 +18,6 @@ from optax_lossscale.keras.parts import (
     average_params,
     clip_each_by_norm,
     decayed,
-    moving_params,
 )
 
 
@@ -49,11 +48,9 @@ def loss_scale_optimizer(
 
     Args:
       inner_optimizer: Any Optax optimizer.
-      initial_scale: The loss scale of the first step, 2**15 by default. Must be given, and stays,
-        if `dynamic` is false. The dynamic loss scale lies between 1 and 2**24, or `initial_scale`
-        where that lies beyond.
-      dynamic_growth_steps: Finite steps in a row after which the loss scale doubles; 2000 by
-        default.
+      initial_scale: The loss scale of the first step, 2**15 by default; it must be given, and
+        stays, if `dynamic` is false. It moves between 1 and 2**24, or `initial_scale` if beyond.
+      dynamic_growth_steps: Finite steps in a row that double the loss scale; 2000 by default.
       dynamic: Whether the loss scale changes. If false, a step that is not finite is still skipped.
       learning_rate: The number that `weight_decay` is multiplied by, or a schedule of the number of
         applied steps. By default it is the inner optimizer's hyper-parameter of this name, if
@@ -63,29 +60,25 @@ def loss_scale_optimizer(
       clipnorm: Each leaf of the gradients is scaled down to at most this norm.
       clipvalue: Each element of the gradients is clipped to plus or minus this value.
       global_clipnorm: All gradients together are scaled down to at most this norm.
-      use_ema: Whether to keep an average of the params, which `ema_params` reads. After the first
-        applied step it equals the params, and then it is
-        `ema_momentum * average + (1 - ema_momentum) * params`.
+      use_ema: Whether to keep an average of the params, which `ema_params` reads: the params after
+        the first applied step, then `ema_momentum * average + (1 - ema_momentum) * params`.
       ema_momentum: A number in [0, 1]; 0.99 by default.
-      ema_overwrite_frequency: Applied steps after which the average replaces the params, again and
-        again. The updates are then `average - params`: their sum is the average to within two units
-        in the last place of the larger.
-      loss_scale_factor: A fixed loss scale instead of the dynamic one. Nothing is checked, and no
-        step is skipped.
+      ema_overwrite_frequency: Applied steps after which the average replaces the params, to within
+        two units in the last place of the larger, again and again.
+      loss_scale_factor: A fixed loss scale instead. Nothing is checked, and no step is skipped.
       gradient_accumulation_steps: Finite steps for each update of the inner optimizer, which sees
         the mean of their gradients, taken in float32.
-      axis_name: The mapped axis, or a tuple of them, over which all must skip together. See
-        `unscale_and_check`.
+      axis_name: The mapped axis, or a tuple of them, over which all must skip together.
 
     Returns:
       An optimizer whose state is a `WithLossScalingState`.
 
     Raises:
       TypeError: If an argument is of the wrong type.
-      ValueError: If an argument is out of its bounds, contradicts another or has no effect without
-        another; from `init`, if there is `weight_decay` and no rate for it, if the inner optimizer
-        has a loss scale or skips steps already, or if it keeps master weights, which would undo
-        `weight_decay` and `use_ema`; from `update`, if `params` are needed and not given.
+      ValueError: If an argument is out of its bounds, contradicts another or has no effect; from
+        `init`, if there is no rate for `weight_decay`, if the inner optimizer skips steps already,
+        or if it keeps master weights, which would undo `weight_decay` and `use_ema`; from `update`,
+        if `params` are needed and not given.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -115,15 +108,12 @@ def loss_scale_optimizer(
     if global_clipnorm is not None:
         tx = optax.chain(optax.clip_by_global_norm(global_clipnorm), tx)
     if use_ema:
-        average = average_params(given.get("ema_momentum", 0.99), ema_overwrite_frequency)
-        tx = optax.chain(tx, average)
-    if weight_decay is not None or use_ema:
-        tx = moving_params(tx, "use_ema" if weight_decay is None else "weight_decay")
+        momentum = 0.99 if ema_momentum is None else ema_momentum
+        tx = optax.chain(tx, average_params(momentum, ema_overwrite_frequency))
     if gradient_accumulation_steps is not None:
         tx = accumulated(tx, int(gradient_accumulation_steps))
 
-    default = DynamicLossScale()
-    start = given.get("initial_scale", default.initial_scale)
+    start = given.get("initial_scale", 2.0**15)
     if loss_scale_factor is not None:
         policy = FixedLossScale(loss_scale_factor, skip_nonfinite=False)
     elif not dynamic:
@@ -131,9 +121,9 @@ def loss_scale_optimizer(
     else:
         policy = DynamicLossScale(
             initial_scale=start,
-            growth_interval=given.get("dynamic_growth_steps", default.growth_interval),
-            min_scale=min(default.min_scale, start),
-            max_scale=max(default.max_scale, start),
+            growth_interval=given.get("dynamic_growth_steps", 2000),
+            min_scale=min(1.0, start),
+            max_scale=max(2.0**24, start),
         )
     return with_loss_scaling(tx, policy, axis_name=axis_name)
 
@@ -159,13 +149,8 @@ def ema_params(opt_state: PyTree) -> PyTree:
       >>> ema_params(tx.init({"w": jnp.array([1.0, 2.0])}))
       {'w': Array([1., 2.], dtype=float32)}
     """
-    _, state = checks.only_one(
-        "opt_state",
-        opt_state,
-        EmaParamsState,
-        "Build the optimizer with `use_ema=True`, or pass the state that is meant.",
-    )
-    return state.ema_params
+    remedy = "Build the optimizer with `use_ema=True`, or pass the state that is meant."
+    return checks.only_one("opt_state", opt_state, EmaParamsState, remedy)[1].ema_params
 
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
@@ -194,29 +179,18 @@ def _check(given: dict[str, Any]) -> None:
     """Refuse arguments that are wrong by themselves or contradict each other."""
     if isinstance(given.get("inner_optimizer"), optax.MultiSteps):
         raise TypeError(
-            "`inner_optimizer` must be an optax.GradientTransformation, got an optax.MultiSteps, "
-            "between whose steps clipping, decay and the average would go on. Use "
-            "`gradient_accumulation_steps`."
-        )
-    if isinstance(given.get("initial_scale"), bool):
-        raise TypeError(
-            f"`initial_scale` must be a Python number, got {given['initial_scale']}. The second "
-            "argument of tf.keras' LossScaleOptimizer is a keyword here: `dynamic=False, "
-            "initial_scale=1024`."
+            "`inner_optimizer` must be an optax.GradientTransformation, got an optax.MultiSteps. "
+            "Use `gradient_accumulation_steps`."
         )
     for name in _CHECKS.keys() & given.keys():
         _CHECKS[name](name, given[name])
     is_fixed = "loss_scale_factor" in given
     if not (given["dynamic"] or is_fixed or "initial_scale" in given):
-        raise ValueError(
-            "`initial_scale` must be given if `dynamic` is False, got None. It is the loss scale "
-            "then, for example 2**15."
-        )
+        raise ValueError("`initial_scale` must be given if `dynamic` is False, got None.")
     clips = {name: value for name, value in given.items() if "clip" in name}
     if len(clips) > 1:
         raise ValueError(
-            "only one of `clipnorm`, `clipvalue` and `global_clipnorm` may be given, got "
-            f"{clips}. Leave the others out, or chain another clip into `inner_optimizer`."
+            f"only one of `clipnorm`, `clipvalue` and `global_clipnorm` may be given, got {clips}."
         )
     for name, has_no_effect, where in (
         ("initial_scale", is_fixed, "with `loss_scale_factor`"),
@@ -225,7 +199,4 @@ def _check(given: dict[str, Any]) -> None:
         ("ema_overwrite_frequency", not given["use_ema"], "without `use_ema=True`"),
     ):
         if has_no_effect and name in given:
-            raise ValueError(
-                f"`{name}` must be None {where}, got {given[name]!r}. It has no effect there: "
-                "leave it out."
-            )
+            raise ValueError(f"`{name}` must be None {where}, got {given[name]!r}. Leave it out.")

@@ -8,8 +8,7 @@ import optax
 from jax.tree_util import DictKey, GetAttrKey
 
 from optax_lossscale._state import increment
-from optax_lossscale._step.masters import MasterWeightsState
-from optax_lossscale._support.tree import at_least_float32, is_inexact, leaves_of_type, path_name
+from optax_lossscale._support.tree import at_least_float32, is_inexact, path_name
 
 
 class DecayedState(NamedTuple):
@@ -30,8 +29,7 @@ class EmaParamsState(NamedTuple):
     """The moving average of the parameters.
 
     Attributes:
-      ema_params: The average, float32 where the params are of a smaller type, and before the
-        first applied step the params that `init` was given. Shapes of the params.
+      ema_params: The average, as `ema_params(opt_state)` returns it.
       ema_steps: Applied steps. `int32[]`.
     """
 
@@ -87,10 +85,9 @@ def _injected_learning_rate(inner_state: optax.OptState) -> jax.Array:
     if len(found) != 1:
         paths = ", ".join(path_name(path) for path, _ in found) or "nowhere"
         raise ValueError(
-            "`weight_decay` must have one learning rate to be multiplied by, got no "
-            f"`learning_rate` and {len(found)} injected into `inner_optimizer`, found at: {paths}. "
-            "Give `learning_rate=`, a number or a schedule, or build the inner optimizer with "
-            "`optax.inject_hyperparams(...)(learning_rate=...)`."
+            "`weight_decay` must have one learning rate to be multiplied by, got "
+            f"{len(found)} injected into `inner_optimizer`, found at: {paths}. Give "
+            "`learning_rate=`, or inject one: `optax.inject_hyperparams(...)(learning_rate=...)`."
         )
     return found[0][1]
 
@@ -113,6 +110,8 @@ def average_params(
     def update_fn(
         updates: optax.Updates, state: Any, params: Any = None
     ) -> tuple[optax.Updates, EmaParamsState]:
+        if params is None:
+            raise ValueError("`params` must be given to `update` because of `use_ema`.")
         ema_steps = increment(state.ema_steps)
 
         def average(old: jax.Array, param: jax.Array) -> jax.Array:
@@ -138,35 +137,6 @@ def average_params(
         return updates, EmaParamsState(ema, ema_steps)
 
     return optax.GradientTransformation(init_fn, update_fn)
-
-
-def moving_params(
-    tx: optax.GradientTransformationExtraArgs, argument: str
-) -> optax.GradientTransformationExtraArgs:
-    """Return `tx`, which moves the params because of `argument`; refuse what it cannot move."""
-
-    def init_fn(params: optax.Params) -> optax.OptState:
-        state = tx.init(params)
-        if any(leaves_of_type(state, MasterWeightsState)):
-            raise ValueError(
-                f"`{argument}` must be left out if `inner_optimizer` keeps master weights, got a "
-                "MasterWeightsState in its state: the masters would undo it. Decay inside, "
-                "`with_master_weights(optax.adamw(rate, weight_decay=...))`, and average "
-                "`master_weights(opt_state, params)`."
-            )
-        return state
-
-    def update_fn(
-        updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[optax.Updates, optax.OptState]:
-        if params is None:
-            raise ValueError(
-                f"`params` must be given to `update` because of `{argument}`, got None. Call "
-                "`tx.update(grads, opt_state, params)`."
-            )
-        return tx.update(updates, state, params, **extra_args)
-
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def accumulated(tx: optax.GradientTransformation, steps: int) -> optax.GradientTransformation:

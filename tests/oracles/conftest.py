@@ -2,7 +2,7 @@
 
 import importlib.util
 
-# The record scripts contain no tests, and need libraries that no group installs.
-collect_ignore_glob = ["record_*.py"]
+# The script contains no tests, and needs libraries that no group installs.
+collect_ignore_glob = ["record.py"]
 if not importlib.util.find_spec("torch"):
     collect_ignore_glob.append("test_torch.py")
