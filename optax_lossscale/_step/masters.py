@@ -205,7 +205,8 @@ def refuse_changed_updates(inner_state: optax.OptState) -> None:
                 raise ValueError(
                     "`inner` must leave the updates of `with_master_weights` as they are, got a "
                     f"MasterWeightsState at {path_name(path)} of its state, inside of a "
-                    f"{type(node).__name__}. Wrap all of it: `with_master_weights(inner)`."
+                    f"{type(node).__name__}. Wrap all of it, weight decay and averages too: "
+                    "`with_master_weights(inner)`."
                 )
             around, node = node, found[key]
 
