@@ -1,15 +1,8 @@
 """Training in half precision for JAX, around any Optax optimizer: small, exact, functional."""
 
 from optax_lossscale import diagnostics
-from optax_lossscale._policy import (
-    DynamicLossScale,
-    FixedLossScale,
-    LossScale,
-    LossScaleLike,
-    as_loss_scale,
-    init,
-    update,
-)
+from optax_lossscale._policy.convert import LossScale, LossScaleLike, as_loss_scale, init, update
+from optax_lossscale._policy.policies import DynamicLossScale, FixedLossScale
 from optax_lossscale._state import (
     LossScaleState,
     SpikeState,

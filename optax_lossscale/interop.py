@@ -18,7 +18,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from optax_lossscale._policy import DynamicLossScale
+from optax_lossscale._policy.policies import DynamicLossScale
 from optax_lossscale._state import LossScaleState, loss_scale_state
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import INT32_MAX, LARGEST_SCALE, SMALLEST_SCALE

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_lossscale._policy import FixedLossScale, LossScale, LossScaleLike, as_loss_scale, init
+from optax_lossscale._policy.convert import LossScale, LossScaleLike, as_loss_scale, init
+from optax_lossscale._policy.policies import FixedLossScale
 from optax_lossscale._state import (
     Guard,
     WithLossScalingState,

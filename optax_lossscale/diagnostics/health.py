@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._policy import FixedLossScale, LossScale, as_loss_scale, init
+from optax_lossscale._policy.convert import LossScale, as_loss_scale, init
+from optax_lossscale._policy.policies import FixedLossScale
 from optax_lossscale._state import SpikeState, WithLossScalingState, as_field, loss_scale_state
 from optax_lossscale._step.finite import all_finite
 from optax_lossscale._support import checks

@@ -11,7 +11,7 @@ from flax import core, struct
 from flax.training import train_state
 from jax.typing import ArrayLike
 
-from optax_lossscale._policy import LossScaleLike
+from optax_lossscale._policy.convert import LossScaleLike
 from optax_lossscale._state import Guard, applied, increment, loss_scale_state, refuse_guard
 from optax_lossscale._step.guard import with_loss_scaling
 from optax_lossscale._step.scale import scale_loss
