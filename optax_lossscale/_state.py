@@ -198,7 +198,7 @@ def loss_scale_state(opt_state: PyTree) -> LossScaleState:
 def find_state(argument: str, tree: PyTree) -> LossScaleState:
     """Return the one `LossScaleState` in `tree`, or raise an error that calls it `argument`."""
     remedy = "Wrap the whole optimizer with one guard, or pass the state that is meant."
-    _, state = checks.only_one(argument, tree, LossScaleState, remedy)
+    state = checks.only_one(argument, tree, LossScaleState, remedy)
     # The arrays themselves, without the Variables of flax.nnx.
     return LossScaleState(*jax.tree.leaves(state, is_leaf=lambda leaf: leaf is None))
 

@@ -169,7 +169,7 @@ def master_weights(opt_state: PyTree, params: Tree) -> Tree:
         graph, arrays = nnx.split(params)
         return nnx.merge(graph, master_weights(opt_state, arrays))
     remedy = "Wrap the optimizer with `with_master_weights`, or pass the state that is meant."
-    _, state = checks.only_one("opt_state", opt_state, MasterWeightsState, remedy)
+    state = checks.only_one("opt_state", opt_state, MasterWeightsState, remedy)
     if has_fp8_metadata(params) and not has_fp8_metadata(state.master_weights):
         # Flax's TrainState shows its optimizer the parameters alone.
         variables: Any = params

@@ -155,8 +155,8 @@ def same_shape(name: str, path: KeyPath, leaf: Any, expected: Any, remedy: str) 
         )
 
 
-def only_one(name: str, tree: PyTree, kind: type[Tree], remedy: str) -> tuple[KeyPath, Tree]:
-    """Return the one sub-tree that is a `kind`, with its path."""
+def only_one(name: str, tree: PyTree, kind: type[Tree], remedy: str) -> Tree:
+    """Return the one sub-tree that is a `kind`."""
     found = list(leaves_of_type(tree, kind))
     if len(found) != 1:
         where = ", ".join(path_name(path) for path, _ in found) or "nowhere"
@@ -164,7 +164,7 @@ def only_one(name: str, tree: PyTree, kind: type[Tree], remedy: str) -> tuple[Ke
             f"`{name}` must hold exactly one {kind.__name__}, got {len(found)} in a "
             f"{type(tree).__name__}, found at: {where}. {remedy}"
         )
-    return found[0]
+    return found[0][1]
 
 
 PUT_INSIDE = "Make it with `init`; a plain optimizer's state goes into its `inner_state`."

@@ -150,7 +150,7 @@ def ema_params(opt_state: PyTree) -> PyTree:
       {'w': Array([1., 2.], dtype=float32)}
     """
     remedy = "Build the optimizer with `use_ema=True`, or pass the state that is meant."
-    return checks.only_one("opt_state", opt_state, EmaParamsState, remedy)[1].ema_params
+    return checks.only_one("opt_state", opt_state, EmaParamsState, remedy).ema_params
 
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
