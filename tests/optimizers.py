@@ -217,6 +217,11 @@ def optimizers():
 
 OPTIMIZERS = dict(optimizers())
 
+# Where XLA:CPU fuses a product and a sum, it contracts them to one instruction with one rounding.
+# The same optimizer can then differ by a few units in the last place between two programs. Bitwise
+# comparisons therefore compile without fusion, and without LLVM's optimizations for speed.
+UNFUSED = {"xla_backend_optimization_level": "0", "xla_disable_hlo_passes": "fusion"}
+
 
 def spoil(grads, leaf, value):
     """Return the gradients, as NumPy arrays, with `value` as the last element of one leaf."""
