@@ -536,7 +536,10 @@ REFUSED = {
 
 
 # Close to another feature: `make test-all` alone pairs them.
-VARIANTS = {"loss_scale_optimizer", "skip_if=function", "skip_if=object", "masters", "masked"}
+VARIANTS = {
+    *("skip_if=function", "skip_if=object", "skip_if=Spike"),
+    *("loss_scale_optimizer", "masters", "masked"),
+}
 
 
 def pairs():
