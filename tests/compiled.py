@@ -9,7 +9,7 @@ def nbytes(tree):
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def lowered_step(tx, params, grads=None):
+def lowered_step(tx, params, grads=None, place=lambda shapes: shapes):
     """Lower a step that is given the loss, too, and overwrites parameters and state."""
     tx = optax.with_extra_args_support(tx)
 
@@ -17,14 +17,14 @@ def lowered_step(tx, params, grads=None):
         updates, state = tx.update(grads, state, params, value=loss)
         return optax.apply_updates(params, updates), state
 
-    given = params, jax.eval_shape(tx.init, params), params if grads is None else grads
+    given = params, place(jax.eval_shape(tx.init, params)), params if grads is None else grads
     loss = jax.ShapeDtypeStruct((), jnp.float32)
     with jax.numpy_dtype_promotion("standard"):  # Optax relies on it
         return jax.jit(step, donate_argnums=(0, 1)).lower(*given, loss)
 
 
-def compiled_step(tx, params, grads=None):
-    return lowered_step(tx, params, grads).compile()
+def compiled_step(*args, **kwargs):
+    return lowered_step(*args, **kwargs).compile()
 
 
 def temporaries(compiled):

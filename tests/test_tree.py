@@ -55,6 +55,7 @@ def assert_found_anywhere(arrays, positions):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
 def test_one_bad_element_of_a_large_array_is_found_wherever_it_stands():
     arrays = largest(LARGE, ["float32"]) | largest([(512, 200)], ["float16", "bfloat16"])
     arrays |= largest([(2**16,), (512, 200)], ["complex64"])
@@ -62,6 +63,7 @@ def test_one_bad_element_of_a_large_array_is_found_wherever_it_stands():
     assert_found_anywhere(arrays, [0, 7, 8, 31, 32, -33, -1, *anywhere])
 
 
+@pytest.mark.usefixtures("optimized")
 def test_one_bad_element_of_a_small_array_is_found():
     # XLA:CPU's `max` drops NaN in arrays of 4096 elements and more.
     arrays = largest([(1,), (2,), (4095,), (4096,)], [*FLOATS, "complex64"])
