@@ -4,23 +4,24 @@ import jax
 import jax.numpy as jnp
 import optax
 
+LOSS = jax.ShapeDtypeStruct((), jnp.float32)
+
 
 def nbytes(tree):
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def lowered_step(tx, params, grads=None, place=lambda shapes: shapes):
-    """Lower a step that is given the loss, too, and overwrites parameters and state."""
-    tx = optax.with_extra_args_support(tx)
+def lowered_step(tx, params, grads=None, *, place=lambda shapes: shapes, **extra_args):
+    """Lower a step that overwrites parameters and state, given shapes in place of arrays."""
 
-    def step(params, state, grads, loss):
-        updates, state = tx.update(grads, state, params, value=loss)
+    def step(params, state, grads, extra_args):
+        updates, state = tx.update(grads, state, params, **extra_args)
         return optax.apply_updates(params, updates), state
 
-    given = params, place(jax.eval_shape(tx.init, params)), params if grads is None else grads
-    loss = jax.ShapeDtypeStruct((), jnp.float32)
+    state = place(jax.eval_shape(tx.init, params))
+    given = params, state, params if grads is None else grads, extra_args
     with jax.numpy_dtype_promotion("standard"):  # Optax relies on it
-        return jax.jit(step, donate_argnums=(0, 1)).lower(*given, loss)
+        return jax.jit(step, donate_argnums=(0, 1)).lower(*given)
 
 
 def compiled_step(*args, **kwargs):
