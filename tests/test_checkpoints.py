@@ -50,23 +50,6 @@ def make_trainer(policy):
     return (init_params(), tx.init(init_params())), train, traces
 
 
-def save_pickle(path, state):
-    path.write_bytes(pickle.dumps(state))
-
-
-def restore_pickle(path, like):
-    del like
-    return pickle.loads(path.read_bytes())  # noqa: S301, written by this test
-
-
-def save_flax(path, state):
-    path.write_bytes(serialization.to_bytes(state))
-
-
-def restore_flax(path, like):
-    return serialization.from_bytes(like, path.read_bytes())
-
-
 def save_orbax(path, state):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path, state)
@@ -78,8 +61,14 @@ def restore_orbax(path, like):
 
 
 FORMATS = {
-    "pickle": (save_pickle, restore_pickle),
-    "flax": (save_flax, restore_flax),
+    "pickle": (
+        lambda path, state: path.write_bytes(pickle.dumps(state)),
+        lambda path, _: pickle.loads(path.read_bytes()),  # noqa: S301, written by this test
+    ),
+    "flax": (
+        lambda path, state: path.write_bytes(serialization.to_bytes(state)),
+        lambda path, like: serialization.from_bytes(like, path.read_bytes()),
+    ),
     "orbax": (save_orbax, restore_orbax),
 }
 
