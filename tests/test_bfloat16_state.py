@@ -15,7 +15,6 @@ from test_checkpoints import FORMATS
 
 import optax_lossscale as ols
 from optax_lossscale import diagnostics
-from optax_lossscale.keras import loss_scale_optimizer
 
 pytestmark = pytest.mark.integration
 
@@ -363,56 +362,3 @@ def test_a_state_made_outside_is_updated_inside_of_vmap(guard):
         lambda g, s: tx.update(g, s, g)[1], in_axes=(0, axes), out_axes=axes, axis_name="i"
     )
     assert types(jax.jit(step)(grads, state)) == types(state)
-
-
-# With what is public, beside what `test_pairs.py` combines.
-
-
-WITH = {
-    "lookahead": lambda tx: optax.lookahead(tx, 2, 0.5),
-    "part of a chain": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
-    "loss_scale_optimizer": lambda tx: loss_scale_optimizer(
-        tx, initial_scale=1, dynamic=False, global_clipnorm=1.0, gradient_accumulation_steps=2
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*WITH, "around MultiSteps"])
-def test_training_is_that_of_float32(name):
-    def losses(wrap):
-        adam = optax.adam(0.1)
-        tx = WITH[name](wrap(adam)) if name in WITH else wrap(optax.MultiSteps(adam, 2))
-        params = optax.LookaheadParams.init_synced(PARAMS) if name == "lookahead" else PARAMS
-
-        def loss_fn(params):
-            return sum(jnp.sum((p - 0.3) ** 2) for p in jax.tree.leaves(params))
-
-        def step(carry, _):
-            params, state = carry
-            weights = params.fast if name == "lookahead" else params
-            loss, grads = jax.value_and_grad(loss_fn)(weights)
-            updates, state = tx.update(grads, state, params)
-            return (optax.apply_updates(params, updates), state), loss
-
-        return jax.lax.scan(step, (params, tx.init(params)), length=12)[1]
-
-    expected = losses(optax.with_extra_args_support if name in WITH else lambda tx: tx)
-    np.testing.assert_allclose(losses(ols.with_bfloat16_state), expected, atol=0.02 * expected[0])
-    assert expected[-1] < 0.7 * expected[0]
-
-
-def test_a_step_is_exported_and_reported():
-    params = jax.ShapeDtypeStruct((64, 64), FLOAT32)
-    state = jax.eval_shape(ADAM.init, params)
-    leaves, treedef = jax.tree.flatten(state)
-
-    def step(grads, leaves):
-        return jax.tree.leaves(ADAM.update(grads, treedef.unflatten(leaves), grads))
-
-    exported = jax.export.export(jax.jit(step))(params, leaves)
-    grads = jnp.full((64, 64), 0.3)
-    start = jax.tree.leaves(ADAM.init(grads))
-    assert_same_bits(exported.call(grads, start), jax.jit(step)(grads, start))
-    product = lambda w, s: jnp.sum(w @ w) + jnp.sum(ADAM.update(w, s, w)[0])  # noqa: E731
-    assert list(diagnostics.precision_report(product, grads, ADAM.init(grads))) == ["float32"]

@@ -9,7 +9,6 @@ not hide that. Explicit mesh axes are in `test_distributed.py`, and XLA's own se
 """
 
 import functools
-import gc
 
 import jax
 import jax.numpy as jnp
@@ -185,30 +184,3 @@ def test_without_compilation_the_same_steps_are_skipped(expected):
     assert_same_bits(scale_states(history), scale_states(expected[:8]))
     close = functools.partial(np.testing.assert_allclose, rtol=1e-2, atol=1e-4)
     jax.tree.map(close, [params for params, _ in history], [params for params, _ in expected[:8]])
-
-
-@pytest.mark.slow
-def test_no_array_lies_in_a_reference_cycle(capfd):
-    """The guard logs when the garbage collector finds an array."""
-
-    class Cycle:
-        def __init__(self):
-            self.me, self.array = self, jnp.ones(3)
-
-    def logged(action):
-        gc.collect()  # garbage of other tests
-        before = jax.config.jax_array_garbage_collection_guard
-        jax.config.update("jax_array_garbage_collection_guard", "log")
-        try:
-            action()
-            gc.collect()
-        finally:
-            jax.config.update("jax_array_garbage_collection_guard", before)
-        return "garbage collector" in capfd.readouterr().err
-
-    def train():
-        run()
-        ols.diagnostics.metrics(TX.update(*initial())[1])
-
-    assert not logged(train)
-    assert logged(Cycle)

@@ -5,7 +5,6 @@ subnormal numbers, negative zeros, the largest finite numbers, and NaN with any 
 the oracle. Each tree is compiled once and then filled with many numbers.
 """
 
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes

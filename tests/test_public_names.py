@@ -33,6 +33,7 @@ LIBRARIES = {
 }
 sys.path.insert(0, str(PACKAGE.parent / "tools"))
 rooms = importlib.import_module("rooms")
+MODULES = rooms.modules(PACKAGE)
 
 FLOAT16 = "<class 'jax.numpy.float16'>"
 # The signature of each name; for a state its fields, which are part of checkpoints.
@@ -138,9 +139,9 @@ def syntax(path):
     return ast.parse(path.read_text("utf-8"))
 
 
-def imports(package):
+def imports():
     """Yield a module, the module that it imports, and the name that it imports from there or ""."""
-    for importer, path in rooms.modules(package).items():
+    for importer, path in MODULES.items():
         for node in ast.walk(syntax(path)):
             if isinstance(node, ast.Import):
                 yield from ((importer, alias.name, "") for alias in node.names)
@@ -148,14 +149,13 @@ def imports(package):
                 yield from ((importer, f"{node.module}", alias.name) for alias in node.names)
 
 
-def own_imports(package):
+def own_imports():
     """Yield the imports of the package's own modules and names, relative to the package."""
-    known = rooms.modules(package)
-    for importer, module, name in imports(package):
+    for importer, module, name in imports():
         root, _, inner = module.partition(".")
-        if root == package.name:
+        if root == PACKAGE.name:
             submodule = f"{inner}.{name}".strip(".")
-            yield (importer, submodule, "") if submodule in known else (importer, inner, name)
+            yield (importer, submodule, "") if submodule in MODULES else (importer, inner, name)
 
 
 def room(module):
@@ -170,28 +170,28 @@ def circle(graph):
     return set()
 
 
-def modules_in_a_circle(package):
-    graph = {name: set() for name in rooms.modules(package)}
-    for importer, module, _ in own_imports(package):
+def modules_in_a_circle():
+    graph = {name: set() for name in MODULES}
+    for importer, module, _ in own_imports():
         graph[importer].add(module)
     return circle(graph)
 
 
-def private_names_across_rooms(package):
+def private_names_across_rooms():
     return {
         (importer, module, name)
-        for importer, module, name in own_imports(package)
+        for importer, module, name in own_imports()
         if room(module) not in OPEN_ROOMS | {room(importer)} and (name or module) not in PUBLIC
     }
 
 
-def long_modules(package):
-    paths = rooms.modules(package).items()
+def long_modules():
+    paths = MODULES.items()
     return {name for name, path in paths if path.read_text("utf-8").count("\n") > MOST_LINES}
 
 
-def inits_with_code(package):
-    paths = [path for path in rooms.modules(package).values() if path.name == "__init__.py"]
+def inits_with_code():
+    paths = [path for path in MODULES.values() if path.name == "__init__.py"]
     kinds = ast.Expr, ast.ImportFrom, ast.Assign
     return {p.parent.name for p in paths for node in syntax(p).body if not isinstance(node, kinds)}
 
@@ -201,15 +201,15 @@ RULES = [modules_in_a_circle, private_names_across_rooms, long_modules, inits_wi
 
 def test_the_package_keeps_the_rules_and_the_picture_of_the_rooms_is_up_to_date():
     for rule in RULES:
-        assert rule(PACKAGE) == set(), rule.__name__
+        assert rule() == set(), rule.__name__
     arrows = rooms.arrows(PACKAGE)
     assert circle(arrows) == set()
     assert 0 < sum(map(len, arrows.values())) <= MOST_ARROWS
     libraries = {}
-    for importer, module, _ in imports(PACKAGE):
+    for importer, module, _ in imports():
         if room(module) not in {PACKAGE.name, "jax", "numpy", *sys.stdlib_module_names}:
             libraries.setdefault(room(importer), set()).add(room(module))
     assert libraries == LIBRARIES
-    faster = {own for own in own_imports(PACKAGE) if room(own[1]) == "_xla" != room(own[0])}
+    faster = {own for own in own_imports() if room(own[1]) == "_xla" != room(own[0])}
     assert len({name for _, _, name in faster}) <= MOST_NAMES_OF_XLA
     assert rooms.PICTURE.read_text("utf-8") == rooms.draw(PACKAGE)  # `python tools/rooms.py`
