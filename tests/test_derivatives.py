@@ -129,6 +129,7 @@ def test_what_a_rule_remembers_has_no_derivative(of):
     np.testing.assert_array_equal(pulled_back(params, tx.init(params)), 0)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_skipped_eagerly_leaves_none():
     def train(w, bad):
         tx = ols.skip_if(optax.stateless(lambda grads, _: -0.1 * grads / jnp.linalg.norm(grads)))

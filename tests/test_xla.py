@@ -133,7 +133,9 @@ def test_sharded_arrays_are_checked_one_by_one_and_stacked_on_a_tpu_and_chained_
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    "transform", [pytest.param(lambda f: f, id="eager", marks=pytest.mark.slow), jax.jit]
+)
 def test_the_plain_forms_give_the_same(transform, monkeypatch):
     rules = ols.Spike("grad_norm", window=2), lambda grads, _: optax.tree.norm(grads) > 100
     tx = ols.with_loss_scaling(optax.sgd(1e-3, momentum=0.9), 8.0, skip_if=rules)
