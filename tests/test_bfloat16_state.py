@@ -245,17 +245,20 @@ def test_arrays_that_the_optimizer_itself_keeps_in_bfloat16_are_widened_for_it()
 
 
 def test_init_takes_shapes():
-    params = {
-        "w": jax.ShapeDtypeStruct((64, 64), FLOAT32),
-        "h": jax.ShapeDtypeStruct((64, 64), BF16),
-    }
+    def fresh(param):
+        is_shape = isinstance(param, jax.ShapeDtypeStruct)
+        return jax.ShapeDtypeStruct(param.shape, param.dtype) if is_shape else jnp.zeros_like(param)
+
+    params = {"w": jnp.ones((64, 64)), "h": jnp.ones((64, 64), BF16)}
     copy = optax.GradientTransformation(lambda params: params, STORE.update)
-    inner = ols.with_bfloat16_state(optax.chain(optax.scale_by_adam(), copy))
-    tx = ols.with_master_weights(inner, remainders=True)
-    arrays = jax.tree.map(lambda p: jnp.ones(p.shape, p.dtype), params)
-    found = [tx.init(params), jax.eval_shape(tx.init, params), tx.init(arrays)]
-    assert types(found[0]) == types(found[1]) == types(found[2])
-    assert {a.dtype for a in jax.tree.leaves(found[0].inner_state.inner_state[1])} == {FLOAT32}
+    moment = optax.GradientTransformation(lambda p: jax.tree.map(fresh, p), STORE.update)
+    inner = ols.with_bfloat16_state(optax.chain(moment, copy))
+    init = ols.with_master_weights(inner, remainders=True).init
+    found = init(jax.eval_shape(lambda: params))
+    assert types(found) == types(jax.eval_shape(init, params)) == types(init(params))
+    moments, copies = found.inner_state.inner_state
+    assert {a.dtype for a in jax.tree.leaves(moments)} == {BF16}
+    assert {a.dtype for a in jax.tree.leaves(copies)} == {FLOAT32}
 
 
 # A pure function of the state.

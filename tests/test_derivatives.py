@@ -90,21 +90,21 @@ def test_skipped_steps_leave_no_trace_in_the_derivative(name, derivative):
 
 
 @pytest.mark.slow
-def test_a_learning_rate_that_is_differentiated_is_closed_over():
+@pytest.mark.parametrize(
+    "derivative", [jax.grad, lambda f: jax.grad(jax.grad(f))], ids=["first", "second"]
+)
+def test_a_learning_rate_that_is_differentiated_is_closed_over(derivative):
     def last(learning_rate, added):
         tx = ols.with_loss_scaling(optax.adam(learning_rate), 8.0)
-
-        def step(carry, add):
-            params, state = carry
-            updates, state = tx.update(16 * params**3 + add, state, params)
-            return (optax.apply_updates(params, updates), state), None
-
         params = jnp.array([1.0, -2.0, 0.5])
-        (params, _), _ = jax.lax.scan(step, (params, tx.init(params)), added)
+        state = tx.init(params)
+        for add in added:
+            updates, state = tx.update(16 * params**3 + add, state, params)
+            params = optax.apply_updates(params, updates)
         return jnp.sum(params**2)
 
-    differentiate = jax.jit(jax.grad(jax.grad(last)))
-    added = jnp.array([jnp.inf, 0.0, jnp.nan, 0.0, -jnp.inf])
+    differentiate = jax.jit(derivative(last))
+    added = jnp.array([jnp.inf, 0.0, jnp.nan, 0.0])
     found, expected = differentiate(0.1, added), differentiate(0.1, jnp.zeros(2))
     np.testing.assert_allclose(found, expected, rtol=1e-4)
     assert np.isfinite(found)
