@@ -35,7 +35,9 @@ def test_the_parameters_are_those_of_the_float32_run_rounded(name, dtype):
     def stepping(tx):
         @functools.partial(jax.jit, compiler_options=UNFUSED)
         def step(params, state, grads, number):
-            extra = optimizer.extra_args(number, value=1.0 + number, grad=grads)
+            extra = optimizer.extra_args(
+                number, value=1.0 + number, grad=ols.cast(grads, jnp.float32)
+            )
             updates, state = tx.update(grads, state, params, **extra)
             return optax.apply_updates(params, updates), state
 
