@@ -10,7 +10,7 @@ PIP := $(RUN) -m pip --disable-pip-version-check
 # Each file runs in one worker, since the blocks of a document build on each other.
 PYTEST := $(RUN) -m pytest -n 2 --dist loadfile
 QUICKLY = JAX_DISABLE_MOST_OPTIMIZATIONS=true $(PYTEST)
-BEHAVIOUR := bfloat16_state derivatives keep masters scaling skip_if transform
+BEHAVIOUR := derivatives keep scaling skip_if transform
 # It sees every Python that pyenv has installed.
 NOX = PYENV_VERSION="$${PYENV_VERSION:-$$(pyenv versions --bare 2>/dev/null | paste -sd: -)}" \
   $(RUN) -m nox
@@ -36,13 +36,15 @@ aot:
 quick: $(VENV)/test.installed
 	$(QUICKLY) -m "not slow and not exhaustive" --ignore=tests/project tests
 
-# The tests of behaviour run once more in the plain forms, without `optax_lossscale/_xla`.
+# Most of the time is compilation, so few optimizations but in tests that count what they give. The
+# tests of behaviour run once more in the plain forms, without `optax_lossscale/_xla`.
 test: $(VENV)/test.installed
-	$(PYTEST) -m "not exhaustive"
+	$(QUICKLY) -m "not exhaustive"
 	OLS_TESTS_WITHOUT_XLA=1 $(QUICKLY) -m "not exhaustive" -k "derivative or not slow" \
 	  $(BEHAVIOUR:%=tests/test_%.py)
 
-# Adds the exhaustive tests: every optimizer of Optax, where `make test` runs one of each kind.
+# Adds the exhaustive tests: every optimizer of Optax, where `make test` runs one of each kind, and
+# all optimizations.
 test-all: $(VENV)/test.installed
 	$(PYTEST)
 
@@ -85,7 +87,7 @@ mutants: $(VENV)/test.installed
 	$(RUN) tools/mutants $(MUTANTS)
 
 check: lint
-	$(PYTEST) -m "not exhaustive" --cov
+	$(QUICKLY) -m "not exhaustive" --cov
 
 lint: $(VENV)/check.installed
 	$(RUN) -m ruff check

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import pytest
+from jax._src import compiler
 from sybil import Example, Sybil
 from sybil.evaluators.python import PythonEvaluator
 from sybil.parsers.markdown import CodeBlockParser
@@ -64,28 +65,31 @@ def _doctest_defaults(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+def _compile_options(
+    *args: Any, _options: Any = compiler.get_compile_options, **kwargs: Any
+) -> Any:
+    """Return JAX's options, without XLA:CPU's emitters where JAX asks for few optimizations.
+
+    They take half of the time that is left. Jaxlib 0.10 can do without them, and 0.12 cannot. JAX
+    has no public way to say so for a part of a process.
+    """
+    options = _options(*args, **kwargs)
+    if jax.config.read("jax_disable_most_optimizations"):
+        options.env_option_overrides += [("xla_cpu_use_fusion_emitters", False)]
+    return options
+
+
+if jax.version.__version_info__[:2] == (0, 10):
+    compiler.get_compile_options = _compile_options
+
+
 @pytest.fixture(scope="module")
 def quickly_compiled() -> Iterator[None]:
-    """Compile with few optimizations, because compilation dominates for programs this small.
-
-    XLA:CPU's emitters of fusions take half of the time that is left. Jaxlib 0.10 can do without
-    them, and 0.12 cannot. JAX has no public way to say so for a part of a process.
-    """
-    compiler = jax._src.compiler  # noqa: SLF001
-    get_options = compiler.get_compile_options
-
-    def without_emitters(*args: Any, **kwargs: Any) -> Any:
-        options = get_options(*args, **kwargs)
-        options.env_option_overrides += [("xla_cpu_use_fusion_emitters", False)]
-        return options
-
+    """Compile with few optimizations, because compilation dominates for programs this small."""
     before = jax.config.read("jax_disable_most_optimizations")
-    with pytest.MonkeyPatch.context() as patch:
-        if jax.version.__version_info__[:2] == (0, 10):
-            patch.setattr(compiler, "get_compile_options", without_emitters)
-        jax.config.update("jax_disable_most_optimizations", True)
-        yield
-        jax.config.update("jax_disable_most_optimizations", before)
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="module")

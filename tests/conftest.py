@@ -22,6 +22,15 @@ def _promotion(request):
 
 
 @pytest.fixture
+def optimized():
+    """Compile as for users, in quick runs too: the test counts what the compiler makes of it."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
 def x64():
     """Enable float64 in JAX."""
     jax.config.update("jax_enable_x64", True)

@@ -4,8 +4,6 @@ Run as a script, this file is one of these processes. It reads its orders as JSO
 line and writes its report as JSON to a file.
 """
 
-import contextlib
-import io
 import json
 import runpy
 import sys
@@ -165,13 +163,6 @@ def tiny_example(batch, length, width):
     return main
 
 
-def example(directory):
-    """Return the output of the example, which trains on all devices that it finds."""
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        tiny_example(batch=8, length=16, width=16)(["--steps=3", f"--checkpoints={directory}"])
-    return printed.getvalue()
-
-
 def main(orders):
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", orders["devices"])
@@ -191,7 +182,6 @@ def main(orders):
         "sharded": sharded(mesh, directory / "sharded", resume=False),
         "resumed": sharded(mesh, directory / "sharded", resume=True),
         "replicas": replicas(mesh),
-        "example": example(directory / "example"),
     }
     (directory / f"report{orders['process']}.json").write_text(json.dumps(report))
     jax.distributed.shutdown()

@@ -1,7 +1,6 @@
 """The update rule in plain Python: an oracle written from the text of the contract.
 
-It shares no code with the package. A state is a `Reference` of Python numbers. Its `loss_scale` is
-rounded to float32 after every product, like the contract's float32[].
+It shares no code with the package. `loss_scale` is rounded to float32 after every product.
 """
 
 import itertools

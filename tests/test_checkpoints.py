@@ -4,6 +4,7 @@ Run as a script, this file is that process: see `resume_all`.
 """
 
 import json
+import os
 import pathlib
 import pickle
 import subprocess
@@ -49,23 +50,6 @@ def make_trainer(policy):
     return (init_params(), tx.init(init_params())), train, traces
 
 
-def save_pickle(path, state):
-    path.write_bytes(pickle.dumps(state))
-
-
-def restore_pickle(path, like):
-    del like
-    return pickle.loads(path.read_bytes())  # noqa: S301, written by this test
-
-
-def save_flax(path, state):
-    path.write_bytes(serialization.to_bytes(state))
-
-
-def restore_flax(path, like):
-    return serialization.from_bytes(like, path.read_bytes())
-
-
 def save_orbax(path, state):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path, state)
@@ -77,8 +61,14 @@ def restore_orbax(path, like):
 
 
 FORMATS = {
-    "pickle": (save_pickle, restore_pickle),
-    "flax": (save_flax, restore_flax),
+    "pickle": (
+        lambda path, state: path.write_bytes(pickle.dumps(state)),
+        lambda path, _: pickle.loads(path.read_bytes()),  # noqa: S301, written by this test
+    ),
+    "flax": (
+        lambda path, state: path.write_bytes(serialization.to_bytes(state)),
+        lambda path, like: serialization.from_bytes(like, path.read_bytes()),
+    ),
     "orbax": (save_orbax, restore_orbax),
 }
 
@@ -97,6 +87,7 @@ def resume_all(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimized")  # the tester's own way to do without is of its process alone
 def test_training_goes_on_bit_for_bit_in_a_new_process(tmp_path):
     fresh, train, _ = make_trainer(POLICY)
     states = {saved_after: train(fresh, 0, saved_after)[0] for saved_after in SAVED_AFTER}
@@ -105,7 +96,10 @@ def test_training_goes_on_bit_for_bit_in_a_new_process(tmp_path):
             save(tmp_path / f"{name}_{saved_after}", state)
     (tmp_path / "policy.json").write_text(json.dumps(POLICY.get_config()), "utf-8")
     command = [sys.executable, __file__, str(tmp_path)]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603, the interpreter and this file
+    environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "false"}
+    process = subprocess.run(  # noqa: S603, the interpreter and this file
+        command, env=environment, capture_output=True, text=True, check=False
+    )
     assert process.returncode == 0, process.stderr
     resumed = pickle.loads((tmp_path / "results.pickle").read_bytes())  # noqa: S301
 

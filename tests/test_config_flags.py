@@ -8,7 +8,7 @@ not hide that. Explicit mesh axes are in `test_distributed.py`, and XLA's own se
 `test_fast_math.py`.
 """
 
-import gc
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,7 @@ def batches():
 
 # Already on the device: under some settings, moving NaN there is itself an error.
 BATCHES = batches()
+BAD_LOSS = jnp.float32([np.nan, np.inf])
 BAD_GRADS = {"w": jnp.full((4, 4), np.nan), "b": jnp.full(4, np.inf)}
 
 
@@ -58,12 +59,12 @@ def step(params, opt_state, x, weight):
     return optax.apply_updates(params, updates), opt_state
 
 
-def run(step=None, start=None):
+def run(step=None, start=None, steps=STEPS):
     """Train, and return the parameters and states after each step."""
     step = step or jax.jit(globals()["step"])
     params, opt_state = start or initial()
     history = []
-    for x, weight in BATCHES:
+    for x, weight in BATCHES[:steps]:
         params, opt_state = step(params, opt_state, x, weight)
         history.append((params, opt_state))
     return jax.device_get(history)
@@ -71,11 +72,6 @@ def run(step=None, start=None):
 
 def scale_states(history):
     return [opt_state.loss_scale_state for _, opt_state in history]
-
-
-def assert_same_decisions(history, expected):
-    """Compare what was skipped and the loss scale, bit for bit."""
-    assert_same_bits(scale_states(history), scale_states(expected))
 
 
 @pytest.fixture(scope="module")
@@ -106,11 +102,10 @@ def test_promotion_and_what_the_package_does_not_read_change_no_bit(expected):
 @pytest.fixture(params=["nans", "infs"])
 def debugger(request):
     """Each of the two settings, shown to be on."""
-    setting = {"nans": jax.debug_nans, "infs": jax.debug_infs}[request.param]
-    bad = jnp.float32({"nans": np.nan, "infs": np.inf}[request.param])
-    with setting(True):
+    nans = request.param == "nans"
+    with (jax.debug_nans if nans else jax.debug_infs)(True):
         with pytest.raises(FloatingPointError):
-            jax.jit(lambda x: x * 2)(bad)
+            jax.jit(lambda x: x * 2)(jnp.float32(np.nan if nans else np.inf))
         yield
 
 
@@ -121,19 +116,15 @@ def test_a_compiled_step_skips_and_raises_nothing(expected, debugger):
     assert_same_bits(run(), expected)
 
 
-LOSSES = {"no loss": {}, "bad loss": {"value": jnp.float32([np.nan, np.inf])}}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_an_update_with_bad_gradients_skips_and_raises_nothing(debugger, transform, loss):
+def test_an_update_with_bad_gradients_and_loss_skips_and_raises_nothing(debugger, transform):
     del debugger
     params, opt_state = initial()
-    updates, after = transform(TX.update)(BAD_GRADS, opt_state, params, **LOSSES[loss])
+    updates, after = transform(TX.update)(BAD_GRADS, opt_state, params, value=BAD_LOSS)
     assert int(after.loss_scale_state.consecutive_skipped) == 1
     assert_same_bits(after.inner_state, opt_state.inner_state)
-    assert all((np.signbit(u) & (u == 0)).all() for u in map(np.asarray, jax.tree.leaves(updates)))
+    assert_same_bits(updates, jax.tree.map(lambda p: np.full_like(p, -0.0), params))
 
 
 @pytest.mark.slow
@@ -189,35 +180,7 @@ def test_without_compilation_the_same_steps_are_skipped(expected):
         seen = []
         jax.jit(lambda x: seen.append(isinstance(x, jax.core.Tracer)) or x)(jnp.ones(3))
         assert seen == [False]
-        history = run()
-    assert_same_decisions(history, expected)
-    for (params, _), (expected_params, _) in zip(history, expected, strict=True):
-        for name, array in params.items():
-            np.testing.assert_allclose(array, expected_params[name], rtol=1e-2, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_no_array_lies_in_a_reference_cycle(capfd):
-    """The guard logs when the garbage collector finds an array."""
-
-    class Cycle:
-        def __init__(self):
-            self.me, self.array = self, jnp.ones(3)
-
-    def logged(action):
-        gc.collect()  # garbage of other tests
-        before = jax.config.jax_array_garbage_collection_guard
-        jax.config.update("jax_array_garbage_collection_guard", "log")
-        try:
-            action()
-            gc.collect()
-        finally:
-            jax.config.update("jax_array_garbage_collection_guard", before)
-        return "garbage collector" in capfd.readouterr().err
-
-    def train():
-        run()
-        ols.diagnostics.metrics(TX.update(*initial())[1])
-
-    assert not logged(train)
-    assert logged(Cycle)
+        history = run(steps=8)
+    assert_same_bits(scale_states(history), scale_states(expected[:8]))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-2, atol=1e-4)
+    jax.tree.map(close, [params for params, _ in history], [params for params, _ in expected[:8]])

@@ -1,9 +1,10 @@
 """The cost of loss scaling, without a clock.
 
-Temporary memory, aliased buffers, copies, bytes accessed, the size of the program and the number
-of compilations are properties of the compiled step. `benchmarks/` measures time.
+Temporary memory, aliased buffers, copies, bytes accessed and the size of the program are properties
+of the compiled step. `benchmarks/` measures time.
 """
 
+import functools
 import math
 import re
 
@@ -12,13 +13,17 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 import pytest
+from compiled import LOSS, bytes_accessed, compiled_step, lowered_step, nbytes, temporaries
 from plain_where import with_plain_where
 
 import optax_lossscale as ols
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
 
 SHAPES = [(512, 512), (512, 512), (64, 3, 3, 128), (1024, 300), (512,), (7,), ()]
+PARAMS = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in SHAPES]
+HALF_GRADS = [jax.ShapeDtypeStruct(shape, jnp.float16) for shape in SHAPES]
+SIZE = nbytes(PARAMS)
 
 OPTIMIZERS = {
     "adamw": optax.adamw(1e-3),
@@ -29,26 +34,7 @@ OPTIMIZERS = {
     "schedule_free_adamw": optax.contrib.schedule_free_adamw(1e-3),
     "adam in a chain": optax.chain(optax.clip(1.0), optax.adam(optax.cosine_decay_schedule(1, 9))),
 }
-KINDS = {"adamw", "lion", "amsgrad"}
-
-
-def nbytes(tree):
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
-def compile_step(tx, shapes=SHAPES, grad_dtype=jnp.float32):
-    """Compile a typical step, and return it with the sizes of params and state in bytes."""
-    params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    grads = [jax.ShapeDtypeStruct(shape, grad_dtype) for shape in shapes]
-    state = jax.eval_shape(tx.init, params)
-
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    with jax.numpy_dtype_promotion("standard"):  # Optax relies on it
-        compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, grads).compile()
-    return compiled, nbytes(params), nbytes(state)
+KINDS = {"adamw", "lion"}
 
 
 def large_copies(compiled):
@@ -57,47 +43,30 @@ def large_copies(compiled):
     return [shape for shape in found if shape and math.prod(map(int, shape.split(","))) >= 512]
 
 
-def temporaries(compiled):
-    return compiled.memory_analysis().temp_size_in_bytes
+@functools.cache
+def compiled(name, wrap=lambda tx: tx, grads=None):
+    return compiled_step(wrap(OPTIMIZERS[name]), PARAMS, grads)
 
 
-def bytes_accessed(compiled):
-    return compiled.cost_analysis()["bytes accessed"]
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
+each_optimizer = pytest.mark.parametrize(
+    "name",
+    [
         pytest.param(name, marks=() if name in KINDS else pytest.mark.exhaustive)
         for name in OPTIMIZERS
     ],
 )
-def optimizer(request):
-    return OPTIMIZERS[request.param]
 
 
-@pytest.fixture(scope="module")
-def plain(optimizer):
-    return compile_step(optimizer)[0]
-
-
-@pytest.fixture(scope="module")
-def scaled(optimizer):
-    return compile_step(ols.with_loss_scaling(optimizer))
-
-
-def test_params_and_state_are_updated_in_place(plain, scaled):
-    compiled, params, state = scaled
-    assert compiled.memory_analysis().alias_size_in_bytes == params + state
-    assert temporaries(compiled) <= temporaries(plain) + 0.02 * params
+@each_optimizer
+def test_params_and_state_are_updated_in_place(name):
+    plain, ours = compiled(name), compiled(name, ols.with_loss_scaling)
+    state = jax.eval_shape(ols.with_loss_scaling(OPTIMIZERS[name]).init, PARAMS)
+    assert ours.memory_analysis().alias_size_in_bytes == nbytes((PARAMS, state))
+    assert temporaries(ours) <= temporaries(plain) + 0.02 * SIZE
     # Plain Lion copies the old moment too: it reads it for the update and for the new moment.
-    assert len(large_copies(compiled)) == len(large_copies(plain))
-
-
-def test_the_gradients_are_read_once_more(plain, scaled):
-    compiled, params, _ = scaled
+    assert len(large_copies(ours)) == len(large_copies(plain))
     # One read of the gradients, plus 7 % for the flags of the groups and the counters.
-    assert bytes_accessed(compiled) <= bytes_accessed(plain) + 1.07 * params
+    assert bytes_accessed(ours) <= bytes_accessed(plain) + 1.07 * SIZE
 
 
 def with_pure_functions(inner):
@@ -114,35 +83,38 @@ def with_pure_functions(inner):
     return optax.GradientTransformation(lambda p: (guard.init(p), ols.init(policy)), update)
 
 
-def test_the_pure_functions_cost_what_the_wrapper_costs(optimizer, scaled):
-    compiled, params, _ = scaled
-    by_hand = compile_step(with_pure_functions(optimizer))[0]
-    assert bytes_accessed(by_hand) == pytest.approx(bytes_accessed(compiled), rel=0.005)
-    assert temporaries(by_hand) <= temporaries(compiled) + 0.005 * params
+@each_optimizer
+def test_the_pure_functions_cost_what_the_wrapper_costs(name):
+    ours, by_hand = (compiled(name, way) for way in (ols.with_loss_scaling, with_pure_functions))
+    assert bytes_accessed(by_hand) == pytest.approx(bytes_accessed(ours), rel=0.005)
+    assert temporaries(by_hand) <= temporaries(ours) + 0.005 * SIZE
 
 
-def test_gradients_of_half_precision_are_not_copied(optimizer):
+@each_optimizer
+def test_gradients_of_half_precision_are_not_copied(name):
     # Plain Optax needs this cast to keep the dtype of its state.
     cast = optax.stateless_with_tree_map(lambda g, _: g.astype(jnp.float32))
-    plain, params, _ = compile_step(optax.chain(cast, optimizer), grad_dtype=jnp.float16)
-    compiled, _, _ = compile_step(ols.with_loss_scaling(optimizer), grad_dtype=jnp.float16)
-    assert temporaries(compiled) <= temporaries(plain) + 0.02 * params
+    plain = compiled_step(optax.chain(cast, OPTIMIZERS[name]), PARAMS, HALF_GRADS)
+    ours = compiled_step(ols.with_loss_scaling(OPTIMIZERS[name]), PARAMS, HALF_GRADS)
+    assert temporaries(ours) <= temporaries(plain) + 0.02 * SIZE
 
 
-def test_what_checks_nothing_costs_nothing(optimizer, plain):
+@each_optimizer
+def test_what_checks_nothing_costs_nothing(name):
     unchecked = ols.FixedLossScale(1024, skip_nonfinite=False)
-    compiled, _, _ = compile_step(ols.with_loss_scaling(optimizer, unchecked))
-    assert temporaries(compiled) <= temporaries(plain) + 1024
-    assert bytes_accessed(compiled) <= bytes_accessed(plain) + 1024
-    assert len(large_copies(compiled)) == len(large_copies(plain))
+    plain = compiled(name)
+    ours = compiled_step(ols.with_loss_scaling(OPTIMIZERS[name], unchecked), PARAMS)
+    assert temporaries(ours) <= temporaries(plain) + 1024
+    assert bytes_accessed(ours) <= bytes_accessed(plain) + 1024
+    assert len(large_copies(ours)) == len(large_copies(plain))
 
 
 def test_plain_where_on_the_outputs_copies_the_state():
     # The reason for the replay in `_step/keep.py`, and proof that the tests above can fail. If this
     # test fails, XLA no longer needs the replay, and it can be removed.
-    plain, params, _ = compile_step(OPTIMIZERS["adamw"])
-    copying, _, _ = compile_step(with_plain_where(OPTIMIZERS["adamw"], ols.FixedLossScale(1024)))
-    assert temporaries(copying) > temporaries(plain) + 1.5 * params
+    plain = compiled("adamw")
+    copying = compiled("adamw", lambda tx: with_plain_where(tx, ols.FixedLossScale(1024)))
+    assert temporaries(copying) > temporaries(plain) + 1.5 * SIZE
     assert len(large_copies(copying)) >= 6
     assert bytes_accessed(copying) > 1.4 * bytes_accessed(plain)
 
@@ -150,26 +122,19 @@ def test_plain_where_on_the_outputs_copies_the_state():
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), OPTIMIZERS["adamw"])
 
 
-def lower_step(tx, param_dtype=jnp.float32, arrays=100):
+def lower_stack(tx, param_dtype=jnp.float32, arrays=100):
     params = [jax.ShapeDtypeStruct((40, 32), param_dtype)] * arrays
-    loss = jax.ShapeDtypeStruct((), jnp.float32)
-
-    def step(params, state, grads, loss):
-        updates, state = optax.with_extra_args_support(tx).update(grads, state, params, value=loss)
-        return optax.apply_updates(params, updates), state
-
-    with jax.numpy_dtype_promotion("standard"):
-        return jax.jit(step).lower(params, jax.eval_shape(tx.init, params), params, loss)
+    return lowered_step(optax.with_extra_args_support(tx), params, value=LOSS)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
 def test_the_program_of_a_whole_stack_is_not_three_times_that_of_plain_optax(dtype):
     tx = ols.with_loss_scaling(ols.with_master_weights(CLIPPED), skip_if=ols.Spike())
-    plain, ours = (len(step.as_text()) for step in (lower_step(CLIPPED), lower_step(tx, dtype)))
+    plain, ours = (len(step.as_text()) for step in (lower_stack(CLIPPED), lower_stack(tx, dtype)))
     assert ours <= 2.93 * plain
     # Nor is what the compiler makes of it: a rule is not computed once more for each array.
     plain, ours = (
-        lower_step(*step, arrays=12).compile().as_text().count(" = ")
+        lower_stack(*step, arrays=12).compile().as_text().count(" = ")
         for step in ((CLIPPED,), (tx, dtype))
     )
     assert ours <= 3 * plain
@@ -178,7 +143,7 @@ def test_the_program_of_a_whole_stack_is_not_three_times_that_of_plain_optax(dty
 def program_sizes(tx):
     """Return the size of the program per added array, among few arrays and among many."""
     small, medium, large = (
-        len(compile_step(tx, [(40, 32)] * n)[0].as_text()) for n in (10, 20, 40)
+        len(lower_stack(tx, arrays=n).compile().as_text()) for n in (10, 20, 40)
     )
     return (medium - small) / 10, (large - medium) / 20
 

@@ -91,9 +91,7 @@ def test_skipped_steps_leave_no_trace_in_the_derivative(name, derivative):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "derivative",
-    [jax.grad, jax.jacfwd, lambda f: jax.grad(jax.grad(f))],
-    ids=["reverse", "forward", "second"],
+    "derivative", [jax.grad, lambda f: jax.grad(jax.grad(f))], ids=["first", "second"]
 )
 def test_a_learning_rate_that_is_differentiated_is_closed_over(derivative):
     def last(learning_rate, added):
@@ -106,35 +104,35 @@ def test_a_learning_rate_that_is_differentiated_is_closed_over(derivative):
         return jnp.sum(params**2)
 
     differentiate = jax.jit(derivative(last))
-    added = jnp.array([jnp.inf, 0.0, jnp.nan, 0.0, -jnp.inf])
+    added = jnp.array([jnp.inf, 0.0, jnp.nan, 0.0])
     found, expected = differentiate(0.1, added), differentiate(0.1, jnp.zeros(2))
     np.testing.assert_allclose(found, expected, rtol=1e-4)
     assert np.isfinite(found)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", [ols.Spike(window=4), ols.Spike("grad_norm", window=4)])
-def test_what_a_rule_remembers_has_no_derivative(rule):
+@pytest.mark.parametrize("of", ["value", "grad_norm"])
+def test_what_a_rule_remembers_has_no_derivative(of):
     # The root of a deviation of zero has an infinite derivative, and 0 times infinity is NaN.
-    tx = ols.skip_if(optax.sgd(0.1), rule)
+    tx = ols.skip_if(optax.sgd(0.1), ols.Spike(of, window=4))
 
-    def step(params, state):
-        updates, state = tx.update(2 * params, state, params, value=jnp.sum(params**2))
-        return optax.apply_updates(params, updates), state
+    @jax.jit
+    def pulled_back(params, state):
+        _, transposed = jax.vjp(lambda p, s: tx.update(p, s, value=jnp.sum(p**2)), params, state)
+        ones = jax.tree.map(
+            lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, float0),
+            (params, state),
+        )
+        return transposed(ones)[1].rule_state[0].values
 
     params = jnp.array([1.0, 2.0])
-    (_, after), transposed = jax.vjp(step, params, tx.init(params))
-    cotangents = jax.tree.map(
-        lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, float0), after
-    )
-    wanted, remembered = transposed((jnp.ones(2), cotangents))
-    np.testing.assert_allclose(wanted, 0.8)
-    np.testing.assert_array_equal(remembered.rule_state[0].values, 0)
+    np.testing.assert_array_equal(pulled_back(params, tx.init(params)), 0)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_skipped_eagerly_leaves_none():
     def train(w, bad):
-        tx = ols.skip_if(optax.lars(0.1))  # divides by a norm of the updates
+        tx = ols.skip_if(optax.stateless(lambda grads, _: -0.1 * grads / jnp.linalg.norm(grads)))
         state = tx.init(w)
         for skipped in bad:
             updates, state = tx.update(jnp.full(2, jnp.inf) if skipped else w, state, w)
@@ -146,6 +144,7 @@ def test_a_step_that_is_skipped_eagerly_leaves_none():
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_the_loss_scale_has_none():
     tx = ols.with_loss_scaling(optax.sgd(0.1), 8.0)
 
@@ -160,3 +159,55 @@ def test_the_loss_scale_has_none():
 
     found = jax.grad(train, allow_int=True)(tx.init(jnp.ones(2)))
     assert found.loss_scale_state.loss_scale == 0
+
+
+MODES_OF_TWO_ORDERS = {
+    "forward": lambda f, x, along: jax.jvp(f, x, along)[1],
+    "reverse": lambda f, x, _: jax.grad(f, (0, 1))(*x),
+    "forward over reverse": lambda f, x, along: jax.jvp(jax.grad(f), x, along)[1],
+    "reverse over forward": lambda f, x, along: jax.grad(lambda *x: jax.jvp(f, x, along)[1])(*x),
+    "twice forward": lambda f, x, along: jax.jvp(lambda *x: jax.jvp(f, x, along)[1], x, along)[1],
+}
+ROUNDED = {
+    "masters": ols.with_master_weights,
+    "remainders": lambda tx: ols.with_master_weights(tx, remainders=True),
+    "state": ols.with_bfloat16_state,
+}
+HOW = [*((mode, True) for mode in MODES_OF_TWO_ORDERS), ("reverse over forward", False)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rounded", ROUNDED)
+@pytest.mark.parametrize(("mode", "compiled"), HOW)
+def test_derivatives_pass_through_every_rounding(rounded, mode, compiled):
+    # By the learning rate and by the initial parameters, one of which is zero.
+    start = jnp.linspace(-2, 2, 4097).astype(jnp.bfloat16).astype(jnp.float32)
+
+    def final(wrap, dtype, rate, w):
+        tx = wrap(optax.sgd(rate, momentum=0.9))
+        w = w.astype(dtype)
+
+        def weights(w, state):
+            return w if w.dtype == jnp.float32 else ols.master_weights(state, w)
+
+        def step(carry, _=None):
+            w, state = carry
+            updates, state = tx.update(jnp.cos(3 * weights(w, state)), state, w)
+            return (optax.apply_updates(w, updates), state), None
+
+        carry, _ = jax.lax.scan(step, (w, tx.init(w)), length=3)
+        return jnp.mean(jnp.sin(weights(*carry)))
+
+    at = jnp.float32(0.1), start
+    found, expected = (
+        (jax.jit if compiled else lambda f: f)(
+            functools.partial(MODES_OF_TWO_ORDERS[mode], functools.partial(final, wrap, dtype))
+        )(at, jax.tree.map(jnp.ones_like, at))
+        for wrap, dtype in (
+            (ROUNDED[rounded], jnp.float32 if rounded == "state" else jnp.bfloat16),
+            (optax.with_extra_args_support, jnp.float32),
+        )
+    )
+    # Tangents of parameters, or those that are stored, are in bfloat16.
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0.03, atol=0.03 * float(jnp.abs(b).max()))

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compiled import bytes_accessed, compiled_step, nbytes
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from process_worker import (
@@ -113,6 +114,8 @@ REDUCED_INSIDE = optax.chain(optax.stateless(lambda g, _: jax.lax.pmean(g, "data
 FLAGS = ("pred[2]",)
 ONE_FLAG_EACH = ("pred[] pred[] pred[]",)
 GRID = {"data": 4, "model": 2}
+MANUAL_FSDP = {"specs": SPREAD, "axis_name": "data", "added": FLAGS}
+EXPLICIT = {"loss_fn": resharded, "axis_type": AxisType.Explicit}
 WAYS = {
     "shard_map without check_vma": Way(
         WITHOUT_VMA, reduce=mean_over("data"), axis_name="data", added=FLAGS
@@ -121,19 +124,9 @@ WAYS = {
     "shard_map": Way(WITH_VMA, loss_fn=averaged("data"), axis_name="data"),
     "shard_map, summed in float32": Way(WITH_VMA, loss_fn=averaged_in_float32),
     "manual FSDP without check_vma": Way(
-        WITHOUT_VMA,
-        specs=SPREAD,
-        loss_fn=gathered("data", divided),
-        axis_name="data",
-        added=FLAGS,
+        WITHOUT_VMA, loss_fn=gathered("data", divided), **MANUAL_FSDP
     ),
-    "manual FSDP": Way(
-        WITH_VMA,
-        specs=SPREAD,
-        loss_fn=gathered("data", averaged("data")),
-        axis_name="data",
-        added=FLAGS,
-    ),
+    "manual FSDP": Way(WITH_VMA, loss_fn=gathered("data", averaged("data")), **MANUAL_FSDP),
     "manual FSDP over one axis of two": Way(
         WITH_VMA,
         mesh=GRID,
@@ -144,19 +137,7 @@ WAYS = {
         added=FLAGS,
     ),
     "jit, FSDP": Way(jitted, specs=SPREAD, added=ONE_FLAG_EACH),
-    "jit, tensor parallel": Way(
-        jitted,
-        mesh=GRID,
-        specs={"w1": P(None, "model"), "b1": P("model"), "w2": P("model")},
-        added=ONE_FLAG_EACH,
-    ),
-    "jit, FSDP over an Explicit axis": Way(
-        jitted,
-        specs=SPREAD,
-        loss_fn=resharded,
-        axis_type=AxisType.Explicit,
-        added=ONE_FLAG_EACH,
-    ),
+    "jit, FSDP over an Explicit axis": Way(jitted, SPREAD, added=ONE_FLAG_EACH, **EXPLICIT),
 }
 
 # One of each kind. `make test-all` runs the others.
@@ -178,22 +159,18 @@ class Trainer:
         self.way, self.tx = way, tx
         types = (way.axis_type,) * len(way.mesh)
         self.mesh = jax.make_mesh(tuple(way.mesh.values()), tuple(way.mesh), types)
-        params = init_params()
+        shapes = jax.eval_shape(tx.init, init_params())
+        everywhere = {"transform_non_params": lambda _: P()}
         state_specs = optax.tree.map_params(
-            tx,
-            lambda _, spec: spec,
-            jax.eval_shape(tx.init, params),
-            way.specs,
-            transform_non_params=lambda _: P(),
+            tx, lambda _, spec: spec, shapes, way.specs, **everywhere
         )
         self.specs = way.specs, state_specs, way.batch, way.batch
+        # The plain optimizer's state has no loss scale.
+        is_scaled = isinstance(shapes, ols.WithLossScalingState)
 
         def step(params, state, x, y):
-            # The optimizer's state determines whether the loss is scaled.
-            if isinstance(state, ols.WithLossScalingState):
-                loss, grads = ols.value_and_grad(way.loss_fn)(state, params, x, y)
-            else:
-                loss, grads = jax.value_and_grad(way.loss_fn)(params, x, y)
+            scale = state.loss_scale_state if is_scaled else ols.init(None)
+            loss, grads = ols.value_and_grad(way.loss_fn)(scale, params, x, y)
             loss, grads = way.reduce(loss, grads)
             updates, state = tx.update(grads, state, params, value=loss)
             return optax.apply_updates(params, updates), state, loss
@@ -212,11 +189,10 @@ class Trainer:
         return self._put(batch(step, row), self.specs[2:])
 
     def _put(self, tree, specs):
-        return jax.tree.map(
-            lambda a, spec: jax.device_put(np.asarray(a), NamedSharding(self.mesh, spec)),
-            tree,
-            specs,
-        )
+        def put(array, spec):
+            return jax.device_put(np.asarray(array), NamedSharding(self.mesh, spec))
+
+        return jax.tree.map(put, tree, specs)
 
     def run(self, row):
         """Return the final params and state, and the counters of each step, of all devices."""
@@ -287,10 +263,9 @@ def test_a_bad_number_on_one_device_does_everywhere_what_it_does_alone(trainer):
 
 def test_everything_stays_where_it_was_put(trainer):
     before = trainer.start()
-    after = trainer.step(*before, *trainer.batch(0))
-    for _ in range(2):
-        old, after = after, trainer.step(*after, *trainer.batch(1, row=3))
-        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))  # donated
+    old = trainer.step(*before, *trainer.batch(0))
+    after = trainer.step(*old, *trainer.batch(1, row=3))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))  # donated
     for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
     assert all(a.sharding.is_fully_replicated for a in after[1].loss_scale_state)
@@ -329,31 +304,23 @@ def test_at_most_one_small_collective_is_added(trainer):
 
 @pytest.mark.slow
 @pytest.mark.needs_xla
+@pytest.mark.usefixtures("optimized")
 def test_each_device_reads_its_own_part_of_the_gradients_once_more():
     """docs/performance.md relies on this number."""
     mesh = jax.make_mesh((DEVICES,), ("data",), (AUTO,))
-    split, everywhere = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    split = NamedSharding(mesh, P("data"))
     params = [jax.ShapeDtypeStruct((512, 512), jnp.float32, sharding=split)] * 6
 
-    def compile_update(tx):
-        def update(params, state, grads):
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
-        shapes = jax.eval_shape(tx.init, params)
-        places = jax.tree.map(lambda a: split if a.shape else everywhere, shapes)
-        state = jax.tree.map(
-            lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), shapes, places
-        )
-        return jax.jit(update, donate_argnums=(0, 1)).lower(params, state, params).compile()
+    def place(shapes):
+        return jax.tree.map(lambda a: params[0] if a.shape else a, shapes)
 
     plain, scaling = (
-        compile_update(tx) for tx in (optax.adamw(1e-3), ols.with_loss_scaling(optax.adamw(1e-3)))
+        compiled_step(tx, params, place=place)
+        for tx in (optax.adamw(1e-3), ols.with_loss_scaling(optax.adamw(1e-3)))
     )
-    own_part = sum(4 * p.size for p in params) / DEVICES
-    more = scaling.cost_analysis()["bytes accessed"] - plain.cost_analysis()["bytes accessed"]
+    own_part = nbytes(params) / DEVICES
     # XLA:CPU also writes and reads a mask of a byte for each 16 numbers.
-    assert 0.98 * own_part <= more <= 1.1 * own_part
+    assert 0.98 * own_part <= bytes_accessed(scaling) - bytes_accessed(plain) <= 1.1 * own_part
     assert collectives(plain) == []
     # A byte for each array.
     assert collectives(scaling) == [("all-reduce", " ".join(["pred[]"] * len(params)))]
@@ -368,17 +335,17 @@ def first_update(name, **changes):
     return np.asarray(params["w2"]) - np.asarray(init_params()["w2"])
 
 
+MISTAKES = {  # the gradients are summed already, by the types or by the transpose of the gather
+    "of gradients": (
+        "shard_map",
+        {"loss_fn": loss_fn, "reduce": lambda *both: jax.lax.pmean(both, "data")},
+    ),
+    "of losses": ("manual FSDP without check_vma", {"loss_fn": gathered("data", averaged("data"))}),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "mistake"),
-    [
-        # The gradients are summed already.
-        ("shard_map", {"loss_fn": loss_fn, "reduce": lambda *both: jax.lax.pmean(both, "data")}),
-        # The transpose of the gather sums them.
-        ("manual FSDP without check_vma", {"loss_fn": gathered("data", averaged("data"))}),
-    ],
-    ids=["of gradients", "of losses"],
-)
+@pytest.mark.parametrize(("name", "mistake"), MISTAKES.values(), ids=MISTAKES)
 def test_a_mean_in_the_wrong_place_is_as_many_times_too_large_as_there_are_devices(name, mistake):
     right, wrong = first_update(name), first_update(name, **mistake)
     loud = np.abs(right) > np.max(np.abs(right)) / 2  # smaller entries suffer from float16 rounding
@@ -397,17 +364,16 @@ def masked(params, x, y):
     return loss + jax.lax.stop_gradient(jnp.max(jnp.where(jnp.isfinite(y), 0.0, y)))
 
 
+DECIDING = {
+    "local gradients": ("reduced inside", {}),
+    # The gradients are averaged, so every replica sees bad ones, but not a bad loss.
+    "local loss": ("shard_map without check_vma", {"loss_fn": masked}),
+    "shards": ("manual FSDP without check_vma", {"reduce": one_bad_element}),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("reduced inside", {}),
-        # The gradients are averaged, so every replica sees bad ones, but not a bad loss.
-        ("shard_map without check_vma", {"loss_fn": masked}),
-        ("manual FSDP without check_vma", {"reduce": one_bad_element}),
-    ],
-    ids=["local gradients", "local loss", "shards"],
-)
+@pytest.mark.parametrize(("name", "changes"), DECIDING.values(), ids=DECIDING)
 def test_devices_that_decide_each_for_itself_diverge(name, changes):
     expected, _ = oracle(None)
     for axis_name, diverge in ((None, True), ("data", False)):
@@ -437,7 +403,8 @@ def test_check_vma_sums_in_float16_unless_the_params_vary_before_the_cast():
 @pytest.mark.filterwarnings("ignore:`params` are b?float16")
 def test_a_float16_mean_overflows_where_a_float32_mean_does_not():
     mesh = jax.make_mesh((2,), ("data",), (AUTO,), devices=jax.devices()[:2])
-    inside = optax.chain(optax.stateless(lambda g, _: jax.lax.pmean(g, "data")), optax.sgd(1.0))
+    mean = lambda g: jax.lax.pmean(g, "data")  # noqa: E731
+    inside = optax.chain(optax.stateless(lambda g, _: mean(g)), optax.sgd(1.0))
 
     def update(inner, reduce):
         tx = ols.with_loss_scaling(inner, ols.DynamicLossScale(2.0**10), axis_name="data")
@@ -449,9 +416,9 @@ def test_a_float16_mean_overflows_where_a_float32_mean_does_not():
         mapped = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
         return jax.jit(mapped)(jnp.full(2, 40_000.0, jnp.float16)).tolist()
 
-    plain, applied = optax.sgd(1.0), [[-40_000 / 1024, 1024]] * 2
-    assert update(plain, lambda g: jax.lax.pmean(g, "data")) == [[0, 512]] * 2  # skipped
-    assert update(plain, lambda g: jax.lax.pmean(g.astype(jnp.float32), "data")) == applied
+    applied = [[-40_000 / 1024, 1024]] * 2
+    assert update(optax.sgd(1.0), mean) == [[0, 512]] * 2  # skipped
+    assert update(optax.sgd(1.0), lambda g: mean(g.astype(jnp.float32))) == applied
     assert update(inside, lambda g: g) == applied
 
 
@@ -479,16 +446,15 @@ def test_devices_agree_over_the_named_axes_whichever_of_them_the_flag_varies_ove
         updates, state = tx.update(grads, state, grads, value=loss[0, 0])
         return updates, finite[None, None], state.loss_scale_state.total_skipped[None, None]
 
-    mapped = jax.shard_map(
-        step, mesh=mesh, in_specs=spec, out_specs=(spec, P(*GRID), P(*GRID)), check_vma=check_vma
-    )
+    out_specs = spec, P(*GRID), P(*GRID)
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=out_specs, check_vma=check_vma)
     run = jax.jit(mapped)
     shape = tuple(size if axis in varying else 1 for axis, size in GRID.items())
     good = 8 + np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
     agreeing = tuple(i for i, axis in enumerate(GRID) if axis in axis_name)
-    for where in (None, *np.ndindex(shape)):
+    for where in np.ndindex(shape):
         bad = np.zeros(shape, bool)
-        bad[where or slice(0)] = True
+        bad[where] = True
         spoilt = np.where(bad, np.float32(np.inf), good)
         reached = bad.any(agreeing, keepdims=True)
         everywhere = np.broadcast_to(reached, tuple(GRID.values()))

@@ -1,17 +1,17 @@
 """Float32 masters: after every step the parameters are those of the float32 run, rounded."""
 
 import functools
-import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compiled import compiled_step, nbytes
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from optimizers import OPTIMIZERS, tiers
+from optimizers import OPTIMIZERS, UNFUSED, tiers
 from plain_where import assert_same_bits, types
 
 import optax_lossscale as ols
@@ -19,7 +19,7 @@ import optax_lossscale as ols
 pytestmark = pytest.mark.integration
 
 HALF = [jnp.float16, jnp.bfloat16]
-KINDS = ["adamw", "lookahead", "partition"]
+KINDS = ["adamw", "lookahead"]
 EVERY = [
     param
     for param in tiers(KINDS)
@@ -31,20 +31,32 @@ EVERY = [
 @pytest.mark.parametrize("name", EVERY)
 def test_the_parameters_are_those_of_the_float32_run_rounded(name, dtype):
     optimizer = OPTIMIZERS[name]
+
+    def stepping(tx):
+        @functools.partial(jax.jit, compiler_options=UNFUSED)
+        def step(params, state, grads, number):
+            extra = optimizer.extra_args(
+                number, value=1.0 + number, grad=ols.cast(grads, jnp.float32)
+            )
+            updates, state = tx.update(grads, state, params, **extra)
+            return optax.apply_updates(params, updates), state
+
+        return step
+
     plain, tx = optimizer.plain(), ols.with_master_weights(optimizer.make())
+    step, plain_step, gradients = stepping(tx), stepping(plain), jax.jit(optimizer.grads)
     half = ols.cast(optimizer.params(), dtype)
     single = ols.cast(half, jnp.float32)
     half_state, single_state = tx.init(half), plain.init(single)
-    for step in range(5):
-        grads = ols.cast(ols.cast(optimizer.grads(single, step), dtype), jnp.float32)
-        extra = optimizer.extra_args(step, value=1.0 + step, grad=grads)
-        updates, single_state = plain.update(grads, single_state, single, **extra)
-        single = optax.apply_updates(single, updates)
+    for number in range(5):
+        grads = ols.cast(gradients(single, number), dtype)
+        single, single_state = plain_step(
+            single, single_state, ols.cast(grads, jnp.float32), number
+        )
         if dtype == jnp.float16 and any(jnp.abs(x).max() > 65504 for x in jax.tree.leaves(single)):
             assert name == "scale_by_param_block_norm"  # which grows without limit
             return
-        updates, half_state = tx.update(ols.cast(grads, dtype), half_state, half, **extra)
-        half = optax.apply_updates(half, updates)
+        half, half_state = step(half, half_state, grads, number)
         assert_same_bits(half, ols.cast(single, dtype))
         jax.tree.map(np.testing.assert_array_equal, ols.master_weights(half_state, half), single)
     assert_same_bits(half_state.inner_state, single_state)
@@ -123,15 +135,14 @@ def test_parameter_and_remainder_are_the_master_for_every_upper_half(sign):
 
 def test_a_float32_is_put_together_of_its_halves_to_the_bit():
     # Subnormal numbers too, whose halves no arithmetic may touch.
-    random = np.random.default_rng(2).integers(2**32, size=2**20)
+    random = np.random.default_rng(2).integers(2**32, size=2**18)
     words = np.r_[random, np.arange(2**16), 2**31 + np.arange(2**16)].astype(np.uint32)
     words = words[~np.isnan(words.view(np.float32))]
     lower = words.astype(np.int16)
     upper = ((words - lower.astype(np.int32).view(np.uint32)) >> 16).astype(np.uint16)
-    params = jnp.asarray(upper.view(jnp.bfloat16.dtype))
     state = ols.MasterWeightsState(jnp.asarray(lower), optax.EmptyState())
-    found = np.asarray(jax.jit(ols.master_weights)(state, params))
-    np.testing.assert_array_equal(found.view(np.uint32), words)
+    found = jax.jit(ols.master_weights)(state, jnp.asarray(upper.view(jnp.bfloat16.dtype)))
+    np.testing.assert_array_equal(np.asarray(found).view(np.uint32), words)
 
 
 @pytest.mark.slow
@@ -196,95 +207,21 @@ def test_a_master_beyond_float16_comes_back_with_its_parameter():
         assert (param, state.master_weights) == (expected, expected)
 
 
-def test_a_zero_of_the_other_sign_has_the_same_master():
-    tx = ols.with_master_weights(optax.identity())
-    params = jnp.zeros(2, jnp.float16)
-    state = tx.init(params)._replace(master_weights=jnp.array([1e-9, -1e-9]))
-    for given in (params, -params):
-        assert_same_bits(ols.master_weights(state, given), state.master_weights)
+def test_masters_at_the_edges():
+    def found(params, kept, *, remainders):
+        tx = ols.with_master_weights(optax.identity(), remainders=remainders)
+        return ols.master_weights(tx.init(params)._replace(master_weights=kept), params)
 
-
-def test_a_replaced_parameter_leaves_no_number_that_no_remainder_makes():
-    tx = ols.with_master_weights(optax.identity(), remainders=True)
+    # A zero of the other sign has the same master.
+    zeros, kept = jnp.zeros(2, jnp.float16), jnp.array([1e-9, -1e-9])
+    for params in (zeros, -zeros):
+        assert_same_bits(found(params, kept, remainders=False), kept)
+    # A replaced parameter leaves no number that no remainder makes.
     params = jnp.array([jnp.inf, -jnp.inf, jnp.inf, 0, -0.0, 0, 1], jnp.bfloat16)
-    remainders = jnp.array([1, 2**15 - 1, -1, -1, -(2**15), 1, -1], jnp.int16)
-    state = tx.init(params)._replace(master_weights=remainders)
-    largest, smallest = jnp.finfo(jnp.float32).max, np.float32(2.0**-149)
-    expected = [
-        np.inf,
-        -np.inf,
-        largest,
-        0,
-        -0.0,
-        smallest,
-        np.nextafter(np.float32(1), np.float32(0)),
-    ]
-    assert_same_bits(ols.master_weights(state, params), jnp.array(expected, jnp.float32))
-
-
-def forward_over_reverse(f, x, along):
-    return jax.jvp(jax.grad(f), x, along)[1]
-
-
-def reverse_over_forward(f, x, along):
-    return jax.grad(lambda *x: jax.jvp(f, x, along)[1])(*x)
-
-
-def twice_forward(f, x, along):
-    return jax.jvp(lambda *x: jax.jvp(f, x, along)[1], x, along)[1]
-
-
-DERIVATIVES = {
-    "forward": lambda f, x, along: jax.jvp(f, x, along)[1],
-    "reverse": lambda f, x, _: jax.grad(f, (0, 1))(*x),
-    "forward over reverse": forward_over_reverse,
-    "reverse over forward": reverse_over_forward,
-    "twice forward": twice_forward,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("remainders", [False, True])
-@pytest.mark.parametrize("how", ["loop", "scan", "jit of scan"])
-@pytest.mark.parametrize("mode", DERIVATIVES)
-def test_derivatives_pass_through_the_masters(mode, how, remainders):
-    # By the learning rate and by the initial parameters, one of which is zero.
-    inputs = jnp.linspace(-1, 1, 8).reshape(2, 4)
-
-    def loss(w):
-        return jnp.mean((jnp.tanh(inputs @ w) - 0.3) ** 2)
-
-    def final(tx_of, params_of, rate, w):
-        tx = tx_of(optax.sgd(rate))
-
-        def step(carry, _=None):
-            w, state = carry
-            updates, state = tx.update(jax.grad(loss)(params_of(state, w)), state, w)
-            return (optax.apply_updates(w, updates), state), None
-
-        carry = w, tx.init(w)
-        if how == "loop":
-            for _ in range(3):
-                carry, _ = step(carry)
-        else:
-            carry, _ = jax.lax.scan(step, carry, length=3)
-        return loss(params_of(carry[1], carry[0]))
-
-    def with_masters(rate, w):
-        masters = functools.partial(ols.with_master_weights, remainders=remainders)
-        return final(masters, ols.master_weights, rate, w.astype(jnp.bfloat16))
-
-    def in_float32(rate, w):
-        return final(lambda tx: tx, lambda _, w: w, rate, w)
-
-    compiled = jax.jit if how == "jit of scan" else lambda f: f
-    at = jnp.float32(0.5), jnp.array([0.5, 0.0, 1.0, -1.5])
-    found, expected = (
-        compiled(functools.partial(DERIVATIVES[mode], f))(at, jax.tree.map(jnp.ones_like, at))
-        for f in (with_masters, in_float32)
-    )
-    # The parameters' own tangents are in bfloat16.
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0.03), found, expected)
+    kept = jnp.array([1, 2**15 - 1, -1, -1, -(2**15), 1, -1], jnp.int16)
+    least_below_one = np.nextafter(np.float32(1), np.float32(0))
+    expected = [np.inf, -np.inf, jnp.finfo(jnp.float32).max, 0, -0.0, 2.0**-149, least_below_one]
+    assert_same_bits(found(params, kept, remainders=True), jnp.array(expected, jnp.float32))
 
 
 @pytest.mark.parametrize("remainders", [False, True])
@@ -301,119 +238,91 @@ def test_no_cast_is_taken_straight_back(dtype, remainders):
 
 
 @pytest.mark.needs_xla
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.slow
-@pytest.mark.parametrize("inner", [optax.adamw(1e-3), optax.sgd(1e-3)])
-def test_a_donated_step_copies_nothing(inner):
-    shapes = [jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)] * 6
-    masters = ols.with_master_weights(inner)
+def test_a_donated_step_copies_nothing():
+    shapes = [jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)] * 3
+    masters = ols.with_master_weights(optax.adamw(1e-3))
     scaling = ols.with_loss_scaling(masters, skip_if=lambda *_: False)
     # XLA:CPU writes gradients that are unscaled in bfloat16, and a mask of a sixteenth of them.
     for tx, gradients in ((masters, 0), (scaling, 0), (ols.skip_if(masters), 1)):
-        state = jax.eval_shape(tx.init, shapes)
-
-        def step(params, state, grads, tx=tx):
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
-        compiled = jax.jit(step, donate_argnums=(0, 1)).lower(shapes, state, shapes).compile()
-        memory = compiled.memory_analysis()
-        assert memory.temp_size_in_bytes <= (0.04 + gradients) * 6 * 256 * 256 * 2
-        arrays = jax.tree.leaves((shapes, state))
-        nbytes = sum(a.size * a.dtype.itemsize for a in arrays)
-        assert memory.alias_size_in_bytes >= 0.99 * nbytes
+        memory = compiled_step(tx, shapes).memory_analysis()
+        assert memory.temp_size_in_bytes <= (0.04 + gradients) * nbytes(shapes)
+        in_place = nbytes((shapes, jax.eval_shape(tx.init, shapes)))
+        assert memory.alias_size_in_bytes >= 0.99 * in_place
 
 
 @pytest.mark.parametrize("remainders", [False, True])
 def test_masters_are_sharded_like_the_parameters(remainders):
-    mesh = jax.make_mesh(
-        (4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4]
-    )
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=auto, devices=jax.devices()[:4])
     sharding = NamedSharding(mesh, P("data"))
     params = jax.device_put(jnp.ones((8, 4), jnp.bfloat16), sharding)
-    tx = ols.with_loss_scaling(ols.with_master_weights(optax.adamw(0.1), remainders=remainders))
+    tx = ols.with_master_weights(optax.sgd(0.1), remainders=remainders)
     state = tx.init(params)
-    assert state.inner_state.master_weights.sharding.is_equivalent_to(sharding, 2)
-    updates, state = jax.jit(tx.update)(params, state, params)
-    assert state.inner_state.master_weights.sharding.is_equivalent_to(sharding, 2)
-    assert updates.sharding.is_equivalent_to(sharding, 2)
+    updates, after = jax.jit(tx.update)(params, state, params)
+    for array in (state.master_weights, after.master_weights, updates):
+        assert array.sharding.is_equivalent_to(sharding, 2)
 
 
 @pytest.mark.parametrize("remainders", [False, True])
 def test_init_takes_shapes(remainders):
     params = {"w": jnp.ones(3, jnp.float16), "v": jnp.ones(3, jnp.bfloat16), "n": jnp.ones(2)}
-    tx = ols.with_master_weights(optax.adam(0.1), remainders=remainders)
-    shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
-    assert (
-        types(tx.init(shapes)) == types(jax.eval_shape(tx.init, params)) == types(tx.init(params))
-    )
+    init = ols.with_master_weights(optax.adam(0.1), remainders=remainders).init
+    shapes = jax.eval_shape(lambda: params)
+    assert types(init(shapes)) == types(jax.eval_shape(init, params)) == types(init(params))
 
 
 @pytest.mark.parametrize("guard", [ols.with_loss_scaling, ols.skip_if])
 @pytest.mark.parametrize(
-    ("dtypes", "said", "least"),
-    [
-        (["float16"] * 2, "float16", 4096),
-        (["bfloat16"] * 2, "bfloat16", 512),
-        (["bfloat16", "float16"], "bfloat16 and float16", 512),  # the coarser of both
-    ],
+    ("dtypes", "least"), [("float16", 4096), ("bfloat16", 512), ("bfloat16 and float16", 512)]
 )
-def test_half_precision_parameters_without_masters_are_warned_of_once(guard, dtypes, said, least):
-    params = {"w": jnp.ones(3, dtypes[0]), "b": jnp.ones(2, dtypes[1]), "s": jnp.ones(2)}
-    match = rf"are {said}, and no float32 master .* below 1/{least} of .*`with_master_weights"
+def test_half_precision_parameters_without_masters_are_warned_of_once(guard, dtypes, least):
+    first, last = dtypes.split()[0], dtypes.split()[-1]
+    params = {"w": jnp.ones(3, first), "b": jnp.ones(2, last), "s": jnp.ones(2)}
+    match = rf"are {dtypes}, and no float32 master .* below 1/{least} of .*`with_master_weights"
     with pytest.warns(UserWarning, match=match) as caught:
         guard(optax.sgd(0.1)).init(params)
     assert [warning.filename for warning in caught] == [__file__]
     # Less than that is lost.
     assert jnp.nextafter(params["w"], jnp.zeros_like(params["w"]))[0] == 1 - 2 / least
-    masters, mask = ols.with_master_weights(optax.sgd(0.1)), {"w": True, "b": False, "s": False}
-    for inner in (masters, optax.masked(masters, mask)):
+    mask = {"w": True, "b": False, "s": False}
+    for inner in (MASTERS, optax.masked(MASTERS, mask)):
         guard(inner).init(params)
     guard(optax.sgd(0.1)).init(ols.cast(params, jnp.float32))
 
 
 @pytest.mark.parametrize("remainders", [False, True])
-@pytest.mark.parametrize("tree", ["whole", "prefix"])
-@pytest.mark.parametrize("kind", ["masked", "partition"])
-def test_masters_of_some_parameters_are_found_among_all(kind, tree, remainders):
+@pytest.mark.parametrize(
+    "mask",
+    [{"base": False, "head": True}, {"base": {"w": False}, "head": {"w": True, "b": True}}],
+    ids=["prefix", "whole"],
+)
+def test_masters_of_some_parameters_are_found_among_all(mask, remainders):
     inner = ols.with_master_weights(optax.sgd(0.1), remainders=remainders)
-    params = {
-        "base": {"w": jnp.ones(2, jnp.bfloat16)},
-        "head": {"w": jnp.full(2, 2, jnp.bfloat16), "b": jnp.ones(())},
-    }
-    mask = {"base": False, "head": True}
-    if tree == "whole":
-        mask = {"base": {"w": False}, "head": {"w": True, "b": True}}
-    if kind == "masked":
-        tx = optax.chain(
-            optax.masked(inner, mask),
-            optax.masked(optax.set_to_zero(), jax.tree.map(lambda m: not m, mask)),
-        )
-    else:
-        labels = jax.tree.map(lambda trained: "trained" if trained else "frozen", mask)
-        tx = optax.partition({"trained": inner, "frozen": optax.set_to_zero()}, labels)
-    state = tx.init(params)
-    updates, state = jax.jit(tx.update)(params, state, params)
+    head = {"w": jnp.full(2, 2, jnp.bfloat16), "b": jnp.ones(())}
+    params = {"base": {"w": jnp.ones(2, jnp.bfloat16)}, "head": head}
+    tx = optax.partition({True: inner, False: optax.set_to_zero()}, mask)
+    updates, state = jax.jit(tx.update)(params, tx.init(params), params)
     moved = optax.apply_updates(params, updates)
-    assert_same_bits(moved["base"], params["base"])
     full = ols.master_weights(state, moved)
-    assert (full["base"]["w"].dtype, full["head"]["w"].dtype) == (jnp.bfloat16, jnp.float32)
+    assert full["base"]["w"] is moved["base"]["w"]
+    assert full["head"]["w"].dtype == jnp.float32
     np.testing.assert_allclose(full["head"]["w"], [1.8, 1.8], rtol=1e-7)
     np.testing.assert_allclose(full["head"]["b"], 0.9, rtol=1e-7)
 
 
 @pytest.mark.slow
 def test_a_model_of_nnx_is_exported_in_any_container():
+    rngs = nnx.Rngs(0)
     model = nnx.Sequential(
-        nnx.Linear(2, 3, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)),
-        nnx.BatchNorm(3, rngs=nnx.Rngs(0)),
+        nnx.Linear(2, 3, param_dtype=jnp.bfloat16, rngs=rngs), nnx.BatchNorm(3, rngs=rngs)
     )
     inner = ols.with_master_weights(optax.sgd(2.0**-10), remainders=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer = nnx.Optimizer(model, ols.with_loss_scaling(inner, 8.0), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, ols.with_loss_scaling(inner, 8.0), wrt=nnx.Param)
     start = model.layers[0].kernel[...].astype(jnp.float32)
     grads = jax.tree.map(lambda p: jnp.full_like(p, 8), nnx.state(model, nnx.Param))
-    optimizer.update(model, grads)
+    nnx.jit(lambda optimizer, model: optimizer.update(model, grads))(optimizer, model)
     params = nnx.state(model, nnx.Param)
     for given in (params, nnx.to_pure_dict(params), model, nnx.state(model)):
         full = ols.master_weights(optimizer.opt_state, given)
@@ -436,33 +345,16 @@ def test_tied_weights_of_nnx_stay_tied():
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(full))} == {jnp.dtype("float32")}
 
 
-@jax.tree_util.register_pytree_node_class
-class Keyless:
-    """A state whose keys have no names."""
-
-    def __init__(self, state):
-        self.state = state
-
-    def tree_flatten(self):
-        return [self.state], None
-
-    @classmethod
-    def tree_unflatten(cls, _, children):
-        return cls(*children)
-
-
 MASTERS, CLIP = ols.with_master_weights(optax.sgd(0.1)), optax.clip(1.0)
 
 
 @pytest.mark.parametrize(
     "tx",
     [
-        optax.chain(CLIP, MASTERS),
         optax.named_chain(("z", CLIP), ("a", MASTERS)),
         optax.MultiSteps(optax.chain(CLIP, MASTERS), 2),
         optax.partition({"all": optax.chain(CLIP, optax.masked(MASTERS, True))}, "all"),
         optax.inject_hyperparams(lambda rate: optax.chain(CLIP, MASTERS))(0.1),  # noqa: ARG005
-        optax.chain(MASTERS),
     ],
 )
 def test_masters_may_be_in_what_is_known_to_hand_their_updates_through(tx):
@@ -475,23 +367,15 @@ def test_masters_may_be_in_what_is_known_to_hand_their_updates_through(tx):
         (optax.chain(MASTERS, CLIP), "tuple"),
         (optax.named_chain(("z", MASTERS), ("a", CLIP)), "OrderedDict"),
         (optax.contrib.schedule_free(MASTERS, 0.1), "ScheduleFreeState"),
-        (optax.contrib.mechanize(MASTERS), "MechanicState"),
-        (optax.contrib.sam(CLIP, MASTERS), "SAMState"),
-        (optax.lookahead(MASTERS, 5, 0.5), "LookaheadState"),
         (optax.apply_if_finite(MASTERS, 5), "ApplyIfFiniteState"),
-        (optax.conditionally_transform(MASTERS, lambda _: True), "ConditionallyTransformState"),
         (optax.GradientTransformation(lambda p: {"a": MASTERS.init(p)}, MASTERS.update), "dict"),
-        (optax.GradientTransformation(lambda p: Keyless(MASTERS.init(p)), None), "Keyless"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_masters_in_anything_else_are_refused(tx, around):
-    params = {"w": jnp.ones(2, jnp.float16)}
-    if around == "LookaheadState":
-        params = optax.LookaheadParams.init_synced(params)
     for inner in (tx, optax.masked(tx, True)):
         with pytest.raises(ValueError, match=f"inside of a {around} that may .*`with_master_weig"):
-            ols.skip_if(inner).init(params)
+            ols.skip_if(inner).init({"w": jnp.ones(2, jnp.float16)})
 
 
 def test_a_parameter_may_be_named_value():
@@ -521,9 +405,3 @@ def test_arrays_without_masters_are_handed_through_and_other_masters_are_refused
     remainder = state._replace(master_weights=state.master_weights | {"a": jnp.zeros(2, jnp.int16)})
     with pytest.raises(TypeError, match=r"got int16 for a float16 parameter at `\['a'\]`"):
         tx.update(params, remainder, params)
-
-
-def test_gradients_must_be_given():
-    state = MASTERS.init(jnp.float16(1))
-    with pytest.raises(ValueError, match=r"`updates` must be given, got None: `update\(grads"):
-        MASTERS.update(None, state, jnp.float16(1))

@@ -7,8 +7,6 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale.flax import TrainState
-from optax_lossscale.keras import loss_scale_optimizer
 
 W = jnp.float32(1)
 SGD = optax.sgd(1.0)
@@ -106,19 +104,12 @@ def test_a_row_that_is_masked_by_minus_1e30_is_nan_in_float16():
 def test_devices_along_an_axis_without_a_name_decide_alone():
     def skips(x, axis_name):
         tx = ols.with_loss_scaling(SGD, 1, axis_name=axis_name)
-        keras = loss_scale_optimizer(SGD, 1, axis_name=axis_name)
-        flax = TrainState.create(apply_fn=None, params=W, tx=SGD, axis_name=axis_name)
-        states = (
-            *(each.update(x, each.init(W), W)[1] for each in (tx, keras)),
-            flax.apply_gradients(grads=x),
-        )
-        return jnp.stack([~ols.applied(state) for state in states])
+        return ~ols.applied(tx.update(x, tx.init(W), W)[1])
 
     x = jnp.array([[1, jnp.inf], [1, 1]])
     for axis_name, expected in (("data", "model"), [[1, 1], [1, 1]]), ("data", [[0, 1], [0, 1]]):
         run = jax.vmap(lambda x, a=axis_name: skips(x, a), axis_name="model")
-        found = jax.vmap(run, axis_name="data")(x)
-        assert (found == jnp.array(expected, bool)[..., None]).all()
+        np.testing.assert_array_equal(jax.jit(jax.vmap(run, axis_name="data"))(x), expected)
 
 
 def test_parameters_are_not_checked():
@@ -132,10 +123,10 @@ def test_parameters_are_not_checked():
 @pytest.mark.integration
 def test_a_huge_gradient_makes_adams_second_moment_infinite_unless_it_is_clipped():
     adam = optax.adam(1e-1)
-    assert updated(ols.skip_if(adam), 1e25, 1, 1)[0] == updated(adam, 1e25, 1, 1)[0] == [0.0] * 3
-    clipped = optax.chain(optax.clip_by_global_norm(1.0), adam)
-    assert updated(ols.skip_if(clipped), 1e25, 1, 1)[0][-1] < -0.01
+    assert updated(ols.skip_if(adam), 1e25, 1, 1)[0] == [0.0] * 3
     tx, params = ols.skip_if(adam), jnp.ones(2)
-    _, opt_state = tx.update(jnp.array([1e25, 1.0]), tx.init(params), params)
+    _, opt_state = jax.jit(tx.update)(jnp.array([1e25, 1.0]), tx.init(params), params)
     with pytest.raises(ValueError, match=r"`\[0\].nu` of the inner state"):
         ols.diagnostics.check_health(opt_state)
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), adam)
+    assert updated(ols.skip_if(clipped), 1e25, 1, 1)[0][-1] < -0.01

@@ -18,19 +18,12 @@ CHANGES = {
     "x = a <= b < c, a is b": ["a < b", "a > b", "b <= c", "b >= c", "a is not b"],
     "x = a - b * c, a | b": ["a + b * c", "b / c", "a & b"],
     "x = a or not b": ["a and (not b)", "(not b)", "(a)", "(b)"],
-    "x = [a if b else c for a in b if c]": ["c if b else a", "(not (c))"],
     "x = lambda a: a, max(a, np.isnan(b))": ["None", "min", "np.isinf"],
     "x = 3, 0.0, 2.5, True, 'key'": ["4", "1.0", "5.0", "False", "'yek_'"],
-    "x += a\nf(b)": ["x -= a", "pass"],
     "while a:\n  if b == c: continue": ["(not (a))", "b != c", "break"],
-    "def f(a=1, *, b=True): return a": ["False", "2", "return None"],
     "raise E('a' + b, 1)\nwarnings.warn('a' + b, stacklevel=2)": ["pass", "pass"],
-    "@b(c=1)\nclass A:\n  d: int = 2": ["", "3", "2"],
-    "try: a()\nexcept E: b()\nelse: c()\nfinally: d()": ["pass", "pass", "pass", "pass"],
     # Code that nothing depends on is left out.
     "def f(a: 1, *, b: 'b') -> 3:\n  '''a'''\n  return None": [],
-    "__all__ = ['a']\nX: TypeAlias = 'a'": [],
-    "x = f'{a + 1}', 'two words' + a, zip(a, b, strict=True)": [],
     "if TYPE_CHECKING: x = 1\nclass P(Protocol):\n  def f(self): return 1": [],
 }
 

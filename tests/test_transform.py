@@ -11,7 +11,7 @@ import optax.contrib
 import pytest
 from flax import nnx
 from jax import export
-from plain_where import assert_same_bits, types
+from plain_where import assert_same_bits
 
 import optax_lossscale as ols
 
@@ -19,8 +19,6 @@ NAN, INF = float("nan"), float("inf")
 X = jnp.ones(2)
 
 integration = pytest.mark.integration
-eager_and_jit = pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
-
 # A gradient, the loss, the loss scale after the step (8 before), and whether the step is applied.
 STEPS = {
     "a finite gradient": (16.0, None, 8.0, True),
@@ -49,10 +47,6 @@ def recording(seen):
         return updates, state
 
     return optax.GradientTransformationExtraArgs(lambda _: (), update)
-
-
-def changing(before, after):
-    return optax.GradientTransformation(lambda _: before, lambda g, *_: (g, after))
 
 
 @pytest.fixture(scope="module", params=[lambda f: f, jax.jit], ids=["eager", "jit"])
@@ -101,7 +95,6 @@ def test_the_inner_optimizer_sees_true_gradients_or_zeros(grad, loss, scale, app
         (jnp.array([1.0, NAN]), False),
         ({"main": jnp.float16(1.0), "aux": jnp.float32(INF)}, False),
         (np.float32(NAN), False),
-        (jnp.array([1.0, 2.0]), True),
         (jnp.int32(3), True),
         (None, True),
     ],
@@ -114,33 +107,17 @@ def test_a_loss_may_be_any_tree_and_any_inner_optimizer_may_ignore_it(value, app
 
 @pytest.mark.parametrize("rate", [0.5, -2.0, NAN, INF, np.float32(0.5), np.array(2.0)])
 def test_a_constant_stays_what_it_is_under_jit(rate):
-    def update(updates, state, params=None, *, rate):
+    def update(updates, state, params=None, *, given):
         del params
-        return (-rate if rate < 0 else rate) * updates, state  # would raise for a traced array
-
-    inner = optax.GradientTransformationExtraArgs(lambda _: (), update)
-    tx = ols.with_loss_scaling(inner, dynamic())
-    updates, _ = jax.jit(lambda g: tx.update(g, tx.init(g), rate=rate))(8 * X)
-    np.testing.assert_array_equal(updates, abs(rate) * X)
-
-
-def test_constants_beside_traced_arrays_stay_what_they_are_under_jit():
-    def update(updates, state, params=None, *, given, log):
-        del params
-        log["rate"] = float(given["limit"]) * float(log["limit"])  # would raise for traced arrays
-        return updates * given["rate"], state
+        rate = given["rate"]
+        return given["count"] * (-rate if rate < 0 else rate) * updates, state  # if it is no tracer
 
     tx = ols.skip_if(optax.GradientTransformationExtraArgs(lambda _: (), update))
-    limit, log = np.float32(2), {"limit": np.float32(3)}
 
-    def step(grads, rate, count):
-        log["count"] = count
-        given = {"limit": limit, "rate": rate}
-        return tx.update(grads, tx.init(grads), given=given, log=log)[0]
+    def step(grads, count):  # beside an array that is traced
+        return tx.update(grads, tx.init(grads), given={"rate": rate, "count": count})[0]
 
-    updates = jax.jit(step)(X, jnp.float32(2), jnp.int32(1))
-    np.testing.assert_array_equal(updates, 2 * X)
-    assert log["rate"] == 6
+    np.testing.assert_array_equal(jax.jit(step)(X, jnp.float32(2)), 2 * abs(rate) * X)
 
 
 @pytest.mark.parametrize("run", [lambda f: f, nnx.jit])
@@ -158,21 +135,17 @@ def test_an_update_may_write_into_what_it_is_given(run):
 
 
 @pytest.mark.filterwarnings("ignore:`params` are b?float16")
-@pytest.mark.parametrize(
-    ("error", "dtype", "says"),
-    [(TypeError, jnp.float16, True), (ValueError, jnp.bfloat16, True), (TypeError, X.dtype, False)],
-)
-def test_an_error_of_the_inner_optimizer_names_half_precision_parameters(error, dtype, says):
-    def update(updates, state, params=None):
-        del updates, state, params
-        raise error
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_an_error_of_the_inner_optimizer_names_half_precision_parameters(dtype):
+    def update(*_):
+        raise TypeError
 
     tx = ols.with_loss_scaling(optax.GradientTransformation(lambda _: (), update))
     params = {"w": X, "other": X.astype(dtype), "step": 1}
-    with pytest.raises(error) as caught:
+    with pytest.raises(TypeError) as caught:
         tx.update(params, tx.init(params), params)
     notes = getattr(caught.value, "__notes__", [])
-    assert ["`with_master_weights(inner)`" in note for note in notes] == [True] * says
+    assert ["`with_master_weights(inner)`" in note for note in notes] == [True] * (dtype != X.dtype)
 
 
 class CountsFlags:
@@ -224,54 +197,23 @@ def test_skipped_updates_add_nothing_in_any_dtype_and_may_be_weakly_typed():
     assert_same_bits(updates, zeros)
 
 
-@pytest.mark.parametrize("bad", [False, True])
-def test_leaves_that_are_not_numbers_pass_through(bad):
+@pytest.mark.parametrize(("w", "expected"), [(8.0, 1.0), (INF, 0.0)])
+def test_leaves_that_are_not_numbers_pass_through(w, expected):
     others = {
-        "none": None,
         "masked": optax.MaskedNode(),
         "key": jax.random.key(3),
         "float0": np.zeros((2,), jax.dtypes.float0),
         "empty": jnp.zeros((0, 3)),
-        "name": "frozen",
     }
     tx = ols.with_loss_scaling(optax.identity(), dynamic())
-    grads = others | {"w": jnp.array([8.0, INF if bad else 8.0])}
+    grads = others | {"w": w * X, "name": "frozen"}
     updates, _ = tx.update(grads, tx.init(None))
-    np.testing.assert_array_equal(updates.pop("w"), [0.0, 0.0] if bad else [1.0, 1.0])
-    assert updates.pop("name") == others.pop("name")
+    np.testing.assert_array_equal(updates.pop("w"), expected * X)
+    assert updates.pop("name") == "frozen"
     assert_same_bits(updates, others)
 
 
-@pytest.mark.slow
-@integration
-@pytest.mark.filterwarnings("ignore:`params` are b?float16")
-@pytest.mark.parametrize(
-    ("param_dtype", "grad_dtype"),
-    [(jnp.float16, jnp.float32), (jnp.float32, jnp.float16), (jnp.bfloat16, jnp.bfloat16)],
-    ids=lambda dtype: dtype.__name__,
-)
-def test_the_state_keeps_its_types_for_any_mixture_of_dtypes(param_dtype, grad_dtype):
-    params = {"w": jnp.array([1.0, -0.0, 3.0], param_dtype), "s": jnp.asarray(-0.0, param_dtype)}
-    tx = ols.with_loss_scaling(optax.adamw(0.1), dynamic())
-    state = tx.init(params)
-    grads = jax.tree.map(lambda p: jnp.full((4, *p.shape), 8.0, grad_dtype), params)
-    grads["w"] = grads["w"].at[2, 1].set(INF)
-
-    def step(carry, grads):
-        params, state = carry
-        updates, state = tx.update(grads, state, params)
-        return (optax.apply_updates(params, updates), state), params
-
-    (new_params, new_state), history = jax.jit(functools.partial(jax.lax.scan, step))(
-        (params, state), grads
-    )
-    assert types((new_params, new_state)) == types((params, state))
-    assert new_state.loss_scale_state.total_skipped == 1
-    assert_same_bits(history["w"][3], history["w"][2])
-    assert not np.array_equal(history["w"][2], history["w"][1])
-
-
-@eager_and_jit
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("policy", ["dynamic", None])
 def test_numbers_of_python_and_numpy_in_the_inner_state_become_arrays(policy, transform):
     start = {"count": np.int64(3), "rate": 0.5, "done": True, "array": np.zeros(2)}
@@ -284,9 +226,8 @@ def test_numbers_of_python_and_numpy_in_the_inner_state_become_arrays(policy, tr
         new = {"count": state["count"] + 1, "rate": state["rate"] / 2, "array": state["array"] + 1}
         return updates, state | new
 
-    tx = ols.with_loss_scaling(
-        optax.GradientTransformation(lambda _: start | others, update), policy
-    )
+    inner = optax.GradientTransformation(lambda _: start | others, update)
+    tx = ols.with_loss_scaling(inner, policy)
 
     def step(grads):
         state = tx.update(grads, tx.init(X))[1].inner_state
@@ -301,11 +242,9 @@ def test_numbers_of_python_and_numpy_in_the_inner_state_become_arrays(policy, tr
 
 @integration
 def test_hyperparameters_and_fields_are_read_and_set_through_the_wrapper():
-    inner = optax.inject_hyperparams(optax.adam)(learning_rate=0.5)
+    inner = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
     tx = ols.with_loss_scaling(inner, dynamic(growth_interval=1))
     state = tx.init(X)
-    for name in ("mu", "nu"):
-        assert_same_bits(optax.tree.get(state, name), 0 * X)
     assert (optax.tree.get(state, "learning_rate"), optax.tree.get(state, "loss_scale")) == (0.5, 8)
     state = optax.tree.set(state, learning_rate=jnp.float32(2.0), loss_scale=32.0)
     updates, state = jax.jit(tx.update)(32 * X, state, X)
@@ -324,8 +263,7 @@ def test_a_gradient_that_is_none_is_named(policy):
         tx.update({"w": X, "b": None}, tx.init(params), params)
     assert "The gradient is None at `['b']`. Give zeros, or leave" in caught.value.__notes__[-1]
     some = params | {"b": None}  # as Equinox filters both
-    updates, _ = tx.update(some, tx.init(some), some)
-    assert updates["b"] is None
+    assert jax.jit(tx.update)(some, tx.init(some), some)[0]["b"] is None
 
 
 @pytest.mark.slow
@@ -351,9 +289,8 @@ GUARDS = {
 @pytest.mark.parametrize("outside", GUARDS)
 def test_a_guard_inside_a_guard_is_refused_with_the_line_to_write(outside, inside):
     instead = GUARDS[inside if inside is ols.with_loss_scaling else outside]
-    chain = optax.chain(optax.clip(1.0), optax.masked(inside(optax.sgd(0.1)), {"w": True}))
-    deep = optax.inject_hyperparams(lambda rate: optax.chain(chain, optax.sgd(rate)))(rate=0.1)
-    for tx in (inside(optax.sgd(0.1)), chain, optax.MultiSteps(chain, 2), deep):
+    masked = optax.masked(inside(optax.sgd(0.1)), {"w": True})
+    for tx in (inside(optax.sgd(0.1)), optax.MultiSteps(optax.chain(optax.clip(1.0), masked), 2)):
         with pytest.raises(ValueError, match="`inner` must not decide about steps itself") as error:
             outside(tx).init({"w": X})
         assert instead in str(error.value)
@@ -371,7 +308,8 @@ def test_a_guard_inside_a_guard_is_refused_with_the_line_to_write(outside, insid
     ids=["float", "integer", "number", "complex"],
 )
 def test_a_state_keeps_its_types_whatever_the_inner_optimizer_returns(before, after, policy):
-    inner = changing({"n": before, "name": "x"}, {"n": after, "name": "x"})
+    old, new = ({"n": number, "name": "x"} for number in (before, after))
+    inner = optax.GradientTransformation(lambda _: old, lambda g, *_: (g, new))
     tx = ols.with_loss_scaling(inner, policy)
     _, state = tx.update(X, tx.init(X))
     assert_same_bits(state.inner_state.pop("n"), jnp.asarray(2, before.dtype))

@@ -17,23 +17,12 @@ import optax_lossscale as ols
 
 FLOATS = ["float16", "bfloat16", "float32"]
 # Large shapes: with an axis that splits into groups first, last, in the middle, and not at all.
+# With an axis that splits into groups first, last, in the middle, and not at all; for eight devices
+# into groups of 32, 16 and 8.
 LARGE = [
-    (2**16,),
-    (2**16 + 8,),
-    (65_537,),
-    (2**16, 1),
-    (257, 257),
-    (17, 31, 131),
-    # Split for eight devices into groups of 32, 16 and 8: rows first, then columns.
-    (512, 200),
-    (384, 200),
-    (192, 500),
-    (33, 2048),
-    (100, 1024),
-    (200, 512),
-    (5, 256, 64),
+    *((2**16,), (2**16 + 8,), (65_537,), (2**16, 1), (257, 257), (17, 31, 131), (512, 200)),
+    *((384, 200), (192, 500), (33, 2048), (100, 1024), (200, 512), (5, 256, 64)),
 ]
-BAD = {"inf": np.inf, "-inf": -np.inf, "nan": np.nan}
 
 
 @jax.jit
@@ -55,7 +44,7 @@ def assert_found_anywhere(arrays, positions):
     """Put each kind of bad number into all arrays, at one position at a time."""
     assert all(each_finite(arrays).values())
     for i, position in enumerate(positions):
-        bad = list(BAD.values())[i % 3]
+        bad = (np.inf, -np.inf, np.nan)[i % 3]
         for array in arrays.values():
             parts = array.view("f4") if array.dtype == np.complex64 else array
             parts.flat[position % parts.size] = bad
@@ -65,15 +54,8 @@ def assert_found_anywhere(arrays, positions):
             array.fill(1)
 
 
-def verdict(tree):
-    """Return `all_finite`, and check the type of the result."""
-    finite = ols.all_finite(tree)
-    assert isinstance(finite, jax.Array)
-    assert (finite.shape, finite.dtype) == ((), jnp.bool_)
-    return bool(finite)
-
-
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
 def test_one_bad_element_of_a_large_array_is_found_wherever_it_stands():
     arrays = largest(LARGE, ["float32"]) | largest([(512, 200)], ["float16", "bfloat16"])
     arrays |= largest([(2**16,), (512, 200)], ["complex64"])
@@ -81,6 +63,7 @@ def test_one_bad_element_of_a_large_array_is_found_wherever_it_stands():
     assert_found_anywhere(arrays, [0, 7, 8, 31, 32, -33, -1, *anywhere])
 
 
+@pytest.mark.usefixtures("optimized")
 def test_one_bad_element_of_a_small_array_is_found():
     # XLA:CPU's `max` drops NaN in arrays of 4096 elements and more.
     arrays = largest([(1,), (2,), (4095,), (4096,)], [*FLOATS, "complex64"])
@@ -88,25 +71,22 @@ def test_one_bad_element_of_a_small_array_is_found():
     assert_found_anywhere(largest([(3,), (2**16,)], FP8), [0, 1, 2, -1, -2, -3])
 
 
-EMPTY = {
-    "containers": {"a": [], "b": ((), None)},
-    "zero-size": jnp.zeros((0, 3)),
-    "zero-size float16": np.zeros((3, 0), np.float16),
-}
+EMPTY = {"containers": {"a": [], "b": ((), None)}, "zero-size": np.zeros((3, 0), np.float16)}
 
 
 @pytest.mark.parametrize("leaf", (NOT_NUMBERS | EMPTY).values(), ids=NOT_NUMBERS | EMPTY)
 def test_a_leaf_without_floating_point_numbers_counts_as_finite(leaf):
-    assert verdict(leaf)
-    assert verdict({"a": leaf, "w": np.ones(2)})
-    assert not verdict({"a": leaf, "w": np.array([1.0, np.nan])})
+    finite = ols.all_finite(leaf)
+    assert isinstance(finite, jax.Array)
+    assert (finite, finite.shape, finite.dtype) == (True, (), jnp.bool_)
+    assert not ols.all_finite({"a": leaf, "w": np.array([1.0, np.nan])})
 
 
 @pytest.mark.parametrize("bad", [float("nan"), complex(0, float("inf")), np.float16("inf")])
 def test_numbers_of_python_and_numpy_are_looked_at(bad):
-    assert verdict([1.0, 1j, np.float16(1)])
-    assert not verdict([1.0, bad])
-    assert not verdict(flax.core.freeze({"params": {"scale": bad}, "w": np.ones(2)}))
+    assert ols.all_finite([1.0, 1j, np.float16(1)])
+    assert not ols.all_finite([1.0, bad])
+    assert not ols.all_finite(flax.core.freeze({"params": {"scale": bad}, "w": np.ones(2)}))
 
 
 def test_arrays_of_symbolic_size_are_checked_on_every_platform():
@@ -136,15 +116,12 @@ def test_arrays_spread_over_devices_are_judged_as_a_whole_and_where_they_are(axi
         for position in (0, -1, 1000):
             for array in tree:
                 array.flat[position % array.size] = np.inf
-            spread = jax.device_put(tree, sharding)
-            assert not any(compiled(spread))
-            assert not verdict(spread[0])
+            assert not any(compiled(jax.device_put(tree, sharding)))
             for array in tree:
                 array.fill(1)
 
 
-KEYS = jax.random.split(jax.random.key(0))
-RBG_KEYS = jax.random.split(jax.random.key(1, impl="rbg"))
+KEYS = jax.random.split(jax.random.key(1, impl="rbg"))
 PAIRS = {
     **{
         dtype: (jnp.array([1, 0]).astype(dtype), jnp.array([0, 1]).astype(dtype))
@@ -157,7 +134,6 @@ PAIRS = {
     "negative zero": (jnp.array([-0.0]), jnp.array([0.0])),
     "PRNG key": tuple(KEYS),
     "PRNG keys": (KEYS, KEYS[::-1]),
-    "rbg key": tuple(RBG_KEYS),
     "state": (ols.init(8), ols.init(2)),
     "None": (None, None),
 }
@@ -178,16 +154,11 @@ def test_the_predicate_may_be_a_python_bool_or_an_array(pred):
 
 @pytest.mark.parametrize(
     "leaf",
-    [
-        *("text", 3, 0.5, True, float("nan")),
-        pytest.param(jnp.exp, id="function"),
-        pytest.param(np.zeros(2, jax.dtypes.float0), id="float0"),
-    ],
+    ["text", 0.5, float("nan"), jnp.exp, np.zeros(2, jax.dtypes.float0)],
+    ids=["text", "number", "nan", "function", "float0"],
 )
 def test_a_leaf_other_than_an_array_passes_through_if_both_trees_have_it(leaf):
-    for pred in (True, False):
-        chosen = ols.tree_where(pred, {"a": leaf, "w": np.ones(1)}, {"a": leaf, "w": np.zeros(1)})
-        assert chosen["a"] is leaf
-        assert chosen["w"].tolist() == [float(pred)]
+    chosen = ols.tree_where(True, {"a": leaf, "w": np.ones(1)}, {"a": leaf, "w": np.zeros(1)})
+    assert chosen["a"] is leaf
     # They may be equal but different objects.
     assert ols.tree_where(True, (("a", "b")[0] * 2, 0.5), ("aa", 1 / 2)) == ("aa", 0.5)

@@ -14,7 +14,6 @@ from plain_where import assert_same_bits
 
 import optax_lossscale as ols
 from optax_lossscale import _xla
-from optax_lossscale._xla import finite
 from optax_lossscale._xla.finite import _anywhere, _on_cpu, _on_gpu, _on_tpu
 
 pytestmark = pytest.mark.needs_xla
@@ -68,19 +67,16 @@ def test_on_a_cpu_an_array_without_a_like_is_counted_in_groups(shape, groups):
 @pytest.mark.parametrize("shape", [(4, 4), (16,)])
 @pytest.mark.parametrize("axes", [(), ("manual",), ("auto",), ("manual", "auto")])
 def test_arrays_of_one_shape_are_checked_together_where_they_are_local_or_of_one_axis(axes, shape):
-    arrays = [jnp.ones(shape) for _ in range(17)]
     check, sharding = ols.all_finite, None
     if axes:
         mesh = jax.make_mesh((2,) * len(axes), axes, axis_types=(AxisType.Auto,) * len(axes))
         sharding = NamedSharding(mesh, P())
     if "manual" in axes:
-        check = jax.shard_map(
-            check, mesh=mesh, in_specs=P(), out_specs=P(),
-            axis_names=set(axes) - {"auto"}, check_vma=False,
-        )  # fmt: skip
+        specs = {"mesh": mesh, "in_specs": P(), "out_specs": P()}
+        check = jax.shard_map(check, **specs, axis_names=set(axes) - {"auto"}, check_vma=False)
     together = "auto" not in axes or shape == (16,)
     for platform in ("cuda", "metal"):
-        text = lowered(check, arrays, sharding, platform)
+        text = lowered(check, [jnp.ones(shape)] * 17, sharding, platform)
         assert text.count("stablehlo.reduce(") == (2 if together else 17)
 
 
@@ -121,42 +117,28 @@ def test_arrays_are_checked_together_as_suits_the_platform(platform, number, sha
     assert re.findall(r"stablehlo.reduce\(.*-> tensor<(.*)>", text) == reduced
 
 
-def test_gpus_check_arrays_that_may_be_sharded_one_by_one():
-    mesh = jax.make_mesh((2,), ("d",), (AxisType.Auto,), devices=jax.devices()[:2])
-    arrays = [jax.ShapeDtypeStruct((2**13, 2), jnp.float32)] * 3
-    text = lowered(ols.all_finite, arrays, NamedSharding(mesh, P()), "cuda")
-    assert text.count("stablehlo.reduce(") == 3
-
-
 def test_a_check_is_dispatched_once_in_eager_execution():
     jaxpr = jax.make_jaxpr(ols.all_finite)([jnp.ones(2), jnp.ones(3)])
     assert len(jaxpr.eqns) == 1
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
-def test_where_the_number_of_devices_is_unknown_each_array_is_checked_by_itself(
-    monkeypatch, platform
-):
-    monkeypatch.setattr(finite, "_devices", lambda _: None)
-    arrays = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 3
-    jax.clear_caches()  # JAX remembers the program of another test
-    text = lowered(ols.all_finite, arrays, None, platform)
-    jax.clear_caches()
-    assert text.count("stablehlo.reduce(") == 4  # and one over the flags
-
-
-def test_sharded_flags_are_stacked_on_a_tpu_and_chained_on_a_gpu():
+def test_sharded_arrays_are_checked_one_by_one_and_stacked_on_a_tpu_and_chained_on_a_gpu():
     mesh = jax.make_mesh((2,), ("d",), (AxisType.Auto,), devices=jax.devices()[:2])
     arrays = [jax.ShapeDtypeStruct((2**13, 2), jnp.float32)] * 3
-    texts = (lowered(ols.all_finite, arrays, NamedSharding(mesh, P()), p) for p in ("tpu", "cuda"))
-    assert ["stablehlo.concatenate" in text for text in texts] == [True, False]
+    tpu, gpu = (
+        lowered(ols.all_finite, arrays, NamedSharding(mesh, P()), p) for p in ("tpu", "cuda")
+    )
+    assert gpu.count("stablehlo.reduce(") == 3
+    assert ["stablehlo.concatenate" in text for text in (tpu, gpu)] == [True, False]
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    "transform", [pytest.param(lambda f: f, id="eager", marks=pytest.mark.slow), jax.jit]
+)
 def test_the_plain_forms_give_the_same(transform, monkeypatch):
-    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    tx = ols.with_loss_scaling(inner, 8.0, skip_if=(ols.Spike("grad_norm", window=2), above))
+    rules = ols.Spike("grad_norm", window=2), lambda grads, _: optax.tree.norm(grads) > 100
+    tx = ols.with_loss_scaling(optax.sgd(1e-3, momentum=0.9), 8.0, skip_if=rules)
     params = {"w": jnp.linspace(-1, 1, 12).reshape(3, 4)}
 
     def run():
@@ -171,14 +153,4 @@ def test_the_plain_forms_give_the_same(transform, monkeypatch):
     monkeypatch.setattr(_xla, "enabled", False)
     for (updates, state), (with_xla, state_with_xla) in zip(run(), expected, strict=True):
         assert_same_bits(state.loss_scale_state, state_with_xla.loss_scale_state)
-        assert ols.applied(state) == ols.applied(state_with_xla)
         np.testing.assert_allclose(updates["w"], with_xla["w"], rtol=1e-6)
-
-
-def above(grads, params):
-    del params
-    return optax.tree.norm(grads) > 100
-
-
-def test_at_most_four_functions_are_called_from_outside_of_the_room():
-    assert len(set(_xla.__all__) - {"enabled"}) <= 4

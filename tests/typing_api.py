@@ -55,7 +55,6 @@ def policies() -> None:
     assert_type([ols.as_loss_scale(policy) for policy in accepted], list[ols.LossScale])
 
     ols.DynamicLossScale(growth_interval=2.5)  # pyright: ignore[reportArgumentType]
-    ols.FixedLossScale("1024")  # pyright: ignore[reportArgumentType]
     dynamic.initial_scale = 8.0  # pyright: ignore[reportAttributeAccessIssue]
     ols.as_loss_scale("dynamical")  # pyright: ignore[reportArgumentType]
     ols.as_loss_scale(NotAPolicy())  # pyright: ignore[reportArgumentType]
@@ -79,8 +78,6 @@ def pure_functions(params: Params, x: jax.Array) -> None:
 
     ols.update(state, grads_finite)  # pyright: ignore[reportCallIssue]
     ols.update(state, grads_finite, 8.0)  # pyright: ignore[reportArgumentType]
-    ols.update(state.loss_scale, grads_finite, "dynamic")  # pyright: ignore[reportArgumentType]
-    ols.update(state, grads_finite, "dynamic", True)  # pyright: ignore[reportCallIssue]
     ols.unscale_and_check(grads, state, "data")  # pyright: ignore[reportCallIssue]
 
 
@@ -95,7 +92,6 @@ def wrapper(params: Params, x: jax.Array) -> None:
     assert isinstance(opt_state, ols.WithLossScalingState)
 
     ols.with_loss_scaling(optax.adam)  # pyright: ignore[reportArgumentType]
-    ols.with_loss_scaling(tx, "static")  # pyright: ignore[reportArgumentType]
 
 
 def other_wrappers(params: Params, x: jax.Array) -> None:
@@ -120,7 +116,6 @@ def other_wrappers(params: Params, x: jax.Array) -> None:
     assert_type(small_state.rounding_count, jax.Array)
 
     ols.Spike(3)  # pyright: ignore[reportArgumentType]
-    ols.Spike("value", 64)  # pyright: ignore[reportCallIssue]
 
 
 class BatchNormState(TrainState):
@@ -182,7 +177,6 @@ def diagnose(opt_state: optax.OptState, params: Params, x: jax.Array) -> None:
     assert_scaled_once(grad_fn, ols.init(), params, x)
 
     diagnostics.check_health(opt_state, 20)  # pyright: ignore[reportCallIssue]
-    diagnostics.first_nonfinite(params, x)  # pyright: ignore[reportArgumentType]
     diagnostics.suggest_scale(exponents, headroom=0.5)  # pyright: ignore[reportArgumentType]
 
 
@@ -195,4 +189,3 @@ def other_systems(theirs: Any) -> None:
     assert_type(interop.to_torch_state_dict(policy, state), dict[str, Any])
 
     interop.to_torch_state_dict(ols.FixedLossScale(8), state)  # pyright: ignore[reportArgumentType]
-    interop.from_torch_state_dict([8.0])  # pyright: ignore[reportArgumentType]
