@@ -247,7 +247,7 @@ TABLE = {
         *named("rule", lambda: skip(returning(1))),
         *named("SimpleNamespace.judge", lambda: skip((rule_that(judge=returning((1, ()))),))),
     ],
-    "TypeError: `{}` must be a number, an array of numbers or a tree": given(
+    "TypeError: `{}` must be a number, an array or a tree": given(
         take, "value", "nan", decimal.Decimal("NaN"), np.array([NAN], object), [1.0, "x"]
     ),
     "ValueError: `{}` must be a scalar": [

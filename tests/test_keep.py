@@ -318,3 +318,16 @@ def test_an_optimizer_that_cannot_be_traced_works_eagerly():
     assert state.inner_state == 1
     with pytest.raises(jax.errors.ConcretizationTypeError):
         jax.jit(tx.update)(X, tx.init(X), X)
+
+
+def test_an_update_that_raises_is_called_once():
+    calls = []
+
+    def update(updates, state, params=None):
+        calls.append((updates, state, params))
+        raise KeyError
+
+    tx = ols.skip_if(optax.GradientTransformation(lambda _: X, update))
+    with pytest.raises(KeyError):
+        jax.jit(tx.update)(X, tx.init(X), X)
+    assert len(calls) == 1

@@ -374,7 +374,7 @@ def test_masters_may_be_in_what_is_known_to_hand_their_updates_through(tx):
 )
 def test_masters_in_anything_else_are_refused(tx, around):
     for inner in (tx, optax.masked(tx, True)):
-        with pytest.raises(ValueError, match=f"inside of a {around} that may .*`with_master_weig"):
+        with pytest.raises(ValueError, match=f"inside of a {around}\\. .*`with_master_weig"):
             ols.skip_if(inner).init({"w": jnp.ones(2, jnp.float16)})
 
 
@@ -400,8 +400,8 @@ def test_arrays_without_masters_are_handed_through_and_other_masters_are_refused
     assert ols.master_weights(state, params | {"c": params["a"]})["c"] is params["a"]
     with pytest.raises(ValueError, match=r"`params` must keep its structure, .* at `\['a'\]`"):
         ols.master_weights(state, {"b": params["b"]})
-    with pytest.raises(TypeError, match=r"got float32 for a float32 parameter at `\['a'\]`"):
+    with pytest.raises(TypeError, match=r"got float32 for float32 at `\['a'\]`"):
         ols.master_weights(state, params | {"a": jnp.ones(2)})
     remainder = state._replace(master_weights=state.master_weights | {"a": jnp.zeros(2, jnp.int16)})
-    with pytest.raises(TypeError, match=r"got int16 for a float16 parameter at `\['a'\]`"):
+    with pytest.raises(TypeError, match=r"got int16 for float16 at `\['a'\]`"):
         tx.update(params, remainder, params)

@@ -50,7 +50,7 @@ def test_losses_are_scaled_in_at_least_float32_leaf_by_leaf():
 
 def test_a_float16_loss_is_finite_and_warns_once():
     losses = [np.float32(1), np.float16(1), jnp.float16(3)]
-    with pytest.warns(UserWarning, match="loss is float16.*infinite there above 65504") as record:
+    with pytest.warns(UserWarning, match="loss is float16.*infinite above 65504") as record:
         scaled = ols.scale_loss(losses, ols.init())
     assert [float(x) for x in scaled] == [2.0**15, 2.0**15, 3 * 2.0**15]
     assert [warning.filename for warning in record] == [__file__]

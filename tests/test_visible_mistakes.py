@@ -127,6 +127,7 @@ LOSSES = {
         ("casts itself", lambda fun: fun),
         ("casts itself", lambda fun: jax.jit(jax.checkpoint(fun))),
     ],
+    ids=[*LOSSES, "eager", "remat"],
 )
 def test_what_stays_in_float32_is_named_once(loss, run):
     fun, args, warns = LOSSES[loss]

@@ -163,7 +163,7 @@ def _in_bfloat16(
         convert_node, inner_state, is_leaf=lambda node: is_nnx(node, "Variable")
     )
     if names and not any(names.values()):
-        checks.warn(f"`keep` names none of the large arrays, of which these are: {[*names]}.")
+        checks.warn(f"`keep` names none of the arrays, whose paths are: {', '.join(names)}.")
     return converted
 
 

@@ -81,7 +81,7 @@ def cast_named(
         named = functools.partial(convert, name)
         result.append(jax.tree_util.tree_map_with_path(named, tree, is_leaf=_stays_whole))
     if keep is not None and paths and not kept:
-        checks.warn(f"`keep` names none of the arrays to cast, of which these are: {paths}.")
+        checks.warn(f"`keep` names none of the arrays, whose paths are: {', '.join(paths)}.")
     return result
 
 

@@ -159,7 +159,10 @@ def _counting_products(compute_dtype: np.dtype) -> Callable[..., Callable[..., A
                 return fun(*replaced, **kwds)
 
             loss, pullback, aux = jax.vjp(of_chosen, *chosen, has_aux=has_aux)
-            checks.scalar("loss", loss, "Take its mean.")
+            if np.shape(loss):
+                raise TypeError(
+                    f"`fun` must return a scalar loss, got shape {np.shape(loss)}. Take its mean."
+                )
             # It has none in old versions of JAX, and then nothing is counted.
             jaxpr = getattr(pullback, "jaxpr", None)
             if jaxpr is not None and not is_counted:
