@@ -531,7 +531,10 @@ REFUSED = {
         (KERAS[1], masters): "`inner` must leave the updates of `with_master_weights` as they are"
         for masters in ("masters", "masters with remainders", "master_weights")
     },
-    ("nnx.Optimizer", "compute_dtype with keep"): "Give layers the argument `dtype=jnp.float16`",
+    (
+        "nnx.Optimizer",
+        "compute_dtype with keep",
+    ): "Give its layers the argument `dtype=jnp.float16`",
 }
 
 

@@ -284,7 +284,7 @@ def main() -> int:
     paths = (path.relative_to(ROOT) for path in sorted((ROOT / PACKAGE).rglob("*.py")))
     modules = {str(p.relative_to(PACKAGE).with_suffix("")): str(p) for p in paths}
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--module", nargs="+", choices=modules, help="only these modules")
+    parser.add_argument("--module", nargs="+", metavar="M", choices=modules, help="only these")
     parser.add_argument("--tests", nargs="+", help="only these files of tests")
     parser.add_argument("--budget", type=float, default=30, help="seconds of tests for a mutant")
     parser.add_argument("--jobs", type=int, default=2, help="how many mutants at once")
@@ -318,6 +318,7 @@ def _preload(output: Path) -> None:
     os.environ |= {
         "COVERAGE_CORE": "ctrace",  # it can record which test executes a line
         "JAX_COMPILATION_CACHE_DIR": str(output / "compiled"),
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",  # as `make test`
         "JAX_NUM_CPU_DEVICES": "8",  # as tests/conftest.py, but for doctests too
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
