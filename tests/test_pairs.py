@@ -534,7 +534,7 @@ REFUSED = {
     (
         "nnx.Optimizer",
         "compute_dtype with keep",
-    ): "Give its layers the argument `dtype=jnp.float16`",
+    ): "Give its layers the argument `dtype",
 }
 
 
