@@ -144,12 +144,12 @@ def to_torch_state_dict(policy: DynamicLossScale, state: Any) -> dict[str, Any]:
     """
     if not isinstance(policy, DynamicLossScale):
         raise TypeError(
-            f"`policy` must be a DynamicLossScale, got {policy!r}: torch has no other rule."
+            f"`policy` must be a DynamicLossScale, as torch's is, got {policy!r}. Pass the run's."
         )
     if policy.hysteresis > 1:
         raise ValueError(
             f"`policy` must have hysteresis=1, got {policy.hysteresis}: torch backs off on every "
-            "overflow. Replace it if that is acceptable."
+            "overflow. To accept that, write `dataclasses.replace(policy, hysteresis=1)`."
         )
     found, names = loss_scale_state(state), ("loss_scale", "growth_count")
     scale, count = _numbers("state", found, names, "a LossScaleState")
@@ -180,7 +180,8 @@ def _number(argument: str, name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError) as error:  # a traced value is a TypeError, too
         raise TypeError(
-            f"`{argument}` must hold concrete numbers, got {name}={value!r}. Leave `jax.jit`."
+            f"`{argument}` must hold concrete numbers, got {name}={value!r}. Convert it outside of "
+            "`jax.jit`."
         ) from error
 
 

@@ -83,7 +83,7 @@ def _powers(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any) -> dict[s
             return {name: math.log(high[name] / low[name], 4) for name in measured}
     raise ValueError(
         "`grad_fn` must return gradients that are finite and not all zero, which they are at no "
-        f"loss scale between {_SCALES[-1] / 4:g} and {_SCALES[0]:g}. Look at `first_nonfinite`."
+        f"loss scale between {_SCALES[-1] / 4:g} and {_SCALES[0]:g}. `first_nonfinite` says where."
     )
 
 

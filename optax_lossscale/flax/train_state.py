@@ -139,8 +139,9 @@ class TrainState(train_state.TrainState):
         Raises:
           AttributeError: If a field is unknown.
           TypeError: If this function sets a field itself, a dtype in a field changes, or `tx` is
-            not a `with_loss_scaling`.
-          ValueError: If the structure or a shape changes in a field, or `grads` differs in one.
+            not from `with_loss_scaling`.
+          ValueError: If the structure or a shape in a field changes, or `grads` is not like
+            `params`.
         """
         if not isinstance(self.tx, Guard):
             raise TypeError(

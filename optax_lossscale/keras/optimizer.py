@@ -186,11 +186,12 @@ def _check(given: dict[str, Any]) -> None:
         _CHECKS[name](name, given[name])
     is_fixed = "loss_scale_factor" in given
     if not (given["dynamic"] or is_fixed or "initial_scale" in given):
-        raise ValueError("`initial_scale` must be given if `dynamic` is False, got None.")
+        raise ValueError("`initial_scale` must be given if not `dynamic`, got None. Try 2**15.")
     clips = {name: value for name, value in given.items() if "clip" in name}
     if len(clips) > 1:
         raise ValueError(
-            f"only one of `clipnorm`, `clipvalue` and `global_clipnorm` may be given, got {clips}."
+            f"only one of `clipnorm`, `clipvalue` and `global_clipnorm` may be given, got {clips}. "
+            "Leave the others out."
         )
     for name, has_no_effect, where in (
         ("initial_scale", is_fixed, "with `loss_scale_factor`"),
