@@ -181,6 +181,7 @@ def test_without_compilation_the_same_steps_are_skipped(expected):
         jax.jit(lambda x: seen.append(isinstance(x, jax.core.Tracer)) or x)(jnp.ones(3))
         assert seen == [False]
         history = run(steps=8)
+        assert not ols.all_finite(jnp.float32([1, np.nan]))
     assert_same_bits(scale_states(history), scale_states(expected[:8]))
     close = functools.partial(np.testing.assert_allclose, rtol=1e-2, atol=1e-4)
     jax.tree.map(close, [params for params, _ in history], [params for params, _ in expected[:8]])

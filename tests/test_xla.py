@@ -53,6 +53,7 @@ def lowered(check, arrays, shardings, platform="tpu"):
         ((255, 260), None),
         ((128, 256), None),  # small
         ((512, 8, 64), "32x16x8x64"),
+        ((240, 512), "15x16x512"),
         ((3, 32, 1024), "3x2x16x1024"),
         ((2**16,), "512x16x8"),
         ((2**16 + 8,), None),
@@ -62,6 +63,7 @@ def test_on_a_cpu_an_array_without_a_like_is_counted_in_groups(shape, groups):
     text = lowered(ols.all_finite, jax.ShapeDtypeStruct(shape, jnp.float32), None, "cpu")
     reshaped = r"stablehlo.reshape %\w+ : \(tensor<[\dx]+xi1>\) -> tensor<([\dx]+)xi1>"
     assert re.findall(reshaped, text)[:1] == ([groups] if groups else [])
+    assert not jax.jit(ols.all_finite)(jnp.full(shape, jnp.nan))  # an int8 would count 256 as none
 
 
 @pytest.mark.parametrize("shape", [(4, 4), (16,)])
