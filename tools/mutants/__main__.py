@@ -199,8 +199,20 @@ class Run:
         )
         if "" not in here:
             return here or around - {""}, set()  # Python does not execute a line of constants
-        executing = (here | around) - {""} or set().union(*lines.values()) - {""}
+        executing = (here | around) - {""} or self.naming(mutant)
         return executing, self.seconds.keys() - executing
+
+    def naming(self, mutant: Mutant) -> set[str]:
+        """Return the tests that execute a line with the name of the constant that is changed."""
+        statement = Path(mutant.path).read_text("utf-8").splitlines()[mutant.scope[0] - 1]
+        name = statement.split()[0].strip(":")
+        return {
+            test
+            for path in [*self.lines]
+            for row, line in enumerate(Path(path).read_text("utf-8").splitlines(), 1)
+            if name in line
+            for test in self.lines[path][row] - {""}
+        }
 
     def judge(self, mutant: Mutant) -> str | None:
         """Return the test that kills a mutant, "" if it survives, None if time runs out."""
