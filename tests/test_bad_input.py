@@ -276,6 +276,9 @@ TABLE = {
     "ValueError: `opt_state` must hold exactly one LossScaleState, got 2": given(
         READERS, "opt_state", {"a": OPT_STATE, "b": [STATE]}
     ),
+    "ValueError: `state` must hold exactly one LossScaleState, got 0": [
+        lambda: ols.grad(jnp.sum)(ONE, ONE)
+    ],
     # -- axes, optimizers, rules
     "TypeError: `{}` must be the name of a mapped axis": [
         *given(unscale, "axis_name", 3, True, ["x"], ("x", 0), ONE, state=STATE),

@@ -132,6 +132,12 @@ def test_every_public_name_has_a_docstring():
     assert bare == (["LossScaleLike"] if sys.version_info < (3, 14) else [])
 
 
+def test_pickles_name_states_policies_and_spikes_as_they_are_imported():
+    classes = [value for value in vars(ols).values() if isinstance(value, type)]
+    inner = {each for each in classes if each.__module__ != "optax_lossscale"}
+    assert inner == {ols.LossScale}  # a protocol, of which there are no objects
+
+
 # The rules. Each returns what breaks it.
 
 

@@ -409,9 +409,28 @@ def test_the_state_of_a_guard_that_scales_is_unscaled_once(loss_scale):
         updates, scaled = jax.jit(tx.update)(given, scaled)
         assert_same_bits(updates, plain.update(grads, plain.init(grads))[0])
         assert scaled.loss_scale_state.loss_scale == 1
-    _, scaled = tx.update(jnp.full(2, jnp.inf, jnp.bfloat16), scaled)
-    assert not ols.applied(scaled)
+    for before in (start, scaled):
+        _, after = tx.update(jnp.full(2, jnp.inf, jnp.bfloat16), before)
+        assert not ols.applied(after)
+        assert after.loss_scale_state.loss_scale == 1
     # No finite gradient becomes infinite, nor is the step skipped.
     updates, state = tx.update(jnp.float16(6e4), start)
     assert ols.applied(state)
     assert np.isfinite(updates)
+
+
+def test_a_gradient_that_only_unscaling_makes_infinite_is_skipped():
+    tx = ols.with_loss_scaling(optax.sgd(1.0), 0.25)
+    grad = jnp.float32(3e38)
+    assert not ols.applied(tx.update(grad, tx.init(grad))[1])
+
+
+def test_a_rule_brings_the_check_with_it_for_a_policy_of_ones_own():
+    class Unchecked:
+        skip_nonfinite = False
+        init = staticmethod(lambda: ols.init(4))
+        update = staticmethod(lambda state, *_, **__: state)
+
+    tx = ols.with_loss_scaling(optax.sgd(1.0), Unchecked(), skip_if=lambda *_: False)
+    grad = jnp.float32(jnp.inf)
+    assert not ols.applied(tx.update(grad, tx.init(grad))[1])

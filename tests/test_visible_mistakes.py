@@ -154,6 +154,24 @@ def test_what_stays_in_float32_is_named_once(loss, run):
     assert_same_bits((8 * value, grads), (expected, expected_grads))
 
 
+@pytest.mark.parametrize(
+    ("columns", "dtype", "words"),
+    [(4, "float32", ()), (6, "float32", ("large = x",)), (6, "bfloat16", ("large = x",))],
+)
+def test_less_than_half_of_the_operations_is_said_with_the_largest_other_product(
+    columns, dtype, words
+):
+    def fun(w, x):
+        half = x @ w[:, columns:]
+        x, w = x.astype(dtype), w.astype(dtype)
+        small = x @ w[:, :1]
+        large = x @ w[:, 1:columns]
+        return sum(jnp.sum(y.astype(jnp.float32)) for y in (small, large, small, half))
+
+    with warnings_of(*words):
+        ols.grad(fun, compute_dtype=jnp.float16)(ols.init(8), jnp.ones((4, 10)), X)
+
+
 @pytest.mark.integration
 def test_aux_of_any_kind_and_side_effects_are_untouched():
     log = []
@@ -200,7 +218,7 @@ def test_the_gradient_in_shard_map_is_that_of_jax(check_vma):
     assert_same_bits(run(lambda w, x: ours(ols.init(1), w, x)), run(jax.value_and_grad(loss)))
 
 
-@pytest.mark.parametrize("argnums", [1, np.int64(1), -1, (1,), [0, 1]])
+@pytest.mark.parametrize("argnums", [1, np.int64(1), -2, (1,), [0, 1]])
 def test_arguments_are_chosen_as_jax_chooses_them(argnums):
     def loss(w, x):
         return jnp.mean((x @ w).astype(jnp.float32))
@@ -210,12 +228,26 @@ def test_arguments_are_chosen_as_jax_chooses_them(argnums):
     assert_same_bits(ours, jax.grad(loss, argnums)(*args))
 
 
+MIXED = {"w": X, "n": jnp.arange(3)}
+
+
+def total(params):
+    return jnp.sum(params["w"].astype(jnp.float32))
+
+
+def test_an_argument_of_the_transform_is_passed_on():
+    grads = ols.grad(total, compute_dtype=jnp.float16, allow_int=True)(ols.init(8), MIXED)
+    assert grads["n"].dtype == jax.dtypes.float0
+
+
 @pytest.mark.parametrize(
     ("fun", "args", "kwargs", "message"),
     [
         (lambda w: w.astype(jnp.float32), (X,), {}, r"scalar loss, got shape \(8, 4\)"),
-        (jnp.sum, (jnp.arange(3),), {}, "int32"),
-        (jnp.sum, (X,), {"argnums": 2}, "argnums"),
+        (jnp.sum, (jnp.arange(3),), {}, "inputs .*int32"),
+        (total, (MIXED,), {}, "inputs .*int32"),
+        (jnp.sum, (X,), {"argnums": 1}, "argnums"),
+        (jnp.sum, (X,), {"argnums": (0, 1)}, "argnums"),
     ],
 )
 def test_what_jax_refuses_is_refused(fun, args, kwargs, message):

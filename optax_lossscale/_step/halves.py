@@ -21,7 +21,7 @@ def widened(param: Any) -> Any:
 def in_dtype(array: Any, dtype: Any) -> Any:
     """Return an array in another dtype, or the description of one."""
     if isinstance(array, jax.ShapeDtypeStruct):
-        return array.update(dtype=dtype, weak_type=False)
+        return array.update(dtype=dtype)
     return jnp.asarray(array, dtype)
 
 

@@ -80,9 +80,8 @@ def measures_of(
             checks.scalar(f"{type(rule).__name__}.measure", measure, "Return one number: a mean.")
             return jnp.asarray(measure, jnp.float32), no_state
 
-        with jax.debug_nans(False), jax.debug_infs(False):
-            measure, _ = update_where(finite, measured, grads, ())
-            return zero_unless(finite, measure)
+        measure, _ = update_where(finite, measured, grads, ())
+        return zero_unless(finite, measure)
 
     return [measure(rule) for rule in rules]
 
