@@ -160,6 +160,7 @@ TABLE = {
         *given(exponents, "loss_scale", True, "1024"),
         *named("scale", traced(FixedLossScale)),
         *named("state.loss_scale", lambda: scale_loss(having(loss_scale="x"))),
+        *named("state.loss_scale", lambda: scale_loss(having(loss_scale=None))),
     ],
     "TypeError: `{}` must be True or False": [
         *given(DynamicLossScale, "consecutive_hysteresis", "false"),

@@ -365,3 +365,9 @@ def test_a_state_made_outside_is_updated_inside_of_vmap(guard):
         lambda g, s: tx.update(g, s, g)[1], in_axes=(0, axes), out_axes=axes, axis_name="i"
     )
     assert types(jax.jit(step)(grads, state)) == types(state)
+
+
+def test_a_guard_inside_is_refused_with_the_line_to_write():
+    tx = ols.with_bfloat16_state(ols.skip_if(optax.sgd(0.1)))
+    with pytest.raises(ValueError, match=r"with_loss_scaling\(with_bfloat16_state\(inner\)\)"):
+        tx.init(jnp.ones(1))

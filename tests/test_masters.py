@@ -352,7 +352,7 @@ MASTERS, CLIP = ols.with_master_weights(optax.sgd(0.1)), optax.clip(1.0)
     "tx",
     [
         optax.named_chain(("z", CLIP), ("a", MASTERS)),
-        optax.MultiSteps(optax.chain(CLIP, MASTERS), 2),
+        optax.MultiSteps(optax.chain(CLIP, CLIP, MASTERS), 2),
         optax.partition({"all": optax.chain(CLIP, optax.masked(MASTERS, True))}, "all"),
         optax.inject_hyperparams(lambda rate: optax.chain(CLIP, MASTERS))(0.1),  # noqa: ARG005
     ],
@@ -364,7 +364,7 @@ def test_masters_may_be_in_what_is_known_to_hand_their_updates_through(tx):
 @pytest.mark.parametrize(
     ("tx", "around"),
     [
-        (optax.chain(MASTERS, CLIP), "tuple"),
+        (optax.chain(CLIP, MASTERS, CLIP), "tuple"),
         (optax.named_chain(("z", MASTERS), ("a", CLIP)), "OrderedDict"),
         (optax.contrib.schedule_free(MASTERS, 0.1), "ScheduleFreeState"),
         (optax.apply_if_finite(MASTERS, 5), "ApplyIfFiniteState"),

@@ -18,19 +18,32 @@ import optax_lossscale as ols
 PARAMS = {"a": jnp.ones(3), "b": jnp.ones(3)}
 GUARD = ols.with_loss_scaling(optax.sgd(0.1))
 MASK = {"a": True, "b": False}
+MASKED = optax.masked(GUARD, MASK)
 LABELS = {"a": "train", "b": "frozen"}
 OUTSIDE = {
     "clip": (optax.chain(optax.clip_by_global_norm(1.0), GUARD), "optax.chain("),
-    "a chain in a chain": (optax.chain(GUARD, optax.sgd(0.1)), "optax.chain("),
+    "a chain in a chain": (optax.chain(GUARD, optax.adam(0.1)), "optax.chain("),
     "named": (optax.named_chain(("decay", optax.add_decayed_weights(0.1)), ("g", GUARD)), "chain("),
     "MultiSteps": (optax.MultiSteps(ols.skip_if(optax.sgd(0.1)), 2), "optax.MultiSteps(inner, k)"),
     "apply_if_finite": (optax.apply_if_finite(GUARD, 3), "with_loss_scaling(inner)"),
-    "masked": (optax.masked(GUARD, MASK), "optax.masked("),
+    "masked": (MASKED, "optax.masked("),
     "deep": (optax.MultiSteps(optax.chain(optax.clip(1.0), GUARD), 2), "optax.MultiSteps("),
     "schedule_free": (optax.contrib.schedule_free(GUARD, 0.1), "schedule_free("),
     "injected": (
         optax.inject_hyperparams(lambda rate: ols.with_loss_scaling(optax.sgd(rate)))(rate=0.1),
         "optax.inject_hyperparams(",
+    ),
+    "masked in a group": (
+        optax.partition({"train": MASKED, "frozen": optax.identity()}, LABELS),
+        "optax.masked(",
+    ),
+    "masked and more": (
+        optax.chain(MASKED, optax.masked(optax.clip(1.0), MASK), optax.clip(1.0)),
+        "optax.chain(",
+    ),
+    "two masked": (
+        optax.chain(MASKED, optax.masked(optax.adam(0.1), MASK)),
+        "optax.chain(",
     ),
     "two groups": (
         optax.partition({"train": GUARD, "frozen": optax.adam(0.1)}, LABELS),
@@ -42,9 +55,13 @@ INSIDE = {
     "all inside": ols.with_loss_scaling(optax.MultiSteps(optax.chain(optax.clip(1.0)), 2)).init,
     "frozen": optax.partition({"train": GUARD, "frozen": optax.set_to_zero()}, LABELS).init,
     "masked twice": optax.chain(
-        optax.masked(GUARD, MASK), optax.masked(optax.set_to_zero(), {"a": False, "b": True})
+        MASKED, optax.masked(optax.set_to_zero(), {"a": False, "b": True})
     ).init,
-    "a tuple of one's own": lambda params: (GUARD.init(params), {"mean": jnp.ones(3)}),
+    "a tuple of one's own": lambda params: (
+        *(GUARD.init(params), optax.clip(1.0).init(params)),
+        (optax.EmptyState(), {"mean": jnp.ones(3)}),
+    ),
+    "a dict of one's own": lambda params: {"a": GUARD.init(params), "b": optax.EmptyState()},
     "the numbers alone": lambda _: ols.init(),
 }
 
