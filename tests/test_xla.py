@@ -106,6 +106,8 @@ def test_arrays_of_one_shape_are_checked_together_where_their_types_shard_them_a
         ("cuda", 8, (2**13,), ["64xi1", "64xi1", "i1"]),
         ("rocm", 8, (2**16,), ["256xi1", "256xi1", "i1"]),
         ("cuda", 7, (2**13 + 1,), ["i1"]),  # it cannot be split into 64 equal parts
+        ("cpu", 8, (8, 8), ["i1", "i32"]),
+        ("cpu", 7, (8, 8), [*["i1"] * 7, "i32"]),
         # A TPU checks together what its fast memory holds.
         ("tpu", 12, (8, 8), ["i1"]),
         ("tpu", 12, (2048, 2048), ["i1"] * 3),
