@@ -5,6 +5,7 @@
 
 import contextlib
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -549,3 +550,42 @@ def test_the_plot_frames_the_range_of_the_dtype_and_all_that_was_seen(values, x,
     spans = [h.get_path().transformed(h.get_patch_transform()).get_extents() for h in handles]
     # float16: the smallest number is 2**-24, the smallest normal one 2**-14, the largest 65504.
     assert [(s.x0, s.x1) for s in spans] == [(-150, -25), (-25, -14), (-14, 16), (16, 129)]
+
+
+@pytest.mark.parametrize(
+    ("inner_state", "is_refused"),
+    [
+        ({"count": -1}, True),
+        ({"step": {"value": jnp.int32(-1)}}, True),
+        ({"count": -0.5}, False),
+        ({"step_size": jnp.float32(-0.5)}, False),
+        ({"steps": jnp.array([-1, -2])}, False),
+        ({"count": {"a": {"b": -1}}}, False),
+    ],
+)
+def test_a_negative_count_is_one_integer_with_the_name_of_a_count(inner_state, is_refused):
+    state = ols.skip_if(optax.identity()).init(jnp.ones(1))._replace(inner_state=inner_state)
+    with pytest.raises(ValueError, match="at least 0") if is_refused else contextlib.nullcontext():
+        ols.diagnostics.check_health(state)
+
+
+def test_of_two_spikes_the_one_that_skipped_last_is_blamed():
+    spike = ols.Spike()
+    state = ols.skip_if(optax.identity(), (spike, spike)).init(jnp.ones(1))
+    skipped = {"consecutive_skipped": jnp.int32(60)}
+    state = state._replace(
+        loss_scale_state=state.loss_scale_state._replace(**skipped, total_skipped=jnp.int32(60)),
+        rule_state=(state.rule_state[0], state.rule_state[1]._replace(**skipped)),
+    )
+    with pytest.raises(ols.diagnostics.LossScaleStalledError) as caught:
+        ols.diagnostics.check_health(state)
+    assert "\n  1. A rule" in str(caught.value)
+    assert "\n  2." not in str(caught.value)
+
+
+@pytest.mark.parametrize("bound", ["min_scale", "max_scale"])
+def test_one_bound_of_a_policy_of_ones_own_is_no_range(bound):
+    methods = {"init": ols.init, "update": ols.update, "skip_nonfinite": True}
+    policy = types.SimpleNamespace(**methods, **{bound: 8.0})
+    ols.diagnostics.check_health(ols.init(16.0), policy=policy)
+    ols.diagnostics.check_health(ols.init(4.0), policy=policy)
