@@ -158,7 +158,7 @@ def _counting_products(compute_dtype: np.dtype) -> Callable[..., Callable[..., A
                     replaced[number] = arg
                 return fun(*replaced, **kwds)
 
-            loss, pullback, aux = jax.vjp(of_chosen, *chosen, has_aux=has_aux)
+            loss, pullback, aux = jax.vjp(of_chosen, *chosen, has_aux=True)
             if np.shape(loss):
                 raise TypeError(
                     f"`fun` must return a scalar loss, got shape {np.shape(loss)}. Take its mean."
