@@ -405,3 +405,11 @@ def test_arrays_without_masters_are_handed_through_and_other_masters_are_refused
     remainder = state._replace(master_weights=state.master_weights | {"a": jnp.zeros(2, jnp.int16)})
     with pytest.raises(TypeError, match=r"got int16 for float16 at `\['a'\]`"):
         tx.update(params, remainder, params)
+
+
+def test_a_parameter_that_init_was_not_given_is_refused():
+    params = {"a": jnp.ones(2, jnp.float16), "b": jnp.ones(2)}
+    tx = ols.with_master_weights(optax.sgd(0.1))
+    more = params | {"c": jnp.ones(2, jnp.float16)}
+    with pytest.raises(ValueError, match=r"`params` must keep its structure, .* at `\['c'\]`"):
+        tx.update(more, tx.init(params), more)
