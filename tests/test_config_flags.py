@@ -135,6 +135,16 @@ def test_a_rule_that_measures_bad_gradients_skips_and_raises_nothing(debugger):
     assert int(state.loss_scale_state.total_skipped) == 1
 
 
+@pytest.mark.parametrize("of", ["grad_norm", "a difference"])
+def test_a_measure_of_finite_gradients_may_overflow(debugger, of):
+    del debugger
+    grads = {"w": jnp.full(2, 1e30)}
+    difference = lambda grads, _: jnp.sum(grads["w"] ** 2) - jnp.sum(grads["w"] ** 2) > 0  # noqa: E731
+    tx = ols.skip_if(optax.sgd(1.0), ols.Spike(of) if of == "grad_norm" else difference)
+    _, state = tx.update(grads, tx.init(grads))
+    assert ols.applied(state) == (of != "grad_norm")
+
+
 def test_a_function_that_returns_the_bad_numbers_raises_if_compiled(debugger):
     """`unscale_and_check` does, because it cannot know whether its caller reads the flag.
 

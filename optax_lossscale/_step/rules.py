@@ -80,8 +80,10 @@ def measures_of(
             checks.scalar(f"{type(rule).__name__}.measure", measure, "Return one number: a mean.")
             return jnp.asarray(measure, jnp.float32), no_state
 
-        measure, _ = update_where(finite, measured, grads, ())
-        return zero_unless(finite, measure)
+        # A measure of finite gradients may overflow, which is a skip and no error.
+        with jax.debug_nans(False), jax.debug_infs(False):
+            measure, _ = update_where(finite, measured, grads, ())
+            return zero_unless(finite, measure)
 
     return [measure(rule) for rule in rules]
 
@@ -101,7 +103,8 @@ def judge(
     keeps: list[jax.Array] = []
     kept: list[PyTree] = []
     for rule, old, measure in zip(rules, rule_state, measures, strict=True):
-        skip, new = rule.judge(old, measure)
+        with jax.debug_nans(False), jax.debug_infs(False):
+            skip, new = rule.judge(old, measure)
         keeps.append(~checks.flag(f"{type(rule).__name__}.judge", skip))
         try:
             kept.append(tree_where(finite, new, old))
