@@ -205,7 +205,7 @@ class Run:
     def naming(self, mutant: Mutant) -> set[str]:
         """Return the tests that execute a line with the name of the constant that is changed."""
         statement = Path(mutant.path).read_text("utf-8").splitlines()[mutant.scope[0] - 1]
-        name = statement.split()[0].strip(":")
+        name = statement.removeprefix("class ").split()[0].partition("(")[0].strip(":")
         return {
             test
             for path in [*self.lines]
