@@ -371,3 +371,18 @@ def test_a_guard_inside_is_refused_with_the_line_to_write():
     tx = ols.with_bfloat16_state(ols.skip_if(optax.sgd(0.1)))
     with pytest.raises(ValueError, match=r"with_loss_scaling\(with_bfloat16_state\(inner\)\)"):
         tx.init(jnp.ones(1))
+
+
+def test_a_step_is_exported_and_reported():
+    params = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    leaves, treedef = jax.tree.flatten(jax.eval_shape(ADAM.init, params))
+
+    def step(grads, leaves):
+        return jax.tree.leaves(ADAM.update(grads, treedef.unflatten(leaves), grads))
+
+    exported = jax.export.export(jax.jit(step))(params, leaves)
+    grads = jnp.full((64, 64), 0.3)
+    start = jax.tree.leaves(ADAM.init(grads))
+    assert_same_bits(exported.call(grads, start), jax.jit(step)(grads, start))
+    product = lambda w, s: jnp.sum(w @ w) + jnp.sum(ADAM.update(w, s, w)[0])  # noqa: E731
+    assert list(diagnostics.precision_report(product, grads, ADAM.init(grads))) == ["float32"]
