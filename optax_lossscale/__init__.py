@@ -15,11 +15,7 @@ from optax_lossscale._step.cast import cast
 from optax_lossscale._step.differentiate import grad, value_and_grad
 from optax_lossscale._step.finite import all_finite
 from optax_lossscale._step.guard import skip_if, with_loss_scaling
-from optax_lossscale._step.masters import (
-    MasterWeightsState,
-    master_weights,
-    with_master_weights,
-)
+from optax_lossscale._step.masters import MasterWeightsState, master_weights, with_master_weights
 from optax_lossscale._step.rules import Spike
 from optax_lossscale._step.scale import scale_loss, unscale_and_check
 from optax_lossscale._support.choose import tree_where

@@ -10,20 +10,11 @@ import optax
 import optax.contrib
 
 from optax_lossscale._support import checks
-from optax_lossscale._support.tree import (
-    KeyPath,
-    PyTree,
-    children,
-    is_array,
-    leaves_of_type,
-    path_name,
-)
+from optax_lossscale._support.tree import KeyPath, PyTree, children, is_array, path_name, subtrees
 
 
 class LossScaleState(NamedTuple):
-    """The state of loss scaling: five scalars, in a pytree that keeps its type from step to step.
-
-    The fields are part of the public interface: checkpoints hold them.
+    """The state of loss scaling: five scalars, whose names and types checkpoints depend on.
 
     Attributes:
       loss_scale: The number that the next loss is multiplied by. `float32[]`.
@@ -78,16 +69,12 @@ class SpikeState(NamedTuple):
     consecutive_skipped: jax.Array
 
 
-class Guard(optax.GradientTransformationExtraArgs):
-    """An optimizer that decides about each step, and whose state says how: `applied`."""
-
-
 ONE_GUARD = "`with_loss_scaling(inner, skip_if=rule)` or `skip_if(inner, (rule, another_rule))`"
 
 
 def refuse_guard(name: str, inner_state: optax.OptState, instead: str = ONE_GUARD) -> None:
     """Refuse the state of an optimizer that decides about steps inside of another that does."""
-    for path, _ in leaves_of_type(inner_state, LossScaleState):
+    for path, _ in subtrees(inner_state, LossScaleState):
         raise ValueError(
             f"`{name}` must not decide about steps itself, got a LossScaleState at "
             f"{path_name(path)} of its state. Use one guard, around the whole optimizer: {instead}."
@@ -101,7 +88,7 @@ def initial_state(loss_scale: float) -> LossScaleState:
     return LossScaleState(jnp.asarray(loss_scale, jnp.float32), *counts)
 
 
-def strongly_typed(state: LossScaleState) -> LossScaleState:
+def typed_state(state: LossScaleState) -> LossScaleState:
     """Return `state` with the dtypes of its fields, even if it holds Python numbers.
 
     `optax.tree.set(opt_state, loss_scale=1024.0)` stores a Python float. It would be weakly
@@ -132,9 +119,9 @@ def increment(count: jax.Array) -> jax.Array:
 
 def count_step(new: LossScaleState, old: LossScaleState, applied: jax.Array) -> LossScaleState:
     """Return the state `new` of a policy with the counts of skipped steps after `old`."""
-    old = strongly_typed(old)
+    old = typed_state(old)
     consecutive = jnp.where(applied, 0, increment(old.consecutive_skipped))
-    return strongly_typed(new)._replace(
+    return typed_state(new)._replace(
         consecutive_skipped=consecutive,
         # Read from the other count: XLA:GPU then computes both in one kernel (jaxlib 0.10.2).
         total_skipped=jnp.where(consecutive == 0, old.total_skipped, increment(old.total_skipped)),
@@ -144,8 +131,8 @@ def count_step(new: LossScaleState, old: LossScaleState, applied: jax.Array) -> 
 def applied(opt_state: PyTree) -> jax.Array:
     """Return whether the last step was applied.
 
-    Use it to keep all else that a step changes, such as BatchNorm statistics or an average of the
-    parameters, as it was on a skipped step: `tree_where(applied(opt_state), new, old)`.
+    With it, all else that a step changes, such as BatchNorm statistics or an average of the
+    parameters, stays as it was on a skipped step: `tree_where(applied(opt_state), new, old)`.
 
     Args:
       opt_state: The state after the step, in any form that `loss_scale_state` takes.
@@ -158,9 +145,7 @@ def applied(opt_state: PyTree) -> jax.Array:
       ValueError: As `loss_scale_state`.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import optax
-      >>> import optax_lossscale as ols
+      >>> import jax.numpy as jnp, optax, optax_lossscale as ols
       >>> tx = ols.with_loss_scaling(optax.sgd(0.1))
       >>> opt_state = tx.init(jnp.ones(3))
       >>> for grads in (jnp.ones(3), jnp.full(3, jnp.inf)):
@@ -169,7 +154,7 @@ def applied(opt_state: PyTree) -> jax.Array:
       True
       False
     """
-    return strongly_typed(loss_scale_state(opt_state)).consecutive_skipped == 0
+    return typed_state(loss_scale_state(opt_state)).consecutive_skipped == 0
 
 
 def loss_scale_state(opt_state: PyTree) -> LossScaleState:
@@ -185,9 +170,7 @@ def loss_scale_state(opt_state: PyTree) -> LossScaleState:
       ValueError: If there is none, or more than one. The message says where each was found.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import optax
-      >>> import optax_lossscale as ols
+      >>> import jax.numpy as jnp, optax, optax_lossscale as ols
       >>> tx = ols.with_loss_scaling(optax.adam(1e-3), ols.FixedLossScale(1024))
       >>> float(ols.loss_scale_state(tx.init(jnp.ones(3))).loss_scale)
       1024.0
@@ -226,7 +209,7 @@ _CHAINS = (tuple, collections.OrderedDict)  # of `chain` and of `named_chain`
 
 def warn_of_what_stands_outside(opt_state: PyTree) -> None:
     """Warn if a state shows transformations around the guard or beside it."""
-    for path, _ in leaves_of_type(opt_state, WithLossScalingState):
+    for path, _ in subtrees(opt_state, WithLossScalingState):
         if inside := next(_found_outside(opt_state, path), None):
             checks.warn(
                 "Transformations stand outside of the guard. If any of them is more than an "

@@ -60,7 +60,7 @@ def from_flax_dynamic_scale(
     # An interval of 0 grows on every finite step in both, as one of 1 does here.
     interval += getattr(ds, "grows_late", grows_late) or interval == 0
     rule = {"growth_factor": growth, "backoff_factor": backoff, "min_scale": floor}
-    return _convert("ds", scale, count, interval, **rule)
+    return _convert(scale, count, interval, **rule)
 
 
 def from_jmp(ls: Any) -> tuple[DynamicLossScale, LossScaleState]:
@@ -78,8 +78,7 @@ def from_jmp(ls: Any) -> tuple[DynamicLossScale, LossScaleState]:
       ValueError: If one is not a scalar or is out of bounds.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import jmp
+      >>> import jax.numpy as jnp, jmp
       >>> from optax_lossscale.interop import from_jmp
       >>> policy, state = from_jmp(jmp.DynamicLossScale(jnp.float32(1024), period=100))
       >>> policy.growth_interval, float(state.loss_scale), int(state.growth_count)
@@ -90,7 +89,7 @@ def from_jmp(ls: Any) -> tuple[DynamicLossScale, LossScaleState]:
     scale, count, period, factor, floor = _numbers("ls", ls, names, expected)
     ceiling = 2.0**15 if jnp.result_type(ls.loss_scale) == jnp.float16 else LARGEST_SCALE
     rule = {"growth_factor": factor, "backoff_factor": 1 / factor if factor else 0.0}
-    return _convert("ls", scale, count, period, min_scale=floor, max_scale=ceiling, **rule)
+    return _convert(scale, count, period, min_scale=floor, max_scale=ceiling, **rule)
 
 
 def from_torch_state_dict(d: Mapping[str, Any]) -> tuple[DynamicLossScale, LossScaleState]:
@@ -116,7 +115,7 @@ def from_torch_state_dict(d: Mapping[str, Any]) -> tuple[DynamicLossScale, LossS
     names = ("scale", "_growth_tracker", "growth_interval", "growth_factor", "backoff_factor")
     theirs = SimpleNamespace(**d) if isinstance(d, Mapping) else d
     scale, count, interval, growth, backoff = _numbers("d", theirs, names, expected)
-    return _convert("d", scale, count, interval, growth_factor=growth, backoff_factor=backoff)
+    return _convert(scale, count, interval, growth_factor=growth, backoff_factor=backoff)
 
 
 def to_torch_state_dict(policy: DynamicLossScale, state: Any) -> dict[str, Any]:
@@ -153,7 +152,6 @@ def to_torch_state_dict(policy: DynamicLossScale, state: Any) -> dict[str, Any]:
         )
     found, names = loss_scale_state(state), ("loss_scale", "growth_count")
     scale, count = _numbers("state", found, names, "a LossScaleState")
-    _check_standing("state", scale, count)
     return {
         "scale": scale,
         "growth_factor": policy.growth_factor,
@@ -167,11 +165,17 @@ def to_torch_state_dict(policy: DynamicLossScale, state: Any) -> dict[str, Any]:
 def _numbers(
     argument: str, theirs: Any, names: tuple[str, ...], expected: str
 ) -> tuple[float, ...]:
-    """Return the attributes of these names as numbers."""
+    """Return the attributes of these names, of which the first are a loss scale and a count."""
     missing = [name for name in names if not hasattr(theirs, name)]
     if missing:
         raise TypeError(f"`{argument}` lacks {', '.join(missing)}. It must be {expected}.")
-    return tuple(_number(argument, name, getattr(theirs, name)) for name in names)
+    scale, count, *rest = (_number(argument, name, getattr(theirs, name)) for name in names)
+    if not (SMALLEST_SCALE <= scale <= LARGEST_SCALE and count >= 0 and count.is_integer()):
+        raise ValueError(
+            f"`{argument}` must hold a loss scale between 2**-126 and 2**126 and a count of at "
+            f"least 0, got {scale} and {count:g}. Start again with `init`."
+        )
+    return scale, count, *rest
 
 
 def _number(argument: str, name: str, value: Any) -> float:
@@ -185,17 +189,7 @@ def _number(argument: str, name: str, value: Any) -> float:
         ) from error
 
 
-def _check_standing(argument: str, loss_scale: float, growth_count: float) -> None:
-    is_count = growth_count >= 0 and growth_count.is_integer()
-    if not (is_count and SMALLEST_SCALE <= loss_scale <= LARGEST_SCALE):
-        raise ValueError(
-            f"`{argument}` must hold a loss scale between 2**-126 and 2**126 and a count of at "
-            f"least 0, got {loss_scale} and {growth_count:g}. Start again with `init`."
-        )
-
-
 def _convert(
-    argument: str,
     loss_scale: float,
     growth_count: float,
     growth_interval: float,
@@ -204,7 +198,6 @@ def _convert(
     max_scale: float = LARGEST_SCALE,
     **factors: Any,
 ) -> tuple[DynamicLossScale, LossScaleState]:
-    _check_standing(argument, loss_scale, growth_count)
     interval: Any = min(growth_interval, float(INT32_MAX))
     min_scale = max(min_scale, SMALLEST_SCALE)
     policy = DynamicLossScale(

@@ -47,28 +47,12 @@ def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any
         zero or not finite at any loss scale.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import optax_lossscale as ols
+      >>> import jax.numpy as jnp, optax_lossscale as ols
       >>> from optax_lossscale.testing import assert_scaled_once
       >>> def grad_fn(state, w):
       ...     return ols.value_and_grad(lambda w: jnp.sum(w**2))(state, w)[1]
       >>> assert_scaled_once(grad_fn, ols.init(), jnp.ones(3))
     """
-    powers = _powers(grad_fn, state, *args)
-    wrong = {name: k for name, k in powers.items() if abs(k - 1) > 0.25}
-    if not wrong:
-        return
-    name, k = max(wrong.items(), key=lambda item: abs(item[1] - 1))
-    mistake = _MISTAKES.get(round(k)) if abs(k - round(k)) <= 0.25 else None
-    mistake = mistake or "they depend on it in some other way. Look for an underflow in float16"
-    raise AssertionError(
-        f"The gradients must grow with the loss scale to the power of 1, got {k:.2f} at {name} "
-        f"({len(wrong)} of {len(powers)} arrays are wrong): {mistake}."
-    )
-
-
-def _powers(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any) -> dict[str, float]:
-    """Return k by the name of the array, at the first loss scale where all is finite."""
     old = loss_scale_state(state).loss_scale
 
     def largest_at(loss_scale: float) -> dict[str, float]:
@@ -80,10 +64,22 @@ def _powers(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any) -> dict[s
         low, high = largest_at(scale / 4), largest_at(scale)
         measured = [name for name in low if low[name] and high.get(name)]
         if measured and all(map(math.isfinite, (*low.values(), *high.values()))):
-            return {name: math.log(high[name] / low[name], 4) for name in measured}
-    raise ValueError(
-        "`grad_fn` must return gradients that are finite and not all zero, which they are at no "
-        f"loss scale between {_SCALES[-1] / 4:g} and {_SCALES[0]:g}. `first_nonfinite` says where."
+            break
+    else:
+        raise ValueError(
+            "`grad_fn` must return gradients that are finite and not all zero, which they are at "
+            f"no loss scale from {_SCALES[-1] / 4:g} to {_SCALES[0]:g}. `first_nonfinite` says why."
+        )
+    powers = {name: math.log(high[name] / low[name], 4) for name in measured}
+    wrong = {name: k for name, k in powers.items() if abs(k - 1) > 0.25}
+    if not wrong:
+        return
+    name, k = max(wrong.items(), key=lambda item: abs(item[1] - 1))
+    mistake = _MISTAKES.get(round(k)) if abs(k - round(k)) <= 0.25 else None
+    mistake = mistake or "they depend on it in some other way. Look for an underflow in float16"
+    raise AssertionError(
+        f"The gradients must grow with the loss scale to the power of 1, got {k:.2f} at {name} "
+        f"({len(wrong)} of {len(powers)} arrays are wrong): {mistake}."
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 from jax.typing import ArrayLike
 
 from optax_lossscale._policy.policies import DynamicLossScale, FixedLossScale
-from optax_lossscale._state import LossScaleState, count_step, strongly_typed
+from optax_lossscale._state import LossScaleState, count_step, typed_state
 from optax_lossscale._support import checks
 
 
@@ -99,7 +99,7 @@ def init(loss_scale: LossScaleLike = "dynamic") -> LossScaleState:
       >>> float(ols.init(128).loss_scale)
       128.0
     """
-    return strongly_typed(as_loss_scale(loss_scale).init())
+    return typed_state(as_loss_scale(loss_scale).init())
 
 
 def update(
@@ -137,5 +137,5 @@ def update(
     policy = as_loss_scale(policy)
     grads_finite = checks.flag("grads_finite", grads_finite)
     loss_finite = checks.flag("loss_finite", loss_finite)
-    new = strongly_typed(policy.update(state, grads_finite, loss_finite=loss_finite))
+    new = typed_state(policy.update(state, grads_finite, loss_finite=loss_finite))
     return count_step(new, state, grads_finite & loss_finite) if policy.skip_nonfinite else new

@@ -8,13 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from optax_lossscale._state import (
-    LossScaleState,
-    count_step,
-    increment,
-    initial_state,
-    strongly_typed,
-)
+from optax_lossscale._state import LossScaleState, count_step, increment, initial_state, typed_state
 from optax_lossscale._support import checks
 
 
@@ -46,8 +40,7 @@ class _Policy:
         """
         if not isinstance(config, Mapping):
             raise TypeError(
-                f"`config` must be a dict from `get_config`, got {config!r}. Use `as_loss_scale` "
-                "for other ways to name a policy."
+                f"`config` must be a dict from `get_config`, got {config!r}. See `as_loss_scale`."
             )
         hyperparams = {**config}
         class_name = hyperparams.pop("class_name", cls.__name__)
@@ -62,8 +55,7 @@ class _Policy:
     def _check_each(self, **kinds: Callable[[str, Any], object]) -> None:
         """Check each hyper-parameter, and keep it as a Python number or bool."""
         for name, check in kinds.items():
-            # The documented way to set a field of a frozen dataclass.
-            object.__setattr__(self, name, check(name, getattr(self, name)))
+            object.__setattr__(self, name, check(name, getattr(self, name)))  # it is frozen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,10 +127,10 @@ class DynamicLossScale(_Policy):
     make scaling and unscaling exact; other values work.
 
     Args:
-      initial_scale: The loss scale of the first step. If it is too large, the first few steps are
-        skipped; if it is too small, gradients underflow until it has grown.
-      growth_interval: Finite steps in a row after which the loss scale grows. Smaller numbers
-        follow the gradients faster, and skip more steps: about one in `growth_interval`.
+      initial_scale: The loss scale of the first step. The first steps are skipped if it is too
+        large, and gradients underflow until it has grown if it is too small.
+      growth_interval: Finite steps in a row after which the loss scale grows. About one step in
+        `growth_interval` is skipped.
       growth_factor: Greater than 1.
       backoff_factor: Between 0 and 1.
       min_scale: The least loss scale. Below 1 for gradients that overflow even unscaled.
@@ -187,9 +179,8 @@ class DynamicLossScale(_Policy):
         """Check the hyper-parameters."""
         if isinstance(self.growth_factor, int) and self.growth_factor >= 100:
             checks.warn(
-                f"`growth_factor` is {self.growth_factor}, so that the loss scale leaps. In "
-                "MindSpore the third argument is `scale_window`; here that is the second, "
-                "`growth_interval`."
+                f"`growth_factor` is {self.growth_factor}: the loss scale leaps. MindSpore's third "
+                "argument, `scale_window`, is the second one here, `growth_interval`."
             )
         self._check_each(
             **dict.fromkeys(("initial_scale", "min_scale", "max_scale"), checks.scale_number),
@@ -260,7 +251,7 @@ def _checked(
     state: LossScaleState, grads_finite: ArrayLike, loss_finite: ArrayLike
 ) -> tuple[LossScaleState, jax.Array, jax.Array]:
     flags = checks.flag("grads_finite", grads_finite), checks.flag("loss_finite", loss_finite)
-    return strongly_typed(state), *flags
+    return typed_state(state), *flags
 
 
 for _public in (FixedLossScale, DynamicLossScale):

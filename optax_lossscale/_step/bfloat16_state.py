@@ -11,7 +11,7 @@ from optax_lossscale._state import refuse_guard
 from optax_lossscale._step.halves import in_dtype, rounded_at_random, widened
 from optax_lossscale._step.masters import MasterWeightsState
 from optax_lossscale._support import checks
-from optax_lossscale._support.tree import KeyPath, is_nnx, leaves_of_type, path_name
+from optax_lossscale._support.tree import KeyPath, is_nnx, path_name, subtrees
 
 
 class Bfloat16State(NamedTuple):
@@ -41,8 +41,7 @@ def with_bfloat16_state(
     float32, and its new state is rounded stochastically: to one of the two nearest bfloat16
     numbers, so that the expectation is the number itself. Rounded to the nearest, `0.999 * v` is
     `v` again, and Adam's second moment would never fall. Numbers that bfloat16 holds stay as they
-    are, infinity and NaN too, and no finite number becomes infinite. A derivative passes through
-    the rounding as through the identity.
+    are, and no finite number becomes infinite. Derivatives pass through as if nothing was rounded.
 
     Arrays of which an optimizer takes small differences stay in float32: copies of the parameters
     (a parameter's own array in the state that `inner.init` returns, as in Prodigy, DoG and
@@ -53,22 +52,20 @@ def with_bfloat16_state(
     `jax.shard_map` and `jax.vmap`, each member counts its own elements.
 
     It belongs inside of masters and guards, around the optimizer or a part of it:
-    `with_master_weights(with_bfloat16_state(optax.adamw(1e-3)), remainders=True)`. A checkpoint of
-    the plain optimizer, cast to the dtypes that `init` gives, is its `inner_state`.
+    `with_master_weights(with_bfloat16_state(optax.adamw(1e-3)), remainders=True)`. A plain
+    optimizer's checkpoint, cast to the dtypes that `init` gives, is its `inner_state`.
 
     Args:
       inner: Any Optax optimizer, or an `optax.MultiSteps`.
       keep: A function from a path in the inner optimizer's state, as `jax.tree_util.keystr` formats
-        it, to whether the array there stays in float32: `lambda path: ".ema" in path`. `init` asks
-        it of each array that would not stay.
+        it, to whether the array there stays in float32: `lambda path: ".ema" in path`.
 
     Returns:
       A gradient transformation whose state is a `Bfloat16State`. `update` stores each array in the
       dtype that it had.
 
     Raises:
-      TypeError: If an argument is of the wrong type; from `update`, if its state is not a
-        `Bfloat16State`.
+      TypeError: If an argument is of the wrong type, the state that `update` is given included.
       ValueError: From `init`, if `inner` keeps master weights, skips steps, or stores its state in
         bfloat16 already.
 
@@ -76,9 +73,7 @@ def with_bfloat16_state(
       UserWarning: From `init`, if `keep` names none of the arrays.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import optax
-      >>> import optax_lossscale as ols
+      >>> import jax.numpy as jnp, optax, optax_lossscale as ols
       >>> tx = ols.with_bfloat16_state(optax.adam(1e-3), keep=lambda path: ".mu" in path)
       >>> params = {"w": jnp.ones((64, 64)), "b": jnp.zeros(64)}
       >>> opt_state = tx.init(params)
@@ -99,7 +94,7 @@ def with_bfloat16_state(
     def init_fn(params: optax.Params) -> Bfloat16State:
         inner_state = inner.init(params)
         refuse_guard("inner", inner_state, "with_loss_scaling(with_bfloat16_state(inner))")
-        for path, found in leaves_of_type(inner_state, MasterWeightsState, Bfloat16State):
+        for path, found in subtrees(inner_state, MasterWeightsState, Bfloat16State):
             raise ValueError(
                 f"`inner` must be the optimizer alone, got a {type(found).__name__} at "
                 f"{path_name(path)} of its state. Keep masters around it: "
@@ -108,10 +103,7 @@ def with_bfloat16_state(
         return Bfloat16State(jnp.zeros((), jnp.uint32), _in_bfloat16(inner_state, params, keep))
 
     def update_fn(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, Bfloat16State]:
         count, old = checks.expect_state(state, Bfloat16State)
         # The new count, so that the old one has one reader, and XLA overwrites it in place.
@@ -141,8 +133,8 @@ def _in_bfloat16(
     inner_state: optax.OptState, params: optax.Params, keep: Callable[[str], bool] | None
 ) -> optax.OptState:
     """Return the state of an optimizer with its large arrays in bfloat16."""
-    averages = leaves_of_type(inner_state, optax.contrib.ScheduleFreeState)
-    memories = leaves_of_type(inner_state, *_LINE_SEARCHES)
+    averages = subtrees(inner_state, optax.contrib.ScheduleFreeState)
+    memories = subtrees(inner_state, *_LINE_SEARCHES)
     copies = [params, *(state.z for _, state in averages), *(state for _, state in memories)]
     stay = set(map(id, jax.tree.leaves(copies)))
     names: dict[str, bool] = {}

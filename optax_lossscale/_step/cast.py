@@ -10,14 +10,7 @@ from jax.typing import DTypeLike
 
 from optax_lossscale._state import LossScaleState
 from optax_lossscale._support import checks
-from optax_lossscale._support.tree import (
-    KeyPath,
-    Tree,
-    is_array,
-    is_fp8_metadata,
-    is_nnx,
-    read_as,
-)
+from optax_lossscale._support.tree import KeyPath, Tree, is_array, is_fp8_metadata, is_nnx, read_as
 
 
 def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = None) -> Tree:
@@ -42,8 +35,7 @@ def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = N
       UserWarning: If `keep` names none of the floating-point arrays.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import optax_lossscale as ols
+      >>> import jax.numpy as jnp, optax_lossscale as ols
       >>> params = {"dense": jnp.ones(2), "norm": jnp.ones(2), "steps": jnp.int32(0)}
       >>> params = ols.cast(params, jnp.float16, keep=lambda path: "norm" in path)
       >>> {name: str(array.dtype) for name, array in params.items()}
@@ -76,16 +68,15 @@ def cast_named(
             return leaf
         return jnp.asarray(leaf, dtype)
 
+    def stays_whole(node: Any) -> bool:
+        # Random streams have nothing to cast, and a copy would give the same numbers again.
+        is_state = read_as((LossScaleState,), node) is not None
+        return is_state or is_nnx(node, "Module", "Metric", "Rngs", "RngStream")
+
     result: list[Any] = []
     for name, tree in trees:
         named = functools.partial(convert, name)
-        result.append(jax.tree_util.tree_map_with_path(named, tree, is_leaf=_stays_whole))
+        result.append(jax.tree_util.tree_map_with_path(named, tree, is_leaf=stays_whole))
     if keep is not None and paths and not kept:
         checks.warn(f"`keep` names none of the arrays, whose paths are: {', '.join(paths)}.")
     return result
-
-
-def _stays_whole(node: Any) -> bool:
-    # Random streams have nothing to cast, and a copy would give the same numbers again.
-    is_state = read_as((LossScaleState,), node) is not None
-    return is_state or is_nnx(node, "Module", "Metric", "Rngs", "RngStream")

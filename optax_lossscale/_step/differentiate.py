@@ -33,37 +33,34 @@ def value_and_grad(
       fun: The loss function, as for `jax.value_and_grad`. It is unaware of loss scaling.
       argnums: Which arguments of `fun` to differentiate with respect to.
       has_aux: Whether `fun` returns `(loss, aux)`.
-      compute_dtype: The dtype to which the floating-point arrays in all arguments of `fun` are
-        cast, as by `cast`. The cast is differentiated too, so gradients have the dtypes of the
-        parameters. None casts nothing. Compute the loss itself in float32.
-      keep: A function from a path to whether the array there is left uncast, as for `cast`. A path
-        begins with the argument's name in the signature of `fun`: `params['norm']['scale']`, `x`,
-        `rest[0]` for the first of `*rest`.
+      compute_dtype: The dtype to which `cast` casts all arguments of `fun`. The cast is
+        differentiated too, so gradients have the dtypes of the parameters. None casts nothing.
+        Compute the loss itself in float32.
+      keep: As for `cast`. A path begins with the argument's name in the signature of `fun`:
+        `params['norm']['scale']`, `x`, `rest[0]` for the first of `*rest`.
       transform: What differentiates: `jax.value_and_grad`, `flax.nnx.value_and_grad`,
         `equinox.filter_value_and_grad`, or another that takes `has_aux`.
       **kwargs: Passed on to `transform`.
 
     Returns:
       `f(state, *args, **kwargs) -> (value, grads)`, where `state` is a `LossScaleState` or an
-      optimizer's state that holds exactly one: that of `with_loss_scaling`, or of `skip_if`.
-      `value` is the result of `fun`, unscaled, with the aux if there is one. `grads` are still
-      scaled, as `tx.update` and `unscale_and_check` expect them.
+      optimizer's state that holds exactly one. `value` is the result of `fun`, unscaled, with the
+      aux if there is one. `grads` are still scaled, for `tx.update` and `unscale_and_check`.
 
     Raises:
-      TypeError: If `fun` returns a loss that is not floating-point, or does not return a pair with
-        `has_aux`; if `transform` does not return what `jax.value_and_grad` does; if `compute_dtype`
-        is not a floating-point dtype, or an argument is a stateful `flax.nnx` module to be cast.
+      TypeError: If the loss is not floating-point; if `fun` returns no pair with `has_aux`; if
+        `transform` does not return what `jax.value_and_grad` does; if `compute_dtype` is not a
+        floating-point dtype, or an argument to be cast is a stateful `flax.nnx` module.
       ValueError: If `state` holds no `LossScaleState`, or several.
 
     Warns:
-      UserWarning: If `keep` names none of the floating-point arrays. Once, if less than half of the
-        operations in the matrix products of `fun` run in `compute_dtype` or a narrower dtype, which
-        is counted for `jax.value_and_grad`. Once, if transformations stand outside of the guard in
-        an optimizer's state; `loss_scale_state(opt_state)` in its place is silent.
+      UserWarning: If `keep` names none of the arrays. Once, if less than half of the operations in
+        matrix products run in `compute_dtype` or a narrower dtype (`jax.value_and_grad` alone is
+        counted). Once, if transformations stand outside of the guard in an optimizer's state;
+        `loss_scale_state(opt_state)` in its place is silent.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import optax_lossscale as ols
+      >>> import jax.numpy as jnp, optax_lossscale as ols
       >>> loss_and_grads = ols.value_and_grad(lambda w: jnp.sum(w**2))
       >>> loss_and_grads(ols.init(8), jnp.array([1.0, 2.0]))
       (Array(5., dtype=float32), Array([16., 32.], dtype=float32))
@@ -106,12 +103,9 @@ def value_and_grad(
     return _with_signature_of(fun, scaled_value_and_grad)
 
 
-_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
 def _casting(
     fun: Callable[..., Any], dtype: DTypeLike | None, keep: Callable[[str], bool] | None
-) -> Callable[[tuple[Any, ...], dict[str, Any]], _Arguments]:
+) -> Callable[[Any, Any], tuple[Any, Any]]:
     """Return what casts the arguments of `fun`, in each of which paths begin with its name."""
     if dtype is None:
         if keep is not None:
@@ -123,7 +117,7 @@ def _casting(
     kind = checks.floating("compute_dtype", dtype)
     checks.keep(keep)
 
-    def cast_arguments(args: tuple[Any, ...], kwds: dict[str, Any]) -> _Arguments:
+    def cast_arguments(args: tuple[Any, ...], kwds: dict[str, Any]) -> tuple[Any, Any]:
         names = [*argument_names(fun, len(args)), *kwds]
         named = zip(names, [*args, *kwds.values()], strict=True)
         cast_args = cast_named(named, kind, keep)
@@ -215,8 +209,6 @@ def grad(
 ) -> Callable[..., Any]:
     """Differentiate a loss function scaled: `value_and_grad` without the value.
 
-    It is to `value_and_grad` what `jax.grad` is to `jax.value_and_grad`, with the same errors.
-
     Args:
       fun: The loss function.
       argnums: Which of its arguments to differentiate with respect to.
@@ -231,8 +223,7 @@ def grad(
       still scaled.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import optax_lossscale as ols
+      >>> import jax.numpy as jnp, optax_lossscale as ols
       >>> ols.grad(lambda w: jnp.sum(w**2))(ols.init(8), jnp.array([1.0, 2.0]))
       Array([16., 32.], dtype=float32)
     """

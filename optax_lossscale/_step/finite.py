@@ -25,8 +25,7 @@ def all_finite(tree: PyTree) -> jax.Array:
       Whether every number is finite. `bool[]`.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import optax_lossscale as ols
+      >>> import jax.numpy as jnp, optax_lossscale as ols
       >>> bool(ols.all_finite({"w": jnp.ones(3), "step": 7}))
       True
       >>> bool(ols.all_finite({"w": jnp.array([1.0, jnp.nan]), "step": 7}))

@@ -1,8 +1,7 @@
 """The guard around an optimizer: each step is either applied, or leaves no trace.
 
 It checks the gradients and the loss once, asks the rules, decides once for all devices, takes the
-new state or keeps the old one, and counts. `with_loss_scaling` and `skip_if` are this guard with
-and without a loss scale.
+new state or keeps the old one, and counts: `with_loss_scaling`, and without a loss scale `skip_if`.
 """
 
 from typing import Any
@@ -13,13 +12,7 @@ import optax
 
 from optax_lossscale._policy.convert import LossScale, LossScaleLike, as_loss_scale, init
 from optax_lossscale._policy.policies import FixedLossScale
-from optax_lossscale._state import (
-    Guard,
-    WithLossScalingState,
-    count_step,
-    current_scale,
-    refuse_guard,
-)
+from optax_lossscale._state import WithLossScalingState, count_step, current_scale, refuse_guard
 from optax_lossscale._step.finite import agree, all_finite
 from optax_lossscale._step.keep import as_arrays, step_where, take_step
 from optax_lossscale._step.masters import refuse_changed_updates, warn_without_masters
@@ -28,6 +21,10 @@ from optax_lossscale._step.scale import unscale_by
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import AxisName
 from optax_lossscale._support.choose import all_true
+
+
+class Guard(optax.GradientTransformationExtraArgs):
+    """An optimizer that decides about each step, and whose state says how: `applied`."""
 
 
 def with_loss_scaling(
@@ -40,12 +37,11 @@ def with_loss_scaling(
     """Wrap an optimizer with loss scaling.
 
     At each step the gradients are unscaled and checked. If all are finite, the inner optimizer is
-    applied to them, bit for bit as if it had received `grads * (1 / loss_scale)`. Otherwise the
-    step is skipped: the inner state is bitwise unchanged, and the updates are negative zeros, since
-    `p + -0.0` is `p` for every normal `p` (`-0.0 + 0.0` is not `-0.0`). A skip is a selection with
-    `jnp.where`: a step stays one compiled program, and the derivative is that of a step that was
-    never taken. Then the policy updates the loss scale. `applied(opt_state)` says whether the step
-    was applied.
+    applied to them, bit for bit as to `grads * (1 / loss_scale)`. Otherwise the step is skipped:
+    the inner state is bitwise unchanged, and the updates are negative zeros, since `p + -0.0` is
+    `p` for every normal `p`. A skip is a selection with `jnp.where`: a step stays one compiled
+    program, and the derivative is that of a step that was never taken. Then the policy updates the
+    loss scale. `applied(opt_state)` says whether the step was applied.
 
     Wrap the whole optimizer, once. Clipping, gradient accumulation, weight decay, averages and
     master weights inside see true gradients and are unchanged by a skipped step. `optax.MultiSteps`
@@ -55,8 +51,8 @@ def with_loss_scaling(
     Optax's name for the loss, a loss that is NaN or infinite skips the step too, and the policy can
     tell a bad batch from an overflow: see `DynamicLossScale`.
 
-    Under `jax.jit` the inner update is traced on its own, as in a nested `jax.jit`. Values that it
-    leaks through Python side effects are tracers, and cannot be used afterwards.
+    Under `jax.jit` the inner update is traced on its own, as in a nested `jax.jit`: values that it
+    leaks through Python side effects cannot be used afterwards.
 
     Args:
       inner: Any Optax optimizer, or an `optax.MultiSteps`.
@@ -72,8 +68,8 @@ def with_loss_scaling(
       and `value_and_grad`) and whose state is a `WithLossScalingState`.
 
     Raises:
-      TypeError: If an argument is of the wrong type; from `update`, if its state is not a
-        `WithLossScalingState`, or a rule lacks an extra argument or does not return a boolean.
+      TypeError: If an argument is of the wrong type, the state that `update` is given included;
+        from `update`, if a rule lacks an extra argument or does not return a boolean.
       ValueError: From `init`, if `inner` has a loss scale or skips steps already.
 
     Warns:
@@ -81,9 +77,7 @@ def with_loss_scaling(
         master weights.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import optax
-      >>> import optax_lossscale as ols
+      >>> import jax.numpy as jnp, optax, optax_lossscale as ols
       >>> tx = ols.with_loss_scaling(optax.sgd(0.5), ols.DynamicLossScale(initial_scale=8))
       >>> params = jnp.array([1.0, 2.0])
       >>> opt_state = tx.init(params)
@@ -123,12 +117,7 @@ def skip_if(
       be finite, too. A state that was restored from a guard with a loss scale works: the first step
       divides by that loss scale, and leaves 1.
 
-    Raises:
-      TypeError: As `with_loss_scaling`.
-      ValueError: As `with_loss_scaling`.
-
-    Warns:
-      UserWarning: As `with_loss_scaling`.
+    It raises and warns as `with_loss_scaling` does.
 
     A rule is traceable, sees true gradients, and True skips the step. On a step that is not finite,
     its answer is ignored, and its state is unchanged; it may see NaN there, or zeros if it has a
@@ -137,9 +126,7 @@ def skip_if(
     **extra_args) -> float32[]` and `judge(state, measure) -> (bool[], state)`.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import optax
-      >>> import optax_lossscale as ols
+      >>> import jax.numpy as jnp, optax, optax_lossscale as ols
       >>> tx = ols.skip_if(optax.sgd(1.0), lambda grads, params, *, value: value > 10)
       >>> params = jnp.array([1.0, 2.0])
       >>> opt_state = tx.init(params)
@@ -173,10 +160,7 @@ def _guard(
         )
 
     def update_fn(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, WithLossScalingState]:
         state = checks.expect_state(state, WithLossScalingState)
         scale_state = state.loss_scale_state

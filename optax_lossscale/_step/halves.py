@@ -115,22 +115,18 @@ def rounded_at_random(x: jax.Array, count: jax.Array, place: int) -> jax.Array:
     # which has no lower half, and so does not become infinite.
     largest = jnp.finfo(jnp.bfloat16).max.astype(jnp.float32)
     word = jax.lax.bitcast_convert_type(jax.lax.clamp(-largest, x, largest), jnp.uint32)
-    word += _random_bits(x.shape, count, place) >> 16
+    # The random bits are a hash, so that nothing is stored or read. XLA:GPU (jaxlib 0.10.2) would
+    # make a kernel for each array of a hash of the count alone, and one of indices that arrays of
+    # one shape share. So the count is mixed in with the elements, and each array starts at its own
+    # index: by the golden ratio, far from the others.
+    start = np.uint32(place * 0x9E3779B9 % 2**32)
+    index = jnp.full(x.shape, start)
+    for axis, size in enumerate(x.shape):
+        index = index * size + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+    word += _mixed(_mixed(index) + start + count) >> 16
     upper = jax.lax.bitcast_convert_type(word & np.uint32(0xFFFF0000), jnp.float32)
     zero = jax.lax.stop_gradient(x) - x  # has the derivative, as in `with_derivative_of`
     return jnp.where(jax.lax.is_finite(x), upper - zero, x).astype(jnp.bfloat16)
-
-
-def _random_bits(shape: tuple[int, ...], count: jax.Array, place: int) -> jax.Array:
-    """Return 32 bits for each element. Nothing is stored or read."""
-    # XLA:GPU (jaxlib 0.10.2) would make a kernel for each array of a hash of the count alone, and
-    # one of indices that arrays of one shape share. So the count is mixed in with the elements, and
-    # each array starts at its own index: by the golden ratio, far from the others.
-    start = np.uint32(place * 0x9E3779B9 % 2**32)
-    index = jnp.full(shape, start)
-    for axis, size in enumerate(shape):
-        index = index * size + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
-    return _mixed(_mixed(index) + start + count)
 
 
 def _mixed(x: jax.Array) -> jax.Array:

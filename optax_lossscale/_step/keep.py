@@ -13,12 +13,7 @@ from jax.core import Tracer
 from optax_lossscale import _xla
 from optax_lossscale._step.halves import HALF
 from optax_lossscale._support import checks
-from optax_lossscale._support.choose import (
-    constant_unless,
-    negative_zero_unless,
-    tree_where,
-    zero_unless,
-)
+from optax_lossscale._support.choose import constant_unless, tree_where, zero_unless
 from optax_lossscale._support.tree import KeyPath, Tree, is_array, is_inexact, path_name
 
 
@@ -40,7 +35,14 @@ def step_where(
         grads,
         state,
     )
-    return negative_zero_unless(applied, updates), state
+
+    def negative_zero_unless_applied(leaf: Any) -> Any:
+        is_integer = is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.integer)
+        if not (is_inexact(leaf) or is_integer):
+            return leaf
+        return jnp.where(applied, leaf, -jax.lax.full_like(jnp.asarray(leaf), 0))
+
+    return jax.tree.map(negative_zero_unless_applied, updates), state
 
 
 def update_where(
@@ -95,14 +97,11 @@ def _cast_like(new: Tree, old: Tree) -> Tree:
 
     Optax promotes: Adam's float16 moments become float32 when they meet float32 gradients.
     """
-    checks.same_structure("inner", new, old, "Keep its state in arrays of fixed shapes.")
+    remedy = "Give it the parameters it was initialized with; its state has fixed shapes."
+    checks.same_structure("inner", new, old, remedy)
 
     def cast(path: KeyPath, new_leaf: Any, old_leaf: Any) -> Any:
-        if not is_array(old_leaf):
-            return new_leaf
-        remedy = "Give it the parameters it was initialized with."
-        checks.same_shape("inner", path, new_leaf, old_leaf, remedy)
-        if is_array(new_leaf) and new_leaf.dtype == old_leaf.dtype:
+        if not is_array(old_leaf) or getattr(new_leaf, "dtype", None) == old_leaf.dtype:
             return new_leaf
         if is_inexact(new_leaf) and not jnp.issubdtype(old_leaf.dtype, jnp.inexact):
             raise TypeError(

@@ -1,7 +1,6 @@
 """Float32 master weights of parameters in half precision."""
 
 import collections
-import functools
 import sys
 from typing import Any, NamedTuple
 
@@ -19,8 +18,8 @@ from optax_lossscale._support.tree import (
     children,
     has_fp8_metadata,
     is_nnx,
-    leaves_of_type,
     path_name,
+    subtrees,
 )
 
 
@@ -55,14 +54,13 @@ def with_master_weights(
     The masters follow the parameters. Where a parameter is not its rounded master, since it was
     loaded, averaged or edited after the last step, the step starts from the parameter.
 
-    It belongs inside of a guard, so that a skipped step leaves the masters alone, and around all
-    else, so that nothing changes its updates:
+    It belongs inside of a guard, and around all else, so that nothing changes its updates:
     `with_loss_scaling(with_master_weights(optax.chain(...)))`.
 
-    Two cases are not those of float32. If one step shrinks a weight to under 1/8192 of its size
-    (1/65536 in bfloat16), but not to zero, one float32 addition cannot reach it: the master takes
-    what the parameter became, off by at most 2**-23 of the old weight. And the master of a float16
-    parameter stays within plus and minus 65504, since no addition leads back from infinity.
+    Two cases differ from float32. If one step shrinks a weight to under 1/8192 of its size (1/65536
+    in bfloat16), but not to zero, one float32 addition cannot reach it: the master takes what the
+    parameter became, off by at most 2**-23 of the old weight. And the master of a float16 parameter
+    stays within plus and minus 65504, since no addition leads back from infinity.
 
     Args:
       inner: Any Optax optimizer, or an `optax.MultiSteps`.
@@ -76,14 +74,11 @@ def with_master_weights(
       `MasterWeightsState`.
 
     Raises:
-      TypeError: If an argument is of the wrong type; from `update`, if its state is not a
-        `MasterWeightsState`, or holds masters of another dtype.
+      TypeError: If an argument is of the wrong type, the state that `update` is given included.
       ValueError: From `update`, without `params`, or with others than those that `init` was given.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import optax
-      >>> import optax_lossscale as ols
+      >>> import jax.numpy as jnp, optax, optax_lossscale as ols
       >>> tx = ols.with_master_weights(optax.sgd(1e-4))
       >>> params = jnp.float16(1)
       >>> opt_state = tx.init(params)
@@ -100,22 +95,26 @@ def with_master_weights(
     inner = checks.transformation("inner", inner)
     remainders = checks.boolean("remainders", remainders)
 
+    def master(param: Any) -> Any:
+        wide = halves.widened(param)
+        if wide is param:
+            return optax.MaskedNode()
+        if remainders and param.dtype == jnp.bfloat16:
+            is_array = not isinstance(param, jax.ShapeDtypeStruct)
+            return halves.in_dtype(jnp.zeros_like(param) if is_array else param, jnp.int16)
+        return wide
+
     def init_fn(params: optax.Params) -> MasterWeightsState:
-        masters = jax.tree.map(functools.partial(_master, remainders=remainders), params)
+        masters = jax.tree.map(master, params)
         return MasterWeightsState(masters, inner.init(jax.tree.map(halves.widened, params)))
 
     def update_fn(
-        updates: optax.Updates | None,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, MasterWeightsState]:
         masters, inner_state = checks.expect_state(state, MasterWeightsState)
         for name, given in (("updates", updates), ("params", params)):
             if given is None:
-                raise ValueError(
-                    f"`{name}` must be given, got None: `update(grads, state, params)`."
-                )
+                raise ValueError(f"`{name}` must be given: `update(grads, state, params)`.")
         numbers, weights = _weights(masters, params)
         kept, masters_def = jax.tree.flatten(masters, is_leaf=_is_missing)
         old, params_def = jax.tree.flatten(params)
@@ -153,9 +152,7 @@ def master_weights(opt_state: PyTree, params: Tree) -> Tree:
       ValueError: If `opt_state` holds no `MasterWeightsState`, or several, or one of others.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import optax
-      >>> import optax_lossscale as ols
+      >>> import jax.numpy as jnp, optax, optax_lossscale as ols
       >>> tx = ols.with_loss_scaling(ols.with_master_weights(optax.sgd(1e-4)), 8)
       >>> params = {"w": jnp.float16(1), "norm": jnp.float32(1)}
       >>> opt_state = tx.init(params)
@@ -183,7 +180,7 @@ def warn_without_masters(params: optax.Params, opt_state: optax.OptState) -> Non
     """Warn of parameters in half precision if `opt_state`, whose init it is, keeps no masters."""
     dtypes = {getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(params)}
     half = sorted(str(dtype) for dtype in dtypes.intersection(halves.HALF))
-    if half and not any(leaves_of_type(opt_state, MasterWeightsState)):
+    if half and not any(subtrees(opt_state, MasterWeightsState)):
         least = 4 / max(jnp.finfo(dtype).eps for dtype in half)
         checks.warn(
             f"`params` are {' and '.join(half)}, and no float32 master weights are kept: an update "
@@ -194,7 +191,7 @@ def warn_without_masters(params: optax.Params, opt_state: optax.OptState) -> Non
 
 def refuse_changed_updates(inner_state: optax.OptState) -> None:
     """Refuse masters around which stands more than is known to hand their updates through."""
-    for path, _ in leaves_of_type(inner_state, MasterWeightsState):
+    for path, _ in subtrees(inner_state, MasterWeightsState):
         around, node = None, inner_state
         for key in path:
             found = {own: child for (own,), child in children(node)[0]}
@@ -217,17 +214,6 @@ _HAND_THROUGH = (
 )
 
 
-def _master(param: Any, *, remainders: bool) -> Any:
-    """Return what the state holds for a parameter."""
-    master = halves.widened(param)
-    if master is param:
-        return optax.MaskedNode()
-    if remainders and param.dtype == jnp.bfloat16:
-        is_array = not isinstance(param, jax.ShapeDtypeStruct)
-        return halves.in_dtype(jnp.zeros_like(param) if is_array else param, jnp.int16)
-    return master
-
-
 def _is_missing(master: Any) -> bool:
     return isinstance(master, optax.MaskedNode)
 
@@ -235,7 +221,7 @@ def _is_missing(master: Any) -> bool:
 def _weights(
     masters: PyTree, params: PyTree, *, others: bool = False
 ) -> tuple[list[int | None], list[Any]]:
-    """Return for each leaf of `params` the number of its master, or None, and it or its master.
+    """Return for each leaf of `params` the number of its master, or None, and where a step starts.
 
     A `MaskedNode` among the masters says that one parameter has none, or all below. With `others`,
     `params` may hold arrays of which `masters` does not know.
@@ -252,8 +238,18 @@ def _weights(
         above = (names[:end] for end in range(len(names) + 1))
         if number is None and not (others or any(each in missing for each in above)):
             strangers.append(path)
+        weight = param
+        if number is not None:
+            master = kept[number][1]
+            checks.same_shape("params", path, param, master, _INITIALIZED)
+            if (param.dtype.name, master.dtype.name) not in _STORED:
+                raise TypeError(
+                    "`opt_state` must hold float32 masters, or int16 remainders of bfloat16, got "
+                    f"{master.dtype} for {param.dtype} at {path_name(path)}. {_INITIALIZED}"
+                )
+            weight = halves.start(param, master)
         numbers.append(number)
-        weights.append(param if number is None else _weight(path, kept[number][1], param))
+        weights.append(weight)
     for path in [*strangers, *(kept[number][0] for number in places.values())]:
         message = f"`params` must keep its structure, got another at {path_name(path)}."
         raise ValueError(f"{message} {_INITIALIZED}")
@@ -268,17 +264,6 @@ def _names(path: KeyPath) -> tuple[Any, ...]:
     """
     keys = [getattr(key, "key", getattr(key, "name", getattr(key, "idx", None))) for key in path]
     return tuple(keys[:-1] if keys[-1:] == ["value"] else keys)
-
-
-def _weight(path: KeyPath, master: Any, param: jax.Array) -> jax.Array:
-    """Return the float32 weight from which a step starts."""
-    checks.same_shape("params", path, param, master, _INITIALIZED)
-    if (param.dtype.name, master.dtype.name) not in _STORED:
-        raise TypeError(
-            "`opt_state` must hold float32 masters, or int16 remainders of bfloat16, got "
-            f"{master.dtype} for {param.dtype} at {path_name(path)}. {_INITIALIZED}"
-        )
-    return halves.start(param, master)
 
 
 # The dtypes of a parameter and of its master.

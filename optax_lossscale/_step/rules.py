@@ -124,9 +124,8 @@ class Spike:
     counts for nothing else.
 
     A skipped value is remembered as `mean + 2 / 3 * sigmas * deviation`. So a single spike hardly
-    widens the window: with the defaults, the next step is skipped above 6.4 deviations. And a new
-    level is learned: after 20 steps if it lies 20 deviations higher, and after about the window if
-    it lies far above.
+    widens the window: the next step is skipped above 6.4 deviations. And a new level is learned,
+    after 20 steps if it lies 20 deviations higher, and after about the window if far above.
 
     Args:
       of: What is measured: `"value"`, the loss; `"grad_norm"`, the Euclidean norm of all gradients,
@@ -140,15 +139,12 @@ class Spike:
         remembered as it is; None for no such bound.
 
     Raises:
-      TypeError: If an argument is of the wrong type; from `update`, if the extra argument `of` is
-        missing, or the state is not that of a `Spike`.
+      TypeError: If an argument is of the wrong type, or `update` lacks the extra argument `of`.
       ValueError: If an argument is out of bounds; from `update`, if the measure is not a scalar, or
         the state belongs to another `window`.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import optax
-      >>> import optax_lossscale as ols
+      >>> import jax.numpy as jnp, optax, optax_lossscale as ols
       >>> tx = ols.skip_if(optax.sgd(1.0), ols.Spike(window=8))
       >>> opt_state = tx.init(jnp.zeros(2))
       >>> for loss in [1.0, 1.1, 0.9, 1.0, 1.1, 7.0, 1.0]:

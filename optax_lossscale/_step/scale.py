@@ -38,12 +38,11 @@ def scale_loss(loss: Tree, state: PyTree) -> Tree:
       ValueError: If `state` holds no `LossScaleState`, or several.
 
     Warns:
-      UserWarning: If a loss is float16: on its way into the backward pass the loss scale is cast to
+      UserWarning: If a loss is float16: the backward pass then starts from the loss scale in
         float16, where all above 65504 is infinite. Compute the loss in float32.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import optax_lossscale as ols
+      >>> import jax.numpy as jnp, optax_lossscale as ols
       >>> float(ols.scale_loss(jnp.float32(0.5), ols.init(1024)))
       512.0
     """
@@ -77,9 +76,8 @@ def unscale_and_check(
 ) -> tuple[Tree, jax.Array]:
     """Divide the gradients by the loss scale and say whether they are all finite.
 
-    The gradients are multiplied by the reciprocal of the loss scale, which is taken once, in
-    float32. That is exact for powers of two, and otherwise within one unit in the last place of
-    float32, for float64 gradients too.
+    The gradients are multiplied by the float32 reciprocal of the loss scale. That is exact for
+    powers of two, and otherwise within one unit in the last place of float32.
 
     Args:
       grads: Gradients of a loss that was scaled with `state`. Leaves without floating-point or
@@ -88,8 +86,7 @@ def unscale_and_check(
       state: The `LossScaleState` that the loss was scaled with, not the updated one, or an
         optimizer's state that holds exactly one.
       axis_name: The mapped axis, or a tuple of them, over which the replicas or shards must agree
-        (`jax.pmap`, `jax.shard_map`, `jax.vmap`). Not needed under plain `jax.jit`, where arrays
-        are global, however they are sharded.
+        (`jax.pmap`, `jax.shard_map`, `jax.vmap`). Under plain `jax.jit`, arrays are global.
 
     Returns:
       The true gradients, in float32 where their dtype was smaller and in their own otherwise, and
@@ -100,16 +97,14 @@ def unscale_and_check(
       ValueError: If `state` holds no `LossScaleState`, or several, or `axis_name` is not mapped.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import optax_lossscale as ols
+      >>> import jax.numpy as jnp, optax_lossscale as ols
       >>> state = ols.init(1024)
       >>> ols.unscale_and_check({"w": jnp.array([512.0, 2048.0], jnp.float16)}, state)
       ({'w': Array([0.5, 2. ], dtype=float32)}, Array(True, dtype=bool))
     """
     checks.axis_names(axis_name)
     unscaled = unscale_by(grads, current_scale("state", state))
-    # The reciprocal is positive and finite, so NaN and infinity are preserved. One check of the
-    # unscaled gradients covers both.
+    # The reciprocal is positive and finite, so NaN and infinity are preserved: one check does.
     (grads_finite,), _ = agree([all_finite(unscaled)], axis_name)
     return unscaled, grads_finite
 

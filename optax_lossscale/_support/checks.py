@@ -1,5 +1,6 @@
 """Every check of an argument, worded once: each raises where silence would corrupt or mislead."""
 
+import functools
 import inspect
 import math
 import numbers
@@ -14,15 +15,7 @@ import optax
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
-from optax_lossscale._support.tree import (
-    KeyPath,
-    PyTree,
-    Tree,
-    first_difference,
-    is_array,
-    leaves_of_type,
-    path_name,
-)
+from optax_lossscale._support.tree import Tree, first_difference, is_array, path_name, subtrees
 
 #: The name of a mapped axis, or several.
 AxisName: TypeAlias = Hashable | tuple[Hashable, ...]
@@ -110,7 +103,7 @@ def flag(name: str, value: ArrayLike) -> jax.Array:
     return array
 
 
-def loss(name: str, value: PyTree) -> None:
+def loss(name: str, value: Any) -> None:
     """Refuse a loss that holds something else than numbers: it would count as finite."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(value):
         is_number = is_array(leaf) and jnp.issubdtype(leaf.dtype, np.number)
@@ -139,14 +132,16 @@ def scalar(name: str, value: Any, remedy: str) -> None:
         raise ValueError(f"`{name}` must be a scalar, got shape {np.shape(value)}. {remedy}")
 
 
-def same_structure(name: str, tree: PyTree, expected: PyTree, remedy: str) -> None:
-    """Refuse a tree of another structure; the message names the first key path that differs."""
+def same_structure(name: str, tree: Any, expected: Any, remedy: str) -> None:
+    """Refuse a tree of another structure or shapes; the message names the first that differs."""
     if jax.tree.structure(tree) != jax.tree.structure(expected):
         where = path_name(first_difference(tree, expected))
         raise ValueError(f"`{name}` must keep its structure, got another at {where}. {remedy}")
+    check = functools.partial(same_shape, name, remedy=remedy)
+    jax.tree_util.tree_map_with_path(check, tree, expected)
 
 
-def same_shape(name: str, path: KeyPath, leaf: Any, expected: Any, remedy: str) -> None:
+def same_shape(name: str, path: Any, leaf: Any, expected: Any, remedy: str) -> None:
     """Refuse a leaf of another shape, which would be broadcast."""
     if np.shape(leaf) != np.shape(expected):
         raise ValueError(
@@ -155,9 +150,9 @@ def same_shape(name: str, path: KeyPath, leaf: Any, expected: Any, remedy: str) 
         )
 
 
-def only_one(name: str, tree: PyTree, kind: type[Tree], remedy: str) -> Tree:
+def only_one(name: str, tree: Any, kind: type[Tree], remedy: str) -> Tree:
     """Return the one sub-tree that is a `kind`."""
-    found = list(leaves_of_type(tree, kind))
+    found = list(subtrees(tree, kind))
     if len(found) != 1:
         where = ", ".join(path_name(path) for path, _ in found) or "nowhere"
         raise ValueError(
@@ -179,7 +174,7 @@ def expect_state(
     return state
 
 
-def concrete(name: str, tree: PyTree, remedy: str) -> None:
+def concrete(name: str, tree: Any, remedy: str) -> None:
     """Refuse traced arrays."""
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
         raise TypeError(f"`{name}` must hold values, got traced arrays. {remedy}")
@@ -242,6 +237,5 @@ def report(name: str, value: object, kind: type, remedy: str) -> None:
     if isinstance(value, Mapping):
         wrong = next((entry for entry in value.values() if not isinstance(entry, kind)), None)
     if wrong is not None:
-        raise TypeError(
-            f"`{name}` must be a dict of {kind.__name__}, got {type(wrong).__name__}. {remedy}"
-        )
+        got = type(wrong).__name__
+        raise TypeError(f"`{name}` must be a dict of {kind.__name__}, got {got}. {remedy}")

@@ -9,15 +9,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from optax_lossscale._support import checks
-from optax_lossscale._support.tree import (
-    KeyPath,
-    PyTree,
-    Tree,
-    is_array,
-    is_inexact,
-    is_nnx,
-    path_name,
-)
+from optax_lossscale._support.tree import KeyPath, Tree, is_array, is_inexact, is_nnx, path_name
 
 
 def all_true(flags: Sequence[jax.Array]) -> jax.Array:
@@ -48,8 +40,7 @@ def tree_where(pred: ArrayLike, on_true: Tree, on_false: Tree) -> Tree:
         leaf or in a leaf that is not an array. The message names the key path.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import optax_lossscale as ols
+      >>> import jax.numpy as jnp, optax_lossscale as ols
       >>> new = {"mean": jnp.array([3.0]), "momentum": 0.9}
       >>> old = {"mean": jnp.array([2.0]), "momentum": 0.9}
       >>> ols.tree_where(False, new, old)
@@ -64,7 +55,7 @@ def tree_where(pred: ArrayLike, on_true: Tree, on_false: Tree) -> Tree:
     return jax.tree.map(choose, on_true, on_false)
 
 
-def check_alike(new: PyTree, old: PyTree) -> None:
+def check_alike(new: Tree, old: Tree) -> None:
     """Refuse trees between whose leaves `jnp.where` cannot choose."""
     checks.same_structure("on_true", new, old, "Select between two versions of one tree.")
 
@@ -81,7 +72,6 @@ def check_alike(new: PyTree, old: PyTree) -> None:
                 f"the leaf at {path_name(path)} must have one dtype in both trees, got {new.dtype} "
                 f"and {old.dtype}. Cast one of them with `astype`."
             )
-        checks.same_shape("on_true", path, new, old, "Select between versions of one tree.")
 
     jax.tree_util.tree_map_with_path(check, new, old)
 
@@ -117,18 +107,6 @@ def zero_unless(pred: jax.Array, tree: Tree) -> Tree:
 
 def _is_traced(leaf: Any) -> bool:
     return isinstance(leaf, Tracer) and is_inexact(leaf)
-
-
-def negative_zero_unless(pred: jax.Array, updates: Tree) -> Tree:
-    """Return `updates`, or updates without effect where `pred` is false."""
-
-    def select(leaf: Any) -> Any:
-        is_integer = is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.integer)
-        if not (is_inexact(leaf) or is_integer):
-            return leaf
-        return jnp.where(pred, leaf, -jax.lax.full_like(jnp.asarray(leaf), 0))
-
-    return jax.tree.map(select, updates)
 
 
 def _zeros_like(leaf: Any) -> Any:

@@ -14,34 +14,35 @@ import jax
 from optax_lossscale._support.tree import KeyPath, is_array
 
 # `jax.extend.core` has these classes. Importing it takes as long as all else of the package.
-Jaxpr: TypeAlias = Any
-ClosedJaxpr: TypeAlias = Any
+Jaxpr: TypeAlias = Any  # with or without its constants
 Equation: TypeAlias = Any
-Variable: TypeAlias = Any
 
 
 def trace(
     fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[ClosedJaxpr, list[tuple[KeyPath, Any]]]:
-    """Return the jaxpr of `fun`, and its inputs: arrays, with their key paths in `(args, kwargs)`.
+) -> tuple[Jaxpr, list[tuple[str, KeyPath, Any]]]:
+    """Return the jaxpr of `fun`, and its inputs: arguments' names, key paths in them, and arrays.
 
     Arrays and `jax.ShapeDtypeStruct`s are traced; every other leaf stays as it is. Arrays that the
     function writes into its arguments, such as modules of `flax.nnx`, are among its results.
     """
-    leaves, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs))
+    names = [*argument_names(fun, len(args)), *kwargs]
+    leaves, treedef = jax.tree_util.tree_flatten_with_path([*args, *kwargs.values()])
     is_traced = [is_array(x) or isinstance(x, jax.ShapeDtypeStruct) for _, x in leaves]
-    inputs = [leaf for leaf, t in zip(leaves, is_traced, strict=True) if t]
+    given = itertools.compress(leaves, is_traced)
+    inputs = [(names[root.idx], tuple(path), x) for (root, *path), x in given]
 
     def on_arrays(arrays: Sequence[Any]) -> list[Any]:
         replaced = iter(arrays)
         both = [next(replaced) if t else x for (_, x), t in zip(leaves, is_traced, strict=True)]
-        inner_args, inner_kwargs = jax.tree.unflatten(treedef, both)
-        results = jax.tree.leaves(fun(*inner_args, **inner_kwargs))
-        given = set(map(id, both))
-        written = [x for x in jax.tree.leaves((inner_args, inner_kwargs)) if id(x) not in given]
+        inner = treedef.unflatten(both)
+        by_name = dict(zip(kwargs, inner[len(args) :], strict=True))
+        results = jax.tree.leaves(fun(*inner[: len(args)], **by_name))
+        before = set(map(id, both))
+        written = [x for x in jax.tree.leaves(inner) if id(x) not in before]
         return [x for x in [*results, *written] if is_array(x)]
 
-    return jax.make_jaxpr(on_arrays)([x for _, x in inputs]), inputs
+    return jax.make_jaxpr(on_arrays)([x for *_, x in inputs]), inputs
 
 
 def argument_names(fun: Callable[..., Any], number: int) -> list[str]:
@@ -61,7 +62,7 @@ def is_literal(atom: Any) -> bool:
     return hasattr(atom, "val")
 
 
-def read_by(equations: Iterable[Equation]) -> dict[Variable, None]:
+def read_by(equations: Iterable[Equation]) -> dict[Any, None]:
     """Return the variables that equations read, without duplicates, in order."""
     atoms = (atom for equation in equations for atom in equation.invars)
     return dict.fromkeys(atom for atom in atoms if not is_literal(atom))
@@ -107,7 +108,7 @@ class Product(NamedTuple):
         return source_of(*self.equations)
 
 
-def products_of(jaxpr: Jaxpr | ClosedJaxpr) -> list[Product]:
+def products_of(jaxpr: Jaxpr) -> list[Product]:
     """Return the products on the way to the outputs of a jaxpr, the last one first.
 
     Of the branches of a conditional, those of the branch with the most operations in their dtype.

@@ -92,8 +92,8 @@ def first_difference(a: PyTree, b: PyTree, path: KeyPath = ()) -> KeyPath | None
     return None
 
 
-def leaves_of_type(tree: PyTree, *kinds: type[Tree]) -> Iterator[tuple[KeyPath, Tree]]:
-    """Yield every sub-tree of `tree` that is of one of these NamedTuples, with its path."""
+def subtrees(tree: PyTree, *kinds: type[Tree]) -> Iterator[tuple[KeyPath, Tree]]:
+    """Yield every sub-tree that is of one of these NamedTuples, with its path."""
     found, _ = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda node: read_as(kinds, node) is not None
     )

@@ -17,21 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.core import eval_jaxpr
 
-from optax_lossscale._support.choose import (
-    check_alike,
-    constant_unless,
-    is_selectable,
-    zero_unless,
-)
-from optax_lossscale._support.jaxprs import (
-    ClosedJaxpr,
-    Equation,
-    Jaxpr,
-    Variable,
-    inner_jaxprs,
-    is_literal,
-    read_by,
-)
+from optax_lossscale._support.choose import check_alike, constant_unless, is_selectable, zero_unless
+from optax_lossscale._support.jaxprs import Equation, Jaxpr, inner_jaxprs, is_literal, read_by
 from optax_lossscale._support.tree import PyTree
 
 # Operations that may not end, or may act, on numbers that no step produces. LAPACK's iterations are
@@ -58,9 +45,13 @@ def update_where(
         outputs, join["out"] = _split(out)
         return [*new, *outputs]
 
-    closed = _trace(on_arrays, given, old)
-    if closed is None:
-        return None
+    try:
+        closed = jax.make_jaxpr(on_arrays)(given, old)
+    except Exception as error:
+        # flax.nnx allows writes to a Variable only in the trace that made it.
+        if type(error).__name__ == "TraceContextError":
+            return None
+        raise
     acts = _acts(closed.jaxpr)
     inputs = [*closed.consts, *(zero_unless(pred, given) if acts else given), *old]
     values = _evaluate(
@@ -89,22 +80,12 @@ def _split(tree: PyTree) -> tuple[list[Any], Callable[[Sequence[Any]], PyTree]]:
 _ARRAY = object()  # stands for an array
 
 
-def _trace(fun: Callable[..., Any], *args: Any) -> ClosedJaxpr | None:
-    try:
-        return jax.make_jaxpr(fun)(*args)
-    except Exception as error:
-        # flax.nnx allows writes to a Variable only in the trace that made it.
-        if type(error).__name__ == "TraceContextError":
-            return None
-        raise
-
-
 def _evaluate(
     pred: jax.Array,
     jaxpr: Jaxpr,
     inputs: list[jax.Array],
     old: list[jax.Array],
-    early: dict[Variable, int],
+    early: dict[Any, int],
 ) -> list[jax.Array]:
     """Evaluate a jaxpr, whose first outputs are the new leaves, and choose between them and `old`.
 
@@ -135,8 +116,8 @@ def _evaluate(
 
 
 def _pieces(
-    eqns: Sequence[Equation], early: dict[Variable, int]
-) -> Iterator[tuple[list[Equation], list[Variable]]]:
+    eqns: Sequence[Equation], early: dict[Any, int]
+) -> Iterator[tuple[list[Equation], list[Any]]]:
     """Yield equations in order, up to each that makes leaves, and the variables of those."""
     piece: list[Equation] = []
     for eqn in eqns:
@@ -147,10 +128,10 @@ def _pieces(
     yield piece, []
 
 
-def _leaves_read_later(jaxpr: Jaxpr, leaves: int) -> dict[Variable, int]:
+def _leaves_read_later(jaxpr: Jaxpr, leaves: int) -> dict[Any, int]:
     """Return the new leaves, other than scalars, that equations make and equations read."""
     made = {var for eqn in jaxpr.eqns for var in eqn.outvars}.intersection(read_by(jaxpr.eqns))
-    found: dict[Variable, int] = {}
+    found: dict[Any, int] = {}
     for leaf, var in enumerate(jaxpr.outvars[:leaves]):
         if not is_literal(var) and var in made and var.aval.shape:
             found.setdefault(var, leaf)  # two leaves that are one variable: the first

@@ -47,8 +47,8 @@ def gradient_exponents(
 ) -> GradientExponents:
     """Count gradients by magnitude, and those that a small dtype would lose.
 
-    Add those of several steps with `jax.tree.map(operator.add, a, b)`, of several devices under
-    `jax.shard_map` with `jax.lax.psum`; beyond 2**31 - 1 elements on the host, in `np.int64`.
+    Add those of several steps with `jax.tree.map(operator.add, a, b)`, of several devices with
+    `jax.lax.psum`, and beyond 2**31 - 1 elements on the host, in `np.int64`.
 
     Args:
       grads: True gradients, computed in float32: float16 has already lost the small ones. Only
@@ -67,8 +67,7 @@ def gradient_exponents(
         elements, which an int32 cannot count.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import optax_lossscale as ols
+      >>> import jax.numpy as jnp, optax_lossscale as ols
       >>> grads = {"w": jnp.array([0.0, 1e-9, 1e-6, 1.0])}
       >>> counts = ols.diagnostics.gradient_exponents(grads)
       >>> int(counts.zero), int(counts.flushed), int(counts.subnormal), int(counts.overflow)
@@ -176,8 +175,7 @@ def suggest_scale(
       UserWarning: If the power of two that fits lies outside of these bounds.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import optax_lossscale as ols
+      >>> import jax.numpy as jnp, optax_lossscale as ols
       >>> exponents = ols.diagnostics.gradient_exponents(jnp.array([1e-6, 2.0**-10]))
       >>> ols.diagnostics.suggest_scale(exponents)
       2097152.0
@@ -236,8 +234,7 @@ def plot_gradient_exponents(
       The axes.
 
     Raises:
-      TypeError: As `suggest_scale`.
-      ValueError: If the histogram is stacked or wrapped around.
+      TypeError, ValueError: As `suggest_scale`, but for an empty histogram.
     """
     info = jnp.finfo(checks.floating("dtype", dtype, most_bits=32))
     histogram = _histogram_of(exponents)

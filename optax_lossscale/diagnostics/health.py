@@ -15,14 +15,7 @@ from optax_lossscale._state import SpikeState, WithLossScalingState, as_field, l
 from optax_lossscale._step.finite import all_finite
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import LARGEST_SCALE, SMALLEST_SCALE, as_float32
-from optax_lossscale._support.tree import (
-    KeyPath,
-    PyTree,
-    is_array,
-    is_inexact,
-    leaves_of_type,
-    path_name,
-)
+from optax_lossscale._support.tree import KeyPath, PyTree, is_array, is_inexact, path_name, subtrees
 
 
 class LossScaleStalledError(RuntimeError):
@@ -37,15 +30,15 @@ def check_health(
 ) -> None:
     """Raise an error if training has stalled, and say why.
 
-    Call it on the host now and then, for example with each log line: it waits for the step that
-    makes `opt_state`. A dynamic loss scale skips a few steps in a row at the start, and one now and
-    then. Dozens in a row mean that something else is wrong.
+    Call it on the host now and then: it waits for the step that makes `opt_state`. A dynamic loss
+    scale skips a few steps in a row at the start, and one now and then. Dozens in a row mean that
+    something else is wrong.
 
     Args:
       opt_state: As for `metrics`.
       max_consecutive_skipped: The number of skipped steps in a row that is still healthy.
-      policy: The policy of the run, `"dynamic"` or a `get_config()` dict. Its bounds are part of
-        the diagnosis. With None they are unknown, and the diagnosis is less precise.
+      policy: The policy of the run, `"dynamic"` or a `get_config()` dict. Without it, its bounds
+        are unknown, and the diagnosis is less precise.
 
     Raises:
       LossScaleStalledError: If more steps in a row were skipped. The message says how many, where
@@ -72,12 +65,12 @@ def check_health(
     known = None if policy is None else as_loss_scale(policy)
     low, high, moves = _range_of(known)
     state = _read(loss_scale_state(opt_state)._asdict())
-    guards = [guard for _, guard in leaves_of_type(opt_state, WithLossScalingState)]
+    guards = [guard for _, guard in subtrees(opt_state, WithLossScalingState)]
     rule_state, inner_state = guards[0][1:] if guards else ((), ())
     _refuse_impossible(state, rule_state, inner_state, low, high)
     scale, skipped = state["loss_scale"], state["consecutive_skipped"]
     if skipped > limit:
-        spikes = [_read_spike(spike) for _, spike in leaves_of_type(rule_state, SpikeState)]
+        spikes = [_read_spike(spike) for _, spike in subtrees(rule_state, SpikeState)]
         in_a_row = max((spike["consecutive_skipped"] for spike in spikes), default=0)
         causes = _likely_causes(state, bool(rule_state), in_a_row, known)
         where = f", {'at' if scale <= low else 'above'} its floor of {low:g}" if moves else ""
@@ -223,7 +216,7 @@ def _refuse_impossible(
     """
     if not low <= state["loss_scale"] <= high or min(state.values()) < 0:
         raise _impossible(f"a loss scale from {low:g} to {high:g}, and counts of at least 0", state)
-    for path, spike in leaves_of_type(rule_state, SpikeState):
+    for path, spike in subtrees(rule_state, SpikeState):
         numbers, window = _read_spike(spike), jax.tree.leaves(spike)[0].shape[0]
         if numbers["held"] > window or min(numbers.values()) < 0:
             expected = f"a Spike with at most {window} values, and counts of at least 0"

@@ -1,12 +1,12 @@
 """Numbers to log: how training goes, and which arrays are not finite."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._state import loss_scale_state, strongly_typed, warn_of_what_stands_outside
+from optax_lossscale._state import loss_scale_state, typed_state, warn_of_what_stands_outside
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import INT32_MAX
 from optax_lossscale._support.tree import PyTree, is_inexact, is_symbolic, readable
@@ -15,8 +15,7 @@ from optax_lossscale._support.tree import PyTree, is_inexact, is_symbolic, reada
 def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
     """Return the numbers to log at every step, without a copy and without waiting.
 
-    Call it in the compiled step and return its result. It works between two steps too, unless the
-    next one overwrites the state's buffers (`donate_argnums`).
+    Call it in the compiled step, or between two steps if the state is not donated.
 
     Args:
       opt_state: The state of `with_loss_scaling` or `skip_if`, or any pytree that holds exactly
@@ -36,7 +35,7 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
       loss_scale=16384.0 applied=False growth_count=0 consecutive_skipped=1 total_skipped=1
     """
     warn_of_what_stands_outside(opt_state)
-    state = strongly_typed(loss_scale_state(opt_state))
+    state = typed_state(loss_scale_state(opt_state))
     return {
         "loss_scale": state.loss_scale,
         "applied": state.consecutive_skipped == 0,
@@ -49,8 +48,8 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
 def is_stalled(opt_state: PyTree, *, max_consecutive_skipped: int = 50) -> jax.Array:
     """Return whether too many steps in a row were skipped, inside a compiled loop.
 
-    Such a loop cannot raise an error. Test the flag in the condition of `jax.lax.while_loop`, or
-    return it from a `jax.lax.scan` and look at it between two scans. `check_health` says why.
+    Test it in the condition of `jax.lax.while_loop`, or return it from a `jax.lax.scan` and look at
+    it between two scans. `check_health` says why.
 
     Args:
       opt_state: As for `metrics`.
@@ -70,7 +69,7 @@ def is_stalled(opt_state: PyTree, *, max_consecutive_skipped: int = 50) -> jax.A
       True
     """
     limit = checks.count("max_consecutive_skipped", max_consecutive_skipped, least=0)
-    return strongly_typed(loss_scale_state(opt_state)).consecutive_skipped > limit
+    return typed_state(loss_scale_state(opt_state)).consecutive_skipped > limit
 
 
 class NonfiniteCounts(NamedTuple):
@@ -102,29 +101,24 @@ def nonfinite_report(grads: PyTree) -> dict[str, NonfiniteCounts]:
       array with more than 2**31 - 1 elements are approximate, and stop there.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import optax_lossscale as ols
+      >>> import jax.numpy as jnp, optax_lossscale as ols
       >>> grads = {"dense": jnp.array([1.0, jnp.nan]), "head": jnp.ones(3)}
       >>> ols.diagnostics.nonfinite_report(grads)["['dense']"].nan
       Array(1, dtype=int32)
     """
+
+    def counts(array: jax.Array) -> NonfiniteCounts:
+        is_large = not is_symbolic(array.size) and array.size > INT32_MAX
+        # An int32 would wrap around, to 0 for 2**32 elements.
+        dtype, largest = (jnp.float32, 2.0**31 - 128) if is_large else (jnp.int32, INT32_MAX)
+        is_nan = jnp.isnan(array)
+        masks = is_nan, jnp.isinf(array) & ~is_nan
+        nan, inf = (jnp.minimum(jnp.sum(mask, dtype=dtype), largest) for mask in masks)
+        size = INT32_MAX if is_large else array.size
+        return NonfiniteCounts(*(jnp.asarray(x, jnp.int32) for x in (nan, inf, size)))
+
     leaves = jax.tree_util.tree_leaves_with_path(grads)
-    return {jax.tree_util.keystr(path): _counts(x) for path, x in leaves if is_inexact(x)}
-
-
-def _counts(leaf: Any) -> NonfiniteCounts:
-    array = readable(leaf)
-    is_large = not is_symbolic(array.size) and array.size > INT32_MAX
-
-    # An int32 would wrap around, to 0 for 2**32 elements.
-    dtype, largest = (jnp.float32, 2.0**31 - 128) if is_large else (jnp.int32, INT32_MAX)
-
-    def count(mask: jax.Array) -> jax.Array:
-        return jnp.minimum(jnp.sum(mask, dtype=dtype), largest).astype(jnp.int32)
-
-    is_nan = jnp.isnan(array)
-    size = jnp.asarray(INT32_MAX if is_large else array.size, jnp.int32)
-    return NonfiniteCounts(count(is_nan), count(jnp.isinf(array) & ~is_nan), size)
+    return {jax.tree_util.keystr(path): counts(readable(x)) for path, x in leaves if is_inexact(x)}
 
 
 def format_nonfinite_report(report: Mapping[str, NonfiniteCounts]) -> str:
@@ -141,8 +135,7 @@ def format_nonfinite_report(report: Mapping[str, NonfiniteCounts]) -> str:
       TypeError: If `report` is no dict of `NonfiniteCounts`, or traced, or of several devices.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import optax_lossscale as ols
+      >>> import jax.numpy as jnp, optax_lossscale as ols
       >>> grads = {"dense": jnp.array([1.0, jnp.nan]), "head": jnp.ones(3)}
       >>> report = ols.diagnostics.nonfinite_report(grads)
       >>> print(ols.diagnostics.format_nonfinite_report(report))

@@ -27,9 +27,8 @@ class DynamicScale(dynamic_scale.DynamicScale):
 
     * The loss scale grows on the `growth_interval`-th finite step in a row; in Flax, one step
       later. A count beyond the interval grows on the next finite step; in Flax, never.
-    * `scale` and `fin_steps` are strongly typed arrays from the start: a training step compiles
-      once, not twice. Two Python ints below 2 stay ints, since they may be axes for `jax.vmap`;
-      write a loss scale of 1 as `1.0`.
+    * `scale` and `fin_steps` are strongly typed arrays: a training step compiles once, not twice.
+      Two Python ints below 2 stay ints, which may be axes; write a loss scale of 1 as `1.0`.
     * The loss scale stays between 2**-126 and 2**126, where its float32 reciprocal is normal.
     * The loss is returned as `fun` returned it; Flax scales it, which may overflow, and divides.
       A float16 loss warns, as in `optax_lossscale.scale_loss`.
@@ -60,8 +59,7 @@ class DynamicScale(dynamic_scale.DynamicScale):
 
     def __post_init__(self) -> None:
         """Turn Python numbers into arrays, but not axes."""
-        # Ints below 2, and None, may be axes, as those of `jax.tree.map(lambda _: 0, ds)`. As loss
-        # scales they are of little use; as an axis, 2 would need three nested maps.
+        # Ints below 2, and None, may be axes of `jax.vmap`, as in `jax.tree.map(lambda _: 0, ds)`.
         fields: tuple[Any, ...] = (self.fin_steps, self.scale)
         if not all(x is None or (isinstance(x, int) and x < 2) for x in fields):
             object.__setattr__(self, "fin_steps", as_strong_array(self.fin_steps, jnp.int32))
@@ -88,8 +86,7 @@ class DynamicScale(dynamic_scale.DynamicScale):
           `fun`, and `grad`, the true gradients, in float32 or wider.
 
         Raises:
-          TypeError: If `axis_name` cannot be the name of an axis; from the function returned, if
-            the loss is not floating-point.
+          TypeError: If `axis_name` cannot name an axis, or the loss is not floating-point.
         """
         checks.axis_names(axis_name)
         interval: Any = self.growth_interval

@@ -1,6 +1,5 @@
 """Linen's `TrainState` that skips bad steps."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -12,19 +11,13 @@ from flax.training import train_state
 from jax.typing import ArrayLike
 
 from optax_lossscale._policy.convert import LossScaleLike
-from optax_lossscale._state import Guard, applied, increment, loss_scale_state, refuse_guard
-from optax_lossscale._step.guard import with_loss_scaling
+from optax_lossscale._state import applied, increment, loss_scale_state, refuse_guard
+from optax_lossscale._step.guard import Guard, with_loss_scaling
 from optax_lossscale._step.scale import scale_loss
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import AxisName
 from optax_lossscale._support.choose import tree_where
-from optax_lossscale._support.tree import (
-    FP8_METADATA,
-    PyTree,
-    Tree,
-    as_strong_array,
-    has_fp8_metadata,
-)
+from optax_lossscale._support.tree import FP8_METADATA, Tree, as_strong_array, has_fp8_metadata
 
 
 class TrainState(train_state.TrainState):
@@ -34,15 +27,14 @@ class TrainState(train_state.TrainState):
     that a training step compiles once and can be scanned. `step` counts applied steps, or all
     steps if `count_skipped` is true; it stays at 2**31 - 1.
 
-    Each call of `create` makes a new `tx`, which is part of the type of a state. To give two states
-    one type, as `out_shardings` from `jax.eval_shape` must have: `state.replace(tx=other.tx)`.
+    Each call of `create` makes a new `tx`, which is part of the type of a state. To give one the
+    type of another, as `out_shardings` from `jax.eval_shape` need: `state.replace(tx=other.tx)`.
 
     As in Flax, the collection `_overwrite_with_gradient` of fp8 layers is replaced by its gradient,
     which is checked too: these layers clip infinite gradients and only record that they were large.
 
     Examples:
-      >>> import flax.linen as nn
-      >>> import jax, jax.numpy as jnp, optax
+      >>> import flax.linen as nn, jax, jax.numpy as jnp, optax
       >>> from optax_lossscale.flax import TrainState
       >>> model, x = nn.Dense(1), jnp.ones((4, 3))
       >>> params = model.init(jax.random.key(0), x)
@@ -70,7 +62,7 @@ class TrainState(train_state.TrainState):
         cls,
         *,
         apply_fn: Callable[..., Any] | None,
-        params: PyTree,
+        params: Any,
         tx: optax.GradientTransformation | optax.MultiSteps,
         loss_scale: LossScaleLike = "dynamic",
         skip_if: Any = None,
@@ -123,13 +115,12 @@ class TrainState(train_state.TrainState):
         return scale_loss(loss, self.opt_state)
 
     def apply_gradients(
-        self, *, grads: PyTree, value: ArrayLike | None = None, **kwargs: Any
+        self, *, grads: optax.Updates, value: ArrayLike | None = None, **kwargs: Any
     ) -> Self:
         """Apply the step, or skip it and only update the loss scale.
 
         Args:
-          grads: The gradients of the scaled loss, with the structure of `params`, or with that of
-            `params.fast` for `optax.lookahead`.
+          grads: The gradients of the scaled loss, like `params` (`params.fast` of a lookahead).
           value: The loss, unscaled, for the optimizer. If it is not finite, the step is skipped.
           **kwargs: New values of other fields, such as `batch_stats`. A skipped step keeps the old.
 
@@ -138,16 +129,16 @@ class TrainState(train_state.TrainState):
 
         Raises:
           AttributeError: If a field is unknown.
-          TypeError: If this function sets a field itself, a dtype in a field changes, or `tx` is
-            not from `with_loss_scaling`.
-          ValueError: If the structure or a shape in a field changes, or `grads` is not like
-            `params`.
+          TypeError: If this function sets a field itself, or a dtype in a field changes.
+          ValueError: If a structure or shape in a field changes, or `grads` is not like `params`.
         """
         if not isinstance(self.tx, Guard):
-            raise TypeError(
-                f"`tx` must be what `with_loss_scaling` returns, got {self.tx!r}. Wrap it."
-            )
-        _check_grads(grads, self.params)
+            raise TypeError(f"`tx` must be what `with_loss_scaling` returns, got {self.tx!r}.")
+        params: Any = self.params
+        params = params.fast if isinstance(params, optax.LookaheadParams) else params
+        # Summed with the parameter, a gradient of another shape would be broadcast.
+        remedy = "Differentiate with respect to all of `state.params`."
+        checks.same_structure("grads", grads, params, remedy)
         extra_args = {} if value is None else {"value": value}
         updates, opt_state = self.tx.update(grads, self.opt_state, self.params, **extra_args)
         is_applied = applied(opt_state)
@@ -160,15 +151,6 @@ class TrainState(train_state.TrainState):
             opt_state=opt_state,
             **tree_where(is_applied, new, old),
         )
-
-
-def _check_grads(grads: PyTree, params: Any) -> None:
-    remedy = "Differentiate with respect to all of `state.params`."
-    params = params.fast if isinstance(params, optax.LookaheadParams) else params
-    checks.same_structure("grads", grads, params, remedy)
-    # Summed with the parameter, another shape would be broadcast.
-    check = functools.partial(checks.same_shape, "grads", remedy=remedy)
-    jax.tree_util.tree_map_with_path(check, grads, params)
 
 
 def _without_fp8_metadata(
@@ -201,7 +183,7 @@ def _apply_updates(params: Any, updates: Any, is_applied: jax.Array) -> Any:
     return type(params)({**params, "params": new, FP8_METADATA: metadata})
 
 
-def _same_container(new: PyTree, old: PyTree) -> PyTree:
+def _same_container(new: Any, old: Any) -> Any:
     """Return `new` frozen if `old` is: `apply` returns dicts even for frozen variables."""
     if isinstance(old, core.FrozenDict):
         return core.freeze(new) if isinstance(new, dict) else new

@@ -12,13 +12,7 @@ from optax_lossscale._step.guard import with_loss_scaling
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import SMALLEST_SCALE, AxisName
 from optax_lossscale._support.tree import PyTree
-from optax_lossscale.keras.parts import (
-    EmaParamsState,
-    accumulated,
-    average_params,
-    clip_each_by_norm,
-    decayed,
-)
+from optax_lossscale.keras.parts import EmaParamsState, accumulated, averaged, clipped_each, decayed
 
 
 def loss_scale_optimizer(
@@ -41,10 +35,9 @@ def loss_scale_optimizer(
 ) -> optax.GradientTransformationExtraArgs:
     """Build Keras' `LossScaleOptimizer` around an Optax optimizer.
 
-    The arguments are those of `keras.optimizers.LossScaleOptimizer` and of the optimizers of Keras,
-    and do what they do there. A step is applied when its gradients are finite, and with
-    accumulation when it is also the last of its window. Other steps change neither the inner
-    optimizer nor the average, and do not count.
+    The arguments do what they do in `keras.optimizers.LossScaleOptimizer` and Keras' optimizers. A
+    step is applied if its gradients are finite, and with accumulation if it is also the last of its
+    window. Other steps change neither the inner optimizer nor the average, and do not count.
 
     Args:
       inner_optimizer: Any Optax optimizer.
@@ -81,9 +74,7 @@ def loss_scale_optimizer(
         if `params` are needed and not given.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import optax
-      >>> import optax_lossscale as ols
+      >>> import jax.numpy as jnp, optax, optax_lossscale as ols
       >>> from optax_lossscale.keras import ema_params, loss_scale_optimizer
       >>> inner = optax.sgd(0.5)
       >>> tx = loss_scale_optimizer(inner, initial_scale=8, clipvalue=1.0, use_ema=True)
@@ -102,14 +93,14 @@ def loss_scale_optimizer(
     if weight_decay is not None:
         tx = decayed(tx, weight_decay, learning_rate)
     if clipnorm is not None:
-        tx = optax.chain(clip_each_by_norm(clipnorm), tx)
+        tx = optax.chain(clipped_each(clipnorm), tx)
     if clipvalue is not None:
         tx = optax.chain(optax.clip(clipvalue), tx)
     if global_clipnorm is not None:
         tx = optax.chain(optax.clip_by_global_norm(global_clipnorm), tx)
     if use_ema:
         momentum = 0.99 if ema_momentum is None else ema_momentum
-        tx = optax.chain(tx, average_params(momentum, ema_overwrite_frequency))
+        tx = optax.chain(tx, averaged(momentum, ema_overwrite_frequency))
     if gradient_accumulation_steps is not None:
         tx = accumulated(tx, int(gradient_accumulation_steps))
 
@@ -142,8 +133,7 @@ def ema_params(opt_state: PyTree) -> PyTree:
       ValueError: If there is none, or more than one. The message says where each was found.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import optax
+      >>> import jax.numpy as jnp, optax
       >>> from optax_lossscale.keras import ema_params, loss_scale_optimizer
       >>> tx = loss_scale_optimizer(optax.sgd(0.5), use_ema=True)
       >>> ema_params(tx.init({"w": jnp.array([1.0, 2.0])}))

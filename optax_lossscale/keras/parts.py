@@ -39,7 +39,7 @@ class EmaParamsState(NamedTuple):
     ema_steps: jax.Array
 
 
-def clip_each_by_norm(max_norm: float) -> optax.GradientTransformation:
+def clipped_each(max_norm: float) -> optax.GradientTransformation:
     """Return a transformation that scales each leaf down to at most this norm."""
     clip = optax.clip_by_global_norm(max_norm)
     return optax.stateless(
@@ -92,9 +92,7 @@ def _injected_learning_rate(inner_state: optax.OptState) -> jax.Array:
     return found[0][1]
 
 
-def average_params(
-    momentum: float, overwrite_frequency: int | None
-) -> optax.GradientTransformation:
+def averaged(momentum: float, overwrite_frequency: int | None) -> optax.GradientTransformation:
     """Return a transformation that keeps a moving average of the parameters."""
 
     def start(param: Any) -> jax.Array:

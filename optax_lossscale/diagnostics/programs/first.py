@@ -10,18 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.core import eval_jaxpr
-from jax.tree_util import SequenceKey
 
 from optax_lossscale._support import checks
-from optax_lossscale._support.jaxprs import (
-    Equation,
-    Jaxpr,
-    argument_names,
-    is_literal,
-    read_by,
-    source_of,
-    trace,
-)
+from optax_lossscale._support.jaxprs import Equation, Jaxpr, is_literal, read_by, source_of, trace
 from optax_lossscale._support.tree import KeyPath, PyTree, is_inexact
 from optax_lossscale.diagnostics.programs.first_values import (
     FirstNonfinite,
@@ -75,8 +66,7 @@ def first_nonfinite(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Fi
       TypeError: If `fun` is not a function, or an argument is traced: call it outside of `jax.jit`.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import optax_lossscale as ols
+      >>> import jax.numpy as jnp, optax_lossscale as ols
       >>> params = {"energy": jnp.full((2, 2), 300.0), "head": jnp.ones((2, 1))}
       >>> def loss_fn(params, x):
       ...     energy = (x @ params["energy"]).astype(jnp.float16) ** 2
@@ -91,8 +81,8 @@ def first_nonfinite(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Fi
     with jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
         closed, inputs = trace(fun, args, kwargs)
         place = _Place(itertools.count())
-        arguments = _arguments(argument_names(fun, len(args)), closed.jaxpr, inputs, place)
-        origin = earliest(_call(closed, list(arguments), place))
+        arguments = list(_arguments(closed.jaxpr, inputs, place))
+        origin = earliest(_call(closed, arguments, place))
     return origin.found if origin else None
 
 
@@ -105,25 +95,22 @@ class _Place(NamedTuple):
 
 
 def _arguments(
-    names: list[str], jaxpr: Jaxpr, inputs: list[tuple[KeyPath, Any]], place: _Place
+    jaxpr: Jaxpr, inputs: list[tuple[str, KeyPath, Any]], place: _Place
 ) -> Iterator[Value]:
-    """Yield the inputs of the jaxpr, whose positional arguments have these names."""
-    roots = [root for (_, root, *_), _ in inputs]
-    owners = [names[root.idx] if isinstance(root, SequenceKey) else root.key for root in roots]
+    """Yield the inputs of the jaxpr."""
     # The model is the argument of which the most arrays are used; batches have few.
     used = read_by(jaxpr.eqns)
+    pairs = zip(jaxpr.invars, inputs, strict=True)
     counts = collections.Counter(
-        owner
-        for owner, var, (_, array) in zip(owners, jaxpr.invars, inputs, strict=True)
-        if var in used and is_inexact(array)
+        argument for var, (argument, _, array) in pairs if var in used and is_inexact(array)
     )
-    models = [owner for owner, n in counts.items() if 2 * n > max(counts.values())]
-    for position, (owner, ((_, _, *keys), array)) in enumerate(zip(owners, inputs, strict=True)):
-        path = (owner, *map(str, keys))
+    models = [argument for argument, n in counts.items() if 2 * n > max(counts.values())]
+    for position, (argument, keys, array) in enumerate(inputs):
+        path = (argument, *map(str, keys))
         name = "".join(path)
         path = path[:-1] if path[-1] == ".value" else path  # a box of Flax
         layer = path[:-1] if len(path) > 2 else path
-        leaf = Leaf(position, name, layer if owner in models else ())
+        leaf = Leaf(position, name, layer if argument in models else ())
         value = _given(array, name, {"-inf"}, place)
         yield value._replace(leaf=leaf if is_inexact(array) else None)
 
@@ -230,7 +217,12 @@ def _apply(jaxpr: Jaxpr, eqn: Equation, operands: list[Value], place: _Place) ->
     leaves = [x.leaf for x in read if x.leaf]
     leaf = leaves[0] if leaves and len(read) == 1 else None
     scope = "/".join(name for name in re.split(r"\w+\(|\)|/", place.scope) if name)
-    before = earliest(_selected(eqn, operands))
+    reaching = operands
+    if eqn.primitive.name == "select_n":  # those that are selected
+        which, *cases = operands
+        chosen = np.asarray(which.array)
+        reaching = [x for i, x in enumerate(cases) if kinds_of(np.where(chosen == i, x.array, 0))]
+    before = earliest(reaching)
 
     def result(array: Any) -> Value:
         kinds, origin = kinds_of(array), before
@@ -248,12 +240,3 @@ def _apply(jaxpr: Jaxpr, eqn: Equation, operands: list[Value], place: _Place) ->
         return Value(array, kinds, origin if kinds else None, leaf, layer, is_cotangent)
 
     return [result(array) for array in arrays]
-
-
-def _selected(eqn: Equation, operands: list[Value]) -> list[Value]:
-    """Return the operands that reach the result: of a selection, those that are selected."""
-    if eqn.primitive.name != "select_n":
-        return operands
-    which, *cases = operands
-    chosen = np.asarray(which.array)
-    return [x for i, x in enumerate(cases) if kinds_of(np.where(chosen == i, x.array, 0))]

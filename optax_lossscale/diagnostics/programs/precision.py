@@ -55,9 +55,7 @@ def precision_report(
       TypeError: If `fun` is not a function that JAX can trace.
 
     Examples:
-      >>> import jax
-      >>> import jax.numpy as jnp
-      >>> import optax_lossscale as ols
+      >>> import jax, jax.numpy as jnp, optax_lossscale as ols
       >>> params = {"first": jnp.ones((8, 8)), "head": jnp.ones((8, 1))}
       >>> def loss_fn(params, x):
       ...     x = jnp.tanh(x @ params["first"]).astype(jnp.float32)
@@ -104,8 +102,7 @@ def format_precision_report(report: Mapping[str, MatrixProducts]) -> str:
       TypeError: If `report` is not a dict of `MatrixProducts`.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import optax_lossscale as ols
+      >>> import jax.numpy as jnp, optax_lossscale as ols
       >>> x, w = jnp.ones((4, 8)), jnp.ones((8, 2))
       >>> report = ols.diagnostics.precision_report(jnp.dot, x, w)
       >>> print(ols.diagnostics.format_precision_report(report).splitlines()[0])
