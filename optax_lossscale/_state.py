@@ -45,8 +45,7 @@ class WithLossScalingState(NamedTuple):
     Attributes:
       loss_scale_state: The loss scale, which is 1 in `skip_if`, and the counts of steps.
       rule_state: A tuple with the state of each rule, in the order in which they were given.
-      inner_state: The inner optimizer's own state: a checkpoint of the plain optimizer goes in and
-        out here.
+      inner_state: The inner optimizer's own state: a plain optimizer's checkpoint goes in and out.
     """
 
     loss_scale_state: LossScaleState
@@ -58,8 +57,7 @@ class SpikeState(NamedTuple):
     """The state of a `Spike`.
 
     Attributes:
-      values: The last remembered values, the newest last, and zeros before the first one.
-        `float32[window]`.
+      values: The remembered values, the newest last, after zeros. `float32[window]`.
       held: The number of values, up to `window`. `int32[]`.
       consecutive_skipped: Spikes in a row that were skipped. `int32[]`.
     """
@@ -67,6 +65,10 @@ class SpikeState(NamedTuple):
     values: jax.Array
     held: jax.Array
     consecutive_skipped: jax.Array
+
+
+class Guard(optax.GradientTransformationExtraArgs):
+    """An optimizer that decides about each step, and whose state says how: `applied`."""
 
 
 ONE_GUARD = "`with_loss_scaling(inner, skip_if=rule)` or `skip_if(inner, (rule, another_rule))`"
@@ -186,7 +188,7 @@ def find_state(argument: str, tree: PyTree) -> LossScaleState:
     return LossScaleState(*jax.tree.leaves(state, is_leaf=lambda leaf: leaf is None))
 
 
-def current_scale(argument: str, tree: PyTree) -> jax.Array:
+def scale_in(argument: str, tree: PyTree) -> jax.Array:
     """Return the loss scale of the one state in `tree`, strongly typed. `float32[]`."""
     loss_scale = find_state(argument, tree).loss_scale
     remedy = "Map over the replicas, or take one: `jax.tree.map(lambda x: x[0], state)`."

@@ -4,12 +4,11 @@ A run that switches midway keeps its rule, its loss scale and its count of finit
 scale next changes at the step at which it would have changed before. No library is imported.
 
 With an interval of N, JMP and torch grow on the N-th finite step in a row, as this library does;
-releases of Flax grow one step later. A count beyond the interval, because the interval was
-shortened, grows on the next finite step here.
+releases of Flax grow one step later. A count beyond a shortened interval grows on the next step.
 
 The libraries have no ceiling, and torch has no floor. A loss scale beyond a bound moves to it on
-the next step here; in Flax and JMP, an overflow lifts it to the floor. The counts of skipped steps
-start at 0, since the others do not keep them.
+the next step here; in Flax and JMP, an overflow lifts it to the floor. The counts of skipped steps,
+which the others do not keep, start at 0.
 """
 
 from collections.abc import Mapping
@@ -23,12 +22,7 @@ from optax_lossscale._state import LossScaleState, loss_scale_state
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import INT32_MAX, LARGEST_SCALE, SMALLEST_SCALE
 
-__all__ = [
-    "from_flax_dynamic_scale",
-    "from_jmp",
-    "from_torch_state_dict",
-    "to_torch_state_dict",
-]
+__all__ = ["from_flax_dynamic_scale", "from_jmp", "from_torch_state_dict", "to_torch_state_dict"]
 
 
 def from_flax_dynamic_scale(
@@ -67,8 +61,7 @@ def from_jmp(ls: Any) -> tuple[DynamicLossScale, LossScaleState]:
     """Return the policy and the state of a `jmp.DynamicLossScale`.
 
     The floor is the one that the object holds. JMP itself loses it when the object passes through
-    `jax.jit`, and then uses 1. A float16 loss scale gets the ceiling 2**15: in JMP it does not
-    grow beyond, since twice that is infinite.
+    `jax.jit`, and then uses 1. A float16 loss scale gets the ceiling 2**15: twice that is infinite.
 
     Args:
       ls: The `jmp.DynamicLossScale`, with concrete numbers; one replica of a replicated one.
@@ -99,8 +92,7 @@ def from_torch_state_dict(d: Mapping[str, Any]) -> tuple[DynamicLossScale, LossS
       d: The result of `GradScaler.state_dict()`.
 
     Raises:
-      TypeError: If `d` is not a mapping or lacks a key, as the empty dict of a disabled scaler
-        does, or a value is not a concrete number.
+      TypeError: If `d` is no mapping or lacks a key, or a value is not a concrete number.
       ValueError: If one is not a scalar or is out of bounds.
 
     Examples:
@@ -119,19 +111,15 @@ def from_torch_state_dict(d: Mapping[str, Any]) -> tuple[DynamicLossScale, LossS
 
 
 def to_torch_state_dict(policy: DynamicLossScale, state: Any) -> dict[str, Any]:
-    """Return a dict for `torch.amp.GradScaler.load_state_dict`.
-
-    Torch has no bounds and no counters of skipped steps, so these are lost.
+    """Return a dict for `torch.amp.GradScaler.load_state_dict`; torch keeps no bounds or skips.
 
     Args:
       policy: The policy of the run, with `hysteresis=1`: torch backs off on every overflow.
-      state: Its `LossScaleState`, or an optimizer state that holds exactly one, with concrete
-        numbers.
+      state: Its `LossScaleState`, or an optimizer's state that holds exactly one; not traced.
 
     Raises:
       TypeError: If `policy` is not a `DynamicLossScale`, or `state` does not hold concrete numbers.
-      ValueError: If `hysteresis` is greater than 1, or `state` does not hold one `LossScaleState`
-        of scalars within bounds.
+      ValueError: If `hysteresis` exceeds 1, or `state` holds no one `LossScaleState` within bounds.
 
     Examples:
       >>> import optax_lossscale as ols
@@ -142,9 +130,7 @@ def to_torch_state_dict(policy: DynamicLossScale, state: Any) -> dict[str, Any]:
       (32768.0, 100, 0)
     """
     if not isinstance(policy, DynamicLossScale):
-        raise TypeError(
-            f"`policy` must be a DynamicLossScale, as torch's is, got {policy!r}. Pass the run's."
-        )
+        raise TypeError(f"`policy` must be a DynamicLossScale, got {policy!r}. Pass the run's.")
     if policy.hysteresis > 1:
         raise ValueError(
             f"`policy` must have hysteresis=1, got {policy.hysteresis}: torch backs off on every "
@@ -162,13 +148,11 @@ def to_torch_state_dict(policy: DynamicLossScale, state: Any) -> dict[str, Any]:
     }
 
 
-def _numbers(
-    argument: str, theirs: Any, names: tuple[str, ...], expected: str
-) -> tuple[float, ...]:
+def _numbers(argument: str, theirs: Any, names: tuple[str, ...], kind: str) -> tuple[float, ...]:
     """Return the attributes of these names, of which the first are a loss scale and a count."""
     missing = [name for name in names if not hasattr(theirs, name)]
     if missing:
-        raise TypeError(f"`{argument}` lacks {', '.join(missing)}. It must be {expected}.")
+        raise TypeError(f"`{argument}` lacks {', '.join(missing)}. It must be {kind}.")
     scale, count, *rest = (_number(argument, name, getattr(theirs, name)) for name in names)
     if not (SMALLEST_SCALE <= scale <= LARGEST_SCALE and count >= 0 and count.is_integer()):
         raise ValueError(

@@ -19,8 +19,7 @@ __all__ = ["assert_scaled_once"]
 _SCALES = tuple(2.0**power for power in range(24, -12, -4))
 
 _MISTAKES = {
-    0: "not scaled, or unscaled before `tx.update`, which unscales. Use `value_and_grad`, and pass "
-    "its gradients on as they are",
+    0: "not scaled, or unscaled before `tx.update`, which unscales. Use `value_and_grad` alone",
     2: "scaled twice. Multiply by the loss scale in one place",
     -1: "not scaled, but unscaled, which `tx.update` does. Use `value_and_grad` alone",
 }
@@ -41,8 +40,7 @@ def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any
 
     Raises:
       TypeError: If the gradients are traced.
-      AssertionError: If the gradients are not proportional to the loss scale. The message
-        says "not scaled", "scaled twice", or how they depend on it.
+      AssertionError: If they are not proportional to the loss scale. The message says how they are.
       ValueError: If `state` holds no `LossScaleState`, or several, or if the gradients are all
         zero or not finite at any loss scale.
 
@@ -68,7 +66,7 @@ def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any
     else:
         raise ValueError(
             "`grad_fn` must return gradients that are finite and not all zero, which they are at "
-            f"no loss scale from {_SCALES[-1] / 4:g} to {_SCALES[0]:g}. `first_nonfinite` says why."
+            f"no loss scale between {_SCALES[-1] / 4:g} and {_SCALES[0]:g}. See `first_nonfinite`."
         )
     powers = {name: math.log(high[name] / low[name], 4) for name in measured}
     wrong = {name: k for name, k in powers.items() if abs(k - 1) > 0.25}

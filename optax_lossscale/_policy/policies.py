@@ -39,9 +39,7 @@ class _Policy:
           100
         """
         if not isinstance(config, Mapping):
-            raise TypeError(
-                f"`config` must be a dict from `get_config`, got {config!r}. See `as_loss_scale`."
-            )
+            raise TypeError(f"`config` must be a dict from `get_config`, got {config!r}.")
         hyperparams = {**config}
         class_name = hyperparams.pop("class_name", cls.__name__)
         unknown = sorted({*hyperparams} - {*cls.__dataclass_fields__}, key=str)  # pyright: ignore[reportAttributeAccessIssue]
@@ -129,8 +127,7 @@ class DynamicLossScale(_Policy):
     Args:
       initial_scale: The loss scale of the first step. The first steps are skipped if it is too
         large, and gradients underflow until it has grown if it is too small.
-      growth_interval: Finite steps in a row after which the loss scale grows. About one step in
-        `growth_interval` is skipped.
+      growth_interval: Finite steps in a row after which the loss scale grows.
       growth_factor: Greater than 1.
       backoff_factor: Between 0 and 1.
       min_scale: The least loss scale. Below 1 for gradients that overflow even unscaled.
@@ -191,8 +188,7 @@ class DynamicLossScale(_Policy):
         # Compared in float32, where 1 + 1e-9 is 1 and the loss scale would never grow.
         if not checks.as_float32(self.growth_factor) > 1:
             raise ValueError(
-                f"`growth_factor` must be greater than 1 in float32, got {self.growth_factor}. "
-                "Use 2, or a `FixedLossScale`."
+                f"`growth_factor` must be greater than 1, got {self.growth_factor}. Use 2."
             )
         if not checks.SMALLEST_SCALE <= checks.as_float32(self.backoff_factor) < 1:
             raise ValueError(
@@ -201,8 +197,8 @@ class DynamicLossScale(_Policy):
             )
         if not self.min_scale <= self.initial_scale <= self.max_scale:
             raise ValueError(
-                f"`initial_scale` must lie between `min_scale` and `max_scale`, got {self}. Move "
-                "the bound, or start within."
+                "`initial_scale` must lie between `min_scale` and `max_scale`, got "
+                f"{self}. Move the bound, or start within."
             )
 
     @property

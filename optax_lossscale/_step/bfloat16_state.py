@@ -18,8 +18,7 @@ class Bfloat16State(NamedTuple):
     """The state of `with_bfloat16_state`.
 
     Attributes:
-      rounding_count: Steps, which choose the random bits. After 2**32 - 1 comes 0: a count that
-        stayed would round every step alike. `uint32[]`.
+      rounding_count: Steps, modulo 2**32, which choose the random bits. `uint32[]`.
       inner_state: The inner optimizer's state, its large float32 arrays in bfloat16.
     """
 
@@ -61,13 +60,11 @@ def with_bfloat16_state(
         it, to whether the array there stays in float32: `lambda path: ".ema" in path`.
 
     Returns:
-      A gradient transformation whose state is a `Bfloat16State`. `update` stores each array in the
-      dtype that it had.
+      A gradient transformation whose state is a `Bfloat16State`, of which no dtype changes.
 
     Raises:
       TypeError: If an argument is of the wrong type, the state that `update` is given included.
-      ValueError: From `init`, if `inner` keeps master weights, skips steps, or stores its state in
-        bfloat16 already.
+      ValueError: From `init`, if `inner` keeps master weights, skips steps, or does this already.
 
     Warns:
       UserWarning: From `init`, if `keep` names none of the arrays.

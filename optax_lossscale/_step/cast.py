@@ -18,8 +18,7 @@ def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = N
 
     Args:
       tree: Any pytree: parameters, a batch, an Equinox module. Other arrays and leaves stay as they
-        are, and so do every `LossScaleState` and the metadata of Flax's fp8 layers (all under a
-        dict key `_overwrite_with_gradient`).
+        are, and so do every `LossScaleState` and Flax's fp8 metadata (`_overwrite_with_gradient`).
       dtype: A floating-point dtype, such as `jnp.float16` or `jnp.bfloat16`.
       keep: A function from a path, as `jax.tree_util.keystr` formats it, to whether the array there
         is left uncast: `lambda path: "norm" in path`.

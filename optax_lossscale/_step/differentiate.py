@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from optax_lossscale._state import current_scale, warn_of_what_stands_outside
+from optax_lossscale._state import scale_in, warn_of_what_stands_outside
 from optax_lossscale._step.cast import cast_named
 from optax_lossscale._step.scale import scale_by
 from optax_lossscale._support import checks
@@ -75,7 +75,7 @@ def value_and_grad(
 
     def scaled_value_and_grad(state: PyTree, /, *args: Any, **kwds: Any) -> tuple[Any, PyTree]:
         nonlocal is_first_call
-        loss_scale = current_scale("state", state)
+        loss_scale = scale_in("state", state)
         if is_first_call:
             warn_of_what_stands_outside(state)
             is_first_call = False
@@ -109,10 +109,7 @@ def _casting(
     """Return what casts the arguments of `fun`, in each of which paths begin with its name."""
     if dtype is None:
         if keep is not None:
-            raise ValueError(
-                "`keep` must be given together with `compute_dtype`, for example `jnp.float16`, "
-                "got `keep` alone."
-            )
+            raise ValueError("`keep` must be given with `compute_dtype`: add `jnp.float16`.")
         return lambda args, kwds: (args, kwds)
     kind = checks.floating("compute_dtype", dtype)
     checks.keep(keep)
@@ -155,7 +152,7 @@ def _counting_products(compute_dtype: np.dtype) -> Callable[..., Callable[..., A
             loss, pullback, aux = jax.vjp(of_chosen, *chosen, has_aux=True)
             if np.shape(loss):
                 raise TypeError(
-                    f"`fun` must return a scalar loss, got shape {np.shape(loss)}. Take its mean."
+                    f"`fun` must return a scalar loss, got shape {loss.shape}. Take its mean."
                 )
             # It has none in old versions of JAX, and then nothing is counted.
             jaxpr = getattr(pullback, "jaxpr", None)
@@ -219,8 +216,7 @@ def grad(
       **kwargs: Passed on to `transform`.
 
     Returns:
-      `f(state, *args, **kwargs) -> grads`, or `(grads, aux)` with `has_aux`. The gradients are
-      still scaled.
+      `f(state, *args, **kwargs) -> grads`, still scaled, or `(grads, aux)` with `has_aux`.
 
     Examples:
       >>> import jax.numpy as jnp, optax_lossscale as ols

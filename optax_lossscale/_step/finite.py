@@ -1,6 +1,7 @@
 """Whether all numbers of a tree are finite, and whether all devices agree that they are."""
 
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,7 @@ from optax_lossscale._support.tree import PyTree, is_inexact, readable
 def all_finite(tree: PyTree) -> jax.Array:
     """Return whether every number in `tree` is finite.
 
-    The check is exact: it looks at every element, never at a sum or a norm, which can overflow
-    when all values are finite.
+    The check is exact: it looks at each element, never at a sum, which finite values can overflow.
 
     Args:
       tree: Any pytree. Leaves without floating-point or complex numbers (`None`, integers,
@@ -57,9 +57,7 @@ def agree(
     return [mean == 0 for mean in means[: len(flags)]], means[len(flags) :]
 
 
-def _reduce_over(
-    reduce: Callable[..., jax.Array], array: jax.Array, axis_name: AxisName
-) -> jax.Array:
+def _reduce_over(reduce: Callable[..., Any], array: jax.Array, axis_name: AxisName) -> jax.Array:
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     try:
         varying = tuple(name for name in names if _may_vary(array, name))

@@ -12,7 +12,7 @@ import optax
 
 from optax_lossscale._policy.convert import LossScale, LossScaleLike, as_loss_scale, init
 from optax_lossscale._policy.policies import FixedLossScale
-from optax_lossscale._state import WithLossScalingState, count_step, current_scale, refuse_guard
+from optax_lossscale._state import Guard, WithLossScalingState, count_step, refuse_guard, scale_in
 from optax_lossscale._step.finite import agree, all_finite
 from optax_lossscale._step.keep import as_arrays, step_where, take_step
 from optax_lossscale._step.masters import refuse_changed_updates, warn_without_masters
@@ -21,10 +21,6 @@ from optax_lossscale._step.scale import unscale_by
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import AxisName
 from optax_lossscale._support.choose import all_true
-
-
-class Guard(optax.GradientTransformationExtraArgs):
-    """An optimizer that decides about each step, and whose state says how: `applied`."""
 
 
 def with_loss_scaling(
@@ -60,8 +56,7 @@ def with_loss_scaling(
       skip_if: A rule that skips steps which are finite, such as `Spike()`, or a tuple of rules: see
         the function `skip_if`. Such a step does not lower the loss scale. With a rule, steps that
         are not finite are skipped under every policy.
-      axis_name: The mapped axis, or a tuple of them, over which all must skip together. See
-        `unscale_and_check`.
+      axis_name: The mapped axis, or a tuple of them, over which all must skip together.
 
     Returns:
       A gradient transformation whose `update` takes gradients of the scaled loss (see `scale_loss`
@@ -73,8 +68,7 @@ def with_loss_scaling(
       ValueError: From `init`, if `inner` has a loss scale or skips steps already.
 
     Warns:
-      UserWarning: From `init`, if parameters are float16 or bfloat16, and nothing inside keeps
-        master weights.
+      UserWarning: From `init`, if parameters in half precision have no master weights inside.
 
     Examples:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
@@ -106,8 +100,7 @@ def skip_if(
 
     Args:
       inner: Any Optax optimizer, or an `optax.MultiSteps`.
-      rule: Which steps to skip although they are finite; see below. Of a tuple or list of rules,
-        any may skip a step. None for no rule.
+      rule: Which steps to skip although they are finite, see below. Any of a tuple or list may.
       axis_name: The mapped axis, or a tuple of them, over which all must skip together. A rule's
         answer counts if it is true on any member; a measure is averaged. See `unscale_and_check`.
 
@@ -155,9 +148,8 @@ def _guard(
         refuse_guard("inner", inner_state)
         refuse_changed_updates(inner_state)
         warn_without_masters(params, inner_state)
-        return WithLossScalingState(
-            init(policy), tuple(rule.init(params) for rule in rules), inner_state
-        )
+        rule_state = tuple(rule.init(params) for rule in rules)
+        return WithLossScalingState(init(policy), rule_state, inner_state)
 
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
@@ -165,7 +157,7 @@ def _guard(
         state = checks.expect_state(state, WithLossScalingState)
         scale_state = state.loss_scale_state
         rule_state, inner_state = as_arrays(state.rule_state), as_arrays(state.inner_state)
-        loss_scale = current_scale("state", scale_state)
+        loss_scale = scale_in("state", scale_state)
         grads = unscale_by(updates, loss_scale, keep_dtypes=not is_scaled)
         if policy.skip_nonfinite or rules:
             value = extra_args.get("value")

@@ -49,7 +49,7 @@ def with_master_weights(
     a float16 weight of 1.0 where it is. With masters it adds up. The inner optimizer sees float32
     masters and float32 gradients, and after each step the parameters are the masters, rounded:
     `optax.apply_updates(params, updates)` is `master.astype(param.dtype)`. Parameters in float32
-    have no master and are unchanged by this.
+    have no master.
 
     The masters follow the parameters. Where a parameter is not its rounded master, since it was
     loaded, averaged or edited after the last step, the step starts from the parameter.
@@ -139,8 +139,7 @@ def master_weights(opt_state: PyTree, params: Tree) -> Tree:
     """Return the parameters in full precision, to evaluate or export them.
 
     Args:
-      opt_state: A `MasterWeightsState`, or an optimizer's state that holds exactly one, such as
-        that of `optax.masked` or `optax.partition`.
+      opt_state: A `MasterWeightsState`, or an optimizer's state that holds exactly one.
       params: The parameters that it belongs to, in any container: as in training, the state of a
         `flax.nnx` model, or the model itself. It may hold other arrays, too.
 
@@ -201,9 +200,8 @@ def refuse_changed_updates(inner_state: optax.OptState) -> None:
             if not (is_last or is_group or isinstance(node, _HAND_THROUGH)):
                 raise ValueError(
                     "`inner` must leave the updates of `with_master_weights` as they are, got a "
-                    f"MasterWeightsState at {path_name(path)} of its state, inside of a "
-                    f"{type(node).__name__}. Wrap all of it, weight decay and averages too: "
-                    "`with_master_weights(inner)`."
+                    f"MasterWeightsState at {path_name(path)} inside of a {type(node).__name__}. "
+                    "Wrap all of it, decay and averages too: `with_master_weights(inner)`."
                 )
             around, node = node, found[key]
 

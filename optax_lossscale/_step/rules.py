@@ -119,9 +119,8 @@ def judge(
 class Spike:
     """Skip a step whose loss, or another measure, is far above that of the steps before it.
 
-    A step is skipped if its measure exceeds the mean of the last remembered values by more than
-    `sigmas` of their standard deviations. A measure that is NaN or infinite is always skipped, and
-    counts for nothing else.
+    A step is skipped if its measure exceeds the mean of the remembered values by more than `sigmas`
+    of their standard deviations. A measure that is not finite is skipped, and not remembered.
 
     A skipped value is remembered as `mean + 2 / 3 * sigmas * deviation`. So a single spike hardly
     widens the window: the next step is skipped above 6.4 deviations. And a new level is learned,
@@ -131,8 +130,7 @@ class Spike:
       of: What is measured: `"value"`, the loss; `"grad_norm"`, the Euclidean norm of all gradients,
         whose square must be a float32; or the name of another extra argument of `update`, a scalar.
       window: The number of remembered values. At least 2.
-      sigmas: More than 1.5: fewer would remember a spike below one deviation, which never widens
-        the window.
+      sigmas: More than 1.5: fewer would remember a spike below one deviation, and never learn.
       warmup: Values that are remembered before the first one is skipped; None for half of the
         window. Between 1 and `window`.
       max_consecutive_skipped: Spikes skipped in a row after which the next value is accepted, and
@@ -173,9 +171,7 @@ class Spike:
                 f"`sigmas` must exceed 1.5, got {self.sigmas}: fewer never widen the window. Use 6."
             )
         if self.warmup is not None and checks.count("warmup", self.warmup) > window:
-            raise ValueError(
-                f"`warmup` must be at most `window`, got {self.warmup} for {window}. Lower it."
-            )
+            raise ValueError(f"`warmup` must be at most `window`, got {self.warmup} for {window}.")
         if self.max_consecutive_skipped is not None:
             checks.count("max_consecutive_skipped", self.max_consecutive_skipped)
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._state import current_scale
+from optax_lossscale._state import scale_in
 from optax_lossscale._step.finite import agree, all_finite
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import AxisName
@@ -46,7 +46,7 @@ def scale_loss(loss: Tree, state: PyTree) -> Tree:
       >>> float(ols.scale_loss(jnp.float32(0.5), ols.init(1024)))
       512.0
     """
-    return scale_by(loss, current_scale("state", state))
+    return scale_by(loss, scale_in("state", state))
 
 
 def scale_by(loss: Tree, loss_scale: jax.Array) -> Tree:
@@ -103,7 +103,7 @@ def unscale_and_check(
       ({'w': Array([0.5, 2. ], dtype=float32)}, Array(True, dtype=bool))
     """
     checks.axis_names(axis_name)
-    unscaled = unscale_by(grads, current_scale("state", state))
+    unscaled = unscale_by(grads, scale_in("state", state))
     # The reciprocal is positive and finite, so NaN and infinity are preserved: one check does.
     (grads_finite,), _ = agree([all_finite(unscaled)], axis_name)
     return unscaled, grads_finite

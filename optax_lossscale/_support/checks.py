@@ -41,9 +41,7 @@ _LIBRARIES = ("optax_lossscale", "jax", "optax", "flax", "equinox", "contextlib"
 def finite_number(name: str, value: object) -> float:
     """Return `value` as a Python float that is finite in float32."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        raise TypeError(
-            f"`{name}` must be a Python number, got {value!r}. Convert it with `float`."
-        )
+        raise TypeError(f"`{name}` must be a Python number, got {value!r}. Use `float`.")
     try:
         number = float(value)
     except OverflowError:  # an int or a Fraction beyond float64
@@ -162,12 +160,10 @@ def only_one(name: str, tree: Any, kind: type[Tree], remedy: str) -> Tree:
     return found[0][1]
 
 
-PUT_INSIDE = "Make it with `init`; a plain optimizer's state goes into its `inner_state`."
+_INIT = "Make it with `init`; a plain optimizer's state goes into its `inner_state`."
 
 
-def expect_state(
-    state: object, kind: type[Tree], name: str = "state", remedy: str = PUT_INSIDE
-) -> Tree:
+def expect_state(state: object, kind: type[Tree], name: str = "state", remedy: str = _INIT) -> Tree:
     """Return `state` if it is a `kind`."""
     if not isinstance(state, kind):
         raise TypeError(f"`{name}` must be a {kind.__name__}, got {type(state).__name__}. {remedy}")
@@ -200,8 +196,7 @@ def floating(name: str, dtype: DTypeLike | None, *, most_bits: int = 64) -> np.d
     if kind is None or not jnp.issubdtype(kind, jnp.floating) or jnp.finfo(kind).bits > most_bits:
         size = f" of at most {most_bits} bits" if most_bits < 64 else ""
         raise TypeError(
-            f"`{name}` must be a floating-point dtype{size}, got {dtype!r}. Use `jnp.float16` or "
-            "`jnp.bfloat16`."
+            f"`{name}` must be a floating-point dtype{size}, got {dtype!r}. Use `jnp.float16`."
         )
     return kind
 

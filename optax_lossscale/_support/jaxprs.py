@@ -141,7 +141,11 @@ def _products(
             continue
         # A linear solve holds the product that it inverts, too.
         solve = [equation.params["jaxprs"].solve.jaxpr] if name == "custom_linear_solve" else None
-        again = times * _iterations(equation)
+        again = times
+        if name == "scan":
+            again *= equation.params["length"]
+        elif name == "pallas_call":
+            again *= math.prod(equation.params["grid_mapping"].grid)
         inside = [
             list(_products(inner, _used_of(inner, equation, results), again, path))
             for inner in solve or inner_jaxprs(equation)
@@ -170,12 +174,6 @@ def _name(equation: Equation) -> str:
     # In the jaxpr that the function returned by `jax.vjp` holds, jax 0.12 calls a scan
     # `vjp_node[scan]`.
     return equation.primitive.name.removeprefix("vjp_node[").removesuffix("]")
-
-
-def _iterations(equation: Equation) -> int:
-    if _name(equation) == "pallas_call":
-        return math.prod(equation.params["grid_mapping"].grid)
-    return equation.params["length"] if _name(equation) == "scan" else 1
 
 
 def _of_dot(params: Mapping[str, Any], lhs: Any, rhs: Any, _: Any) -> int:

@@ -94,10 +94,8 @@ def first_difference(a: PyTree, b: PyTree, path: KeyPath = ()) -> KeyPath | None
 
 def subtrees(tree: PyTree, *kinds: type[Tree]) -> Iterator[tuple[KeyPath, Tree]]:
     """Yield every sub-tree that is of one of these NamedTuples, with its path."""
-    found, _ = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda node: read_as(kinds, node) is not None
-    )
-    return ((path, sub) for path, node in found if (sub := read_as(kinds, node)) is not None)
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: bool(read_as(kinds, x)))
+    return ((path, sub) for path, node in found if (sub := read_as(kinds, node)))
 
 
 def read_as(kinds: tuple[type[Any], ...], node: Any) -> Any:

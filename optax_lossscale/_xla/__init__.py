@@ -1,9 +1,8 @@
 """The same results in fewer passes over memory: forms of a step that suit XLA's compilers.
 
-With `enabled = False`, steps that are traced from then on run in the plain forms of `_step`, with
-the same results: flags, counts and kept states to the bit, numbers as far as XLA rounds two
-programs alike. Each file says which compiler it is for, what it buys, and which test fails when it
-can go.
+With `enabled = False`, steps traced from then on run in the plain forms of `_step`, with the same
+results: flags, counts and kept states to the bit, numbers as far as XLA rounds two programs alike.
+Each file says which compiler it is for, what it buys, and which test fails when it can go.
 """
 
 from optax_lossscale._xla.finite import all_finite

@@ -115,9 +115,7 @@ def _evaluate(
     return outputs
 
 
-def _pieces(
-    eqns: Sequence[Equation], early: dict[Any, int]
-) -> Iterator[tuple[list[Equation], list[Any]]]:
+def _pieces(eqns: list[Equation], early: dict[Any, int]) -> Iterator[tuple[list[Any], list[Any]]]:
     """Yield equations in order, up to each that makes leaves, and the variables of those."""
     piece: list[Equation] = []
     for eqn in eqns:

@@ -2,8 +2,7 @@
 
 There is one function for each question: which layer overflowed, is the loss scale too small, is the
 loss itself broken, why does nothing learn, which part runs in float16. Functions of gradients run
-inside `jax.jit` and never wait for the device. Functions that return text or draw plots run on the
-host.
+inside `jax.jit` and never wait for the device; those that return text or draw run on the host.
 """
 
 from optax_lossscale.diagnostics.exponents import (

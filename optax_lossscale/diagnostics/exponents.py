@@ -25,8 +25,7 @@ class GradientExponents(NamedTuple):
     """The exponents of gradients, from `gradient_exponents`. Add two with `jax.tree.map`.
 
     Attributes:
-      histogram: Elements by floor(log2(|g|)), from -149 (the smallest float32) to 127, without
-        zeros, NaN and infinities. `int32[277]`.
+      histogram: Finite elements by floor(log2(|g|)), from -149 to 127, no zeros. `int32[277]`.
       zero: Elements that are zero. `int32[]`.
       flushed: Other elements that would be rounded to zero. `int32[]`.
       subnormal: Elements that would be rounded to a subnormal number, with fewer digits. `int32[]`.
@@ -61,10 +60,8 @@ def gradient_exponents(
       The counts. Numbers of a float64 beyond float32's exponents count at the histogram's ends.
 
     Raises:
-      TypeError: If `dtype` is not a floating-point dtype of at most 32 bits, or `loss_scale` not a
-        real number.
-      ValueError: If `loss_scale` is not within its bounds, or there are more than 2**31 - 1
-        elements, which an int32 cannot count.
+      TypeError: If `dtype` is not such a dtype, or `loss_scale` not a real number.
+      ValueError: If `loss_scale` is out of its bounds, or there are more than 2**31 - 1 elements.
 
     Examples:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -158,8 +155,7 @@ def suggest_scale(
 
     Args:
       exponents: From `gradient_exponents`, on the host; best the sum over many steps.
-      headroom: Powers of two to leave free above the largest gradient so far. With 0, that one
-        itself may be rounded to infinity.
+      headroom: Powers of two to leave free above the largest gradient, which 0 may overflow.
       dtype: The type that gradients are computed in.
 
     Returns:
@@ -167,8 +163,7 @@ def suggest_scale(
       2**24, a `DynamicLossScale` needs a larger `max_scale`, too.
 
     Raises:
-      TypeError: If `exponents` is traced or no `GradientExponents`, `dtype` is not a floating-point
-        dtype of at most 32 bits, or `headroom` is not an integer.
+      TypeError: If an argument is of the wrong type, or `exponents` is traced.
       ValueError: If `headroom` is negative, or the histogram is empty, stacked or wrapped around.
 
     Warns:
@@ -185,8 +180,8 @@ def suggest_scale(
     histogram = _histogram_of(exponents)
     if not histogram.any():
         raise ValueError(
-            "`exponents` must count at least one gradient that is neither zero nor infinite, got "
-            "an empty histogram. Count float32 gradients, before they are rounded to float16."
+            "`exponents` must count at least one number that is neither zero nor infinite, got an "
+            "empty histogram. Count float32 gradients, before they are rounded to float16."
         )
     largest = int(EXPONENTS[histogram > 0][-1])
     power = int(info.maxexp) - 1 - largest - headroom
@@ -212,8 +207,8 @@ def _histogram_of(exponents: GradientExponents) -> np.ndarray:
         )
     if not (histogram >= 0).all():
         raise ValueError(
-            "`exponents` must hold counts, got negative ones: an int32 has wrapped around. Add on "
-            "the host, after `jax.tree.map(np.int64, exponents)`."
+            "`exponents` must hold counts, got negative ones: an int32 has wrapped around. Add "
+            "`jax.tree.map(np.int64, exponents)` on the host."
         )
     return histogram
 
@@ -223,7 +218,7 @@ def plot_gradient_exponents(
 ) -> "Axes":
     """Draw the histogram, with the limits of `dtype` in it.
 
-    Needs matplotlib, the extra `plot`. `ax.figure.savefig(path)` saves the picture.
+    Needs matplotlib, the extra `plot`.
 
     Args:
       exponents: As for `suggest_scale`. Count scaled gradients to see those that training computes.
@@ -231,7 +226,7 @@ def plot_gradient_exponents(
       dtype: The type whose limits are drawn.
 
     Returns:
-      The axes.
+      The axes: `ax.figure.savefig(path)` saves the picture.
 
     Raises:
       TypeError, ValueError: As `suggest_scale`, but for an empty histogram.

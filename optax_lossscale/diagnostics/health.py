@@ -31,8 +31,7 @@ def check_health(
     """Raise an error if training has stalled, and say why.
 
     Call it on the host now and then: it waits for the step that makes `opt_state`. A dynamic loss
-    scale skips a few steps in a row at the start, and one now and then. Dozens in a row mean that
-    something else is wrong.
+    scale skips a few steps in a row at the start, and one now and then; dozens have a cause.
 
     Args:
       opt_state: As for `metrics`.
@@ -42,8 +41,7 @@ def check_health(
 
     Raises:
       LossScaleStalledError: If more steps in a row were skipped. The message says how many, where
-        the loss scale stands against its floor, the causes that the state does not rule out, the
-        likeliest first, and what to do about each.
+        the loss scale stands, the causes that the state does not rule out, and their remedies.
       TypeError: If `max_consecutive_skipped` is not an integer, `policy` is a number, or
         `opt_state` is traced: an error cannot be raised from a compiled step.
       ValueError: If `max_consecutive_skipped` is negative; if `opt_state` holds no such state,
@@ -53,8 +51,7 @@ def check_health(
         `Spike` with more values than its window; NaN or infinity in an array of the inner state.
 
     Warns:
-      UserWarning: If the loss scale has grown to its cap and no step was ever skipped: either the
-        loss need not be scaled, or the cap is too low.
+      UserWarning: If the loss scale has grown to its cap and no step was ever skipped.
 
     Examples:
       >>> import optax_lossscale as ols
@@ -231,8 +228,7 @@ def _refuse_impossible(
 
 def _impossible(expected: str, got: object) -> ValueError:
     return ValueError(
-        f"`opt_state` must hold {expected}, got {got}. Restore an earlier checkpoint, or put the "
-        "state of `init` in its place."
+        f"`opt_state` must hold {expected}, got {got}. Restore a checkpoint or the state of `init`."
     )
 
 

@@ -18,8 +18,7 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
     Call it in the compiled step, or between two steps if the state is not donated.
 
     Args:
-      opt_state: The state of `with_loss_scaling` or `skip_if`, or any pytree that holds exactly
-        one, however deep; or a `LossScaleState`.
+      opt_state: As for `loss_scale_state`.
 
     Returns:
       `loss_scale` (float32[], 1 for `skip_if`), `applied` (bool[]: the last step), `growth_count`,
@@ -128,8 +127,7 @@ def format_nonfinite_report(report: Mapping[str, NonfiniteCounts]) -> str:
       report: From `nonfinite_report`, on the host.
 
     Returns:
-      A line that counts the arrays that are not finite, and one for each of them, the largest share
-      of bad elements first.
+      A line that counts the arrays that are not finite, and one for each of them.
 
     Raises:
       TypeError: If `report` is no dict of `NonfiniteCounts`, or traced, or of several devices.

@@ -11,8 +11,8 @@ from flax.training import train_state
 from jax.typing import ArrayLike
 
 from optax_lossscale._policy.convert import LossScaleLike
-from optax_lossscale._state import applied, increment, loss_scale_state, refuse_guard
-from optax_lossscale._step.guard import Guard, with_loss_scaling
+from optax_lossscale._state import Guard, applied, increment, loss_scale_state, refuse_guard
+from optax_lossscale._step.guard import with_loss_scaling
 from optax_lossscale._step.scale import scale_loss
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import AxisName
@@ -114,9 +114,7 @@ class TrainState(train_state.TrainState):
         """Multiply the loss by the loss scale, inside the function that is differentiated."""
         return scale_loss(loss, self.opt_state)
 
-    def apply_gradients(
-        self, *, grads: optax.Updates, value: ArrayLike | None = None, **kwargs: Any
-    ) -> Self:
+    def apply_gradients(self, *, grads: Any, value: ArrayLike | None = None, **kwargs: Any) -> Self:
         """Apply the step, or skip it and only update the loss scale.
 
         Args:
@@ -153,9 +151,7 @@ class TrainState(train_state.TrainState):
         )
 
 
-def _without_fp8_metadata(
-    tx: optax.GradientTransformation | optax.MultiSteps,
-) -> optax.GradientTransformation:
+def _without_fp8_metadata(tx: Any) -> optax.GradientTransformation:
     """Return `tx` for trees that also hold Flax's fp8 metadata, which it must not see."""
     inner = checks.transformation("tx", tx)
 

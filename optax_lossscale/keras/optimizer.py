@@ -70,8 +70,7 @@ def loss_scale_optimizer(
       TypeError: If an argument is of the wrong type.
       ValueError: If an argument is out of its bounds, contradicts another or has no effect; from
         `init`, if there is no rate for `weight_decay`, if the inner optimizer skips steps already,
-        or if it keeps master weights, which would undo `weight_decay` and `use_ema`; from `update`,
-        if `params` are needed and not given.
+        or if it keeps master weights, which would undo `weight_decay` and `use_ema`.
 
     Examples:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
@@ -180,8 +179,7 @@ def _check(given: dict[str, Any]) -> None:
     clips = {name: value for name, value in given.items() if "clip" in name}
     if len(clips) > 1:
         raise ValueError(
-            f"only one of `clipnorm`, `clipvalue` and `global_clipnorm` may be given, got {clips}. "
-            "Leave the others out."
+            f"only one of `clipnorm`, `clipvalue` and `global_clipnorm` may be given, got {clips}."
         )
     for name, has_no_effect, where in (
         ("initial_scale", is_fixed, "with `loss_scale_factor`"),

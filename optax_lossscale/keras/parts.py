@@ -105,9 +105,7 @@ def averaged(momentum: float, overwrite_frequency: int | None) -> optax.Gradient
     def init_fn(params: optax.Params) -> EmaParamsState:
         return EmaParamsState(jax.tree.map(start, params), jnp.zeros((), jnp.int32))
 
-    def update_fn(
-        updates: optax.Updates, state: Any, params: Any = None
-    ) -> tuple[optax.Updates, EmaParamsState]:
+    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, EmaParamsState]:
         if params is None:
             raise ValueError("`params` must be given to `update` because of `use_ema`.")
         ema_steps = increment(state.ema_steps)

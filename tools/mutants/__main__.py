@@ -165,6 +165,7 @@ class Run:
         self.lines: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
         # By path and by scope, the number of mutants that each test has killed.
         self.killers: dict[Any, Counter[str]] = defaultdict(Counter)
+        self.last: dict[str, str] = {}  # by mutant, the test that killed it in the last run
         self.trusted: dict[str, bool] = {}
 
     def record(self, file: str, changed: list[str]) -> dict[str, Any]:
@@ -237,6 +238,7 @@ class Run:
 
         def rank(test: str) -> tuple[bool, float, str]:
             likelihood = 1 + near[test] + far[test] + 9 * (home in test)
+            likelihood += 99 * (test == self.last.get(mutant.key))
             return test in others, (self.seconds[test] + 0.05) / likelihood, test
 
         left, chosen = self.options.budget, []
@@ -279,6 +281,7 @@ class Run:
             if killer and seen == self.seen(mutant, killer):
                 results[mutant.key] = killer
             else:
+                self.last[mutant.key] = killer
                 todo[pool.submit(self.judge, mutant)] = mutant
         print(f"{len(todo)} mutants are to be judged. An interrupted run continues.", flush=True)
         for number, future in enumerate(as_completed(todo), 1):

@@ -13,7 +13,7 @@ from jax.core import eval_jaxpr
 
 from optax_lossscale._support import checks
 from optax_lossscale._support.jaxprs import Equation, Jaxpr, is_literal, read_by, source_of, trace
-from optax_lossscale._support.tree import KeyPath, PyTree, is_inexact
+from optax_lossscale._support.tree import PyTree, is_inexact
 from optax_lossscale.diagnostics.programs.first_values import (
     FirstNonfinite,
     Leaf,
@@ -47,20 +47,16 @@ def first_nonfinite(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Fi
 
     This is much slower than a compiled call, which may also keep more digits between operations,
     and overflow later. Calls, `jax.checkpoint`, `jax.lax.cond` and `jax.lax.scan` are followed;
-    other operations that hold a function, such as `jax.lax.while_loop` and `jax.shard_map`, are
-    returned as a whole.
+    other operations that hold a function, such as `jax.lax.while_loop`, are returned as a whole.
 
     Args:
       fun: The loss, the model, or a gradient function for the backward pass, of any framework. Give
-        the parameters or the module as an argument, because layers are named after the arguments'
-        key paths.
-      *args: The arguments of `fun`, any pytrees. Arrays are traced, and `fun` gets every other leaf
-        as it is.
+        the parameters or the module as an argument: layers are named after key paths.
+      *args: The arguments of `fun`, any pytrees, of which the arrays are traced.
       **kwargs: Its keyword arguments, likewise.
 
     Returns:
-      The operation, or an argument whose NaN or positive infinity reaches the output; None if the
-      outputs are finite.
+      The operation, or an argument whose NaN or positive infinity reaches the output; or None.
 
     Raises:
       TypeError: If `fun` is not a function, or an argument is traced: call it outside of `jax.jit`.
@@ -94,9 +90,7 @@ class _Place(NamedTuple):
     calls: tuple[Equation, ...] = ()  # the equations that it lies within, the innermost first
 
 
-def _arguments(
-    jaxpr: Jaxpr, inputs: list[tuple[str, KeyPath, Any]], place: _Place
-) -> Iterator[Value]:
+def _arguments(jaxpr: Jaxpr, inputs: list[tuple[str, Any, Any]], place: _Place) -> Iterator[Value]:
     """Yield the inputs of the jaxpr."""
     # The model is the argument of which the most arrays are used; batches have few.
     used = read_by(jaxpr.eqns)

@@ -19,20 +19,17 @@ class FirstNonfinite:
     Attributes:
       layer: The key path, in the arguments of the function, of the layer whose parameters were read
         last, or whose input is cast; of several layers that one operation reads, the part that
-        their paths share; without any, the named scope. For an argument that is not finite itself,
-        its own key path.
+        their paths share; without any, the named scope. Of an argument, its own key path.
       operation: The name of the operation in JAX, such as `"dot_general"` or
         `"convert_element_type"` (a cast). None for an argument.
       dtype: The type of the array that is not finite.
       nan: Elements of it that are NaN.
       inf: Elements of it that are infinite.
       size: All its elements.
-      scope: The `jax.named_scope` of the operation: in Flax's Linen the module's path, in Equinox
-        the types of the layers, `""` without any.
+      scope: Its `jax.named_scope`: the module's path in Flax's Linen, types of layers in Equinox.
       backward: Whether the operation belongs to the backward pass.
       source: The line of your own code that the operation comes from, with its file.
-      constant: The finite number in the code, such as the -1e30 of a mask, that a cast to this
-        dtype makes infinite. None otherwise.
+      constant: The number in the code, such as the -1e30 of a mask, that a cast made infinite.
     """
 
     layer: str

@@ -35,11 +35,10 @@ def precision_report(
     One float32 array makes all that is computed from it float32: a model whose own
     `x.astype(jnp.float32)` comes first trains in float32, whatever the dtype of its parameters.
 
-    `fun` is traced, and does not run. A product counts once for each iteration of a scan and of the
-    grid of a Pallas kernel, and once in a `jax.lax.while_loop`. Of the branches of a conditional,
-    that with the most operations in a dtype counts; under `jax.shard_map`, one device. A product
-    whose result is not used does not count, unless a loop carries it. XLA may compute a product in
-    another precision, as a GPU computes those of float32 in TF32.
+    `fun` is traced, and does not run. A product counts for each iteration of a scan and of a Pallas
+    grid, but once in a `jax.lax.while_loop`. Of the branches of a conditional, that with the most
+    operations in a dtype counts; under `jax.shard_map`, one device. A product whose result is not
+    used does not count, unless a loop carries it. A GPU may compute those of float32 in TF32.
 
     Args:
       fun: A whole training step, a gradient function, or the model, of any framework.
@@ -95,8 +94,7 @@ def format_precision_report(report: Mapping[str, MatrixProducts]) -> str:
       report: From `precision_report`.
 
     Returns:
-      For each dtype, a line with the number of products and their share of all operations, and one
-      with the source of the largest.
+      For each dtype, the number of products, their share of operations, and the largest's source.
 
     Raises:
       TypeError: If `report` is not a dict of `MatrixProducts`.
