@@ -127,7 +127,8 @@ class DynamicLossScale(_Policy):
     Args:
       initial_scale: The loss scale of the first step. The first steps are skipped if it is too
         large, and gradients underflow until it has grown if it is too small.
-      growth_interval: Finite steps in a row after which the loss scale grows.
+      growth_interval: Finite steps in a row after which the loss scale grows. Smaller numbers
+        follow the gradients faster, and skip more steps: about one in `growth_interval`.
       growth_factor: Greater than 1.
       backoff_factor: Between 0 and 1.
       min_scale: The least loss scale. Below 1 for gradients that overflow even unscaled.

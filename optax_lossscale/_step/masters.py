@@ -48,8 +48,7 @@ def with_master_weights(
     An update below half the distance between two float16 numbers is lost: 1000 steps of -1e-4 leave
     a float16 weight of 1.0 where it is. With masters it adds up. The inner optimizer sees float32
     masters and float32 gradients, and after each step the parameters are the masters, rounded:
-    `optax.apply_updates(params, updates)` is `master.astype(param.dtype)`. Parameters in float32
-    have no master.
+    `optax.apply_updates(params, updates)` is `master.astype(param.dtype)`. Others have no master.
 
     The masters follow the parameters. Where a parameter is not its rounded master, since it was
     loaded, averaged or edited after the last step, the step starts from the parameter.

@@ -77,7 +77,8 @@ def unscale_and_check(
     """Divide the gradients by the loss scale and say whether they are all finite.
 
     The gradients are multiplied by the float32 reciprocal of the loss scale. That is exact for
-    powers of two, and otherwise within one unit in the last place of float32.
+    powers of two, and otherwise within one unit in the last place of float32, for float64 gradients
+    too.
 
     Args:
       grads: Gradients of a loss that was scaled with `state`. Leaves without floating-point or

@@ -123,7 +123,8 @@ def _on_gpu(*arrays: jax.Array, devices: int) -> jax.Array:
     if devices != 1 or any(is_symbolic(array.size) for array in arrays):
         return _anywhere(*arrays, devices=devices)
     flat = [array.reshape(-1) for array in arrays]
-    small, large = _parted(flat, lambda array: array.size < 2**13)
+    small = [array for array in flat if array.size < 2**13]
+    large = [array for array in flat if array.size >= 2**13]
     flags = [_joined(group) for group in _by_shape(small, _MOST)]
     rows = []
     for group in _by_shape(large, 7):
@@ -157,20 +158,9 @@ def _groups(
         kinds = set(jax.typeof(array).sharding.mesh.axis_types)
         return devices == 1 or array.ndim == 1 or kinds == {AxisType.Explicit}
 
-    local, alone = _parted(arrays, is_local)
     # The other way round, XLA exchanges a byte for each array that is alone (jaxlib 0.10.2).
-    yield from ([array] for array in alone)
-    yield from _by_shape(local, _MOST, elements)
-
-
-def _parted(
-    arrays: Sequence[jax.Array], belongs: Callable[[jax.Array], bool]
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Return the arrays that belong to the first part, and the others."""
-    parts: tuple[list[jax.Array], list[jax.Array]] = ([], [])
-    for array in arrays:
-        parts[not belongs(array)].append(array)
-    return parts
+    yield from ([array] for array in arrays if not is_local(array))
+    yield from _by_shape(list(filter(is_local, arrays)), _MOST, elements)
 
 
 def _by_shape(

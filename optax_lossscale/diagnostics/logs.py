@@ -127,7 +127,8 @@ def format_nonfinite_report(report: Mapping[str, NonfiniteCounts]) -> str:
       report: From `nonfinite_report`, on the host.
 
     Returns:
-      A line that counts the arrays that are not finite, and one for each of them.
+      A line that counts the arrays that are not finite, and one for each of them, the largest share
+      of bad elements first.
 
     Raises:
       TypeError: If `report` is no dict of `NonfiniteCounts`, or traced, or of several devices.
