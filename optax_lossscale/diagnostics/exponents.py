@@ -226,7 +226,7 @@ def plot_gradient_exponents(
       dtype: The type whose limits are drawn.
 
     Returns:
-      The axes: `ax.figure.savefig(path)` saves the picture.
+      The axes, of which `ax.figure.savefig(path)` saves the picture.
 
     Raises:
       TypeError, ValueError: As `suggest_scale`, but for an empty histogram.
