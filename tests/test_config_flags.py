@@ -76,15 +76,13 @@ def scale_states(history):
 
 @pytest.fixture(scope="module")
 def expected():
-    return run()
-
-
-@pytest.mark.slow
-def test_the_run_skips_what_is_bad_and_moves_both_ways(expected):
-    counts = [state.total_skipped for state in scale_states(expected)]
+    """Return a run that skips what is bad, and whose loss scale moves both ways."""
+    history = run()
+    counts = [state.total_skipped for state in scale_states(history)]
     assert np.flatnonzero(np.diff([0, *counts])).tolist() == BAD
-    moves = np.diff([state.loss_scale for state in scale_states(expected)])
+    moves = np.diff([state.loss_scale for state in scale_states(history)])
     assert min(moves) < 0 < max(moves)
+    return history
 
 
 @pytest.mark.slow
@@ -110,47 +108,47 @@ def debugger(request):
 
 
 @pytest.mark.slow
-def test_a_compiled_step_skips_and_raises_nothing(expected, debugger):
+@pytest.mark.usefixtures("debugger")
+def test_a_compiled_step_skips_and_raises_nothing(expected):
     """JAX checks only the outputs of a compiled program, and these are finite."""
-    del debugger
     assert_same_bits(run(), expected)
 
 
+BY_NORM = ols.skip_if(optax.sgd(1.0), ols.Spike("grad_norm"))
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("debugger")
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_an_update_with_bad_gradients_and_loss_skips_and_raises_nothing(debugger, transform):
-    del debugger
-    params, opt_state = initial()
-    updates, after = transform(TX.update)(BAD_GRADS, opt_state, params, value=BAD_LOSS)
+@pytest.mark.parametrize("tx", [TX, BY_NORM], ids=["loss scaling", "a rule"])
+def test_an_update_with_bad_gradients_and_loss_skips_and_raises_nothing(tx, transform):
+    params, _ = initial()
+    before = tx.init(params)
+    updates, after = transform(tx.update)(BAD_GRADS, before, params, value=BAD_LOSS)
     assert int(after.loss_scale_state.consecutive_skipped) == 1
-    assert_same_bits(after.inner_state, opt_state.inner_state)
+    assert_same_bits(after.inner_state, before.inner_state)
     assert_same_bits(updates, jax.tree.map(lambda p: np.full_like(p, -0.0), params))
 
 
-@pytest.mark.slow
-def test_a_rule_that_measures_bad_gradients_skips_and_raises_nothing(debugger):
-    del debugger
-    tx = ols.skip_if(optax.sgd(1.0), ols.Spike("grad_norm"))
-    _, state = tx.update(BAD_GRADS, tx.init(BAD_GRADS))
-    assert int(state.loss_scale_state.total_skipped) == 1
+def difference(grads, _):
+    return jnp.sum(grads["w"] ** 2) - jnp.sum(grads["w"] ** 2) > 0
 
 
-@pytest.mark.parametrize("of", ["grad_norm", "a difference"])
-def test_a_measure_of_finite_gradients_may_overflow(debugger, of):
-    del debugger
+@pytest.mark.usefixtures("debugger")
+@pytest.mark.parametrize("rule", [ols.Spike("grad_norm"), difference], ids=["norm", "difference"])
+def test_a_measure_of_finite_gradients_may_overflow(rule):
     grads = {"w": jnp.full(2, 1e30)}
-    difference = lambda grads, _: jnp.sum(grads["w"] ** 2) - jnp.sum(grads["w"] ** 2) > 0  # noqa: E731
-    tx = ols.skip_if(optax.sgd(1.0), ols.Spike(of) if of == "grad_norm" else difference)
+    tx = ols.skip_if(optax.sgd(1.0), rule)
     _, state = tx.update(grads, tx.init(grads))
-    assert ols.applied(state) == (of != "grad_norm")
+    assert ols.applied(state) == (rule is difference)
 
 
-def test_a_function_that_returns_the_bad_numbers_raises_if_compiled(debugger):
-    """`unscale_and_check` does, because it cannot know whether its caller reads the flag.
+@pytest.mark.usefixtures("debugger")
+def test_a_function_that_returns_the_bad_numbers_raises_if_compiled():
+    """`unscale_and_check` cannot know whether its caller reads the flag.
 
     In eager execution it raises nothing, because it switches the setting off for its own work.
     """
-    del debugger
     _, opt_state = initial()
     _, finite = ols.unscale_and_check(BAD_GRADS, opt_state)
     assert not finite
