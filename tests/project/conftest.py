@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -14,10 +13,8 @@ sys.path.insert(0, str(ROOT))  # benchmarks/ and examples/ are not installed
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _promotion():
-    """Use the standard promotion of users instead of the strict one of the package tests."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+def _promotion(_defaults):
+    """Run as the documents do: with the promotion of users, and quickly compiled."""
 
 
 @pytest.fixture(scope="session")

@@ -13,11 +13,7 @@ from benchmarks import aot, cases, guards, hlo, run, workloads
 from benchmarks.contenders import CONTENDERS, Keras
 from benchmarks.page import version
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.usefixtures("quickly_compiled"),
-    pytest.mark.filterwarnings("default:::(jmp|mpx|jaxamp|equinox|keras)"),
-]
+pytestmark = pytest.mark.filterwarnings("default:::(jmp|mpx|jaxamp|equinox|keras)")
 
 SHAPES = [(4, 3), (3,)]
 SHORT = "--size=tiny", "--rounds=1", "--sample-seconds=0"

@@ -12,8 +12,6 @@ from packaging.metadata import Metadata
 
 import optax_lossscale as ols
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[2]
 NAME = "optax_lossscale"
 STEM = f"{NAME}-{ols.__version__}"
