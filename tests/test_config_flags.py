@@ -1,11 +1,8 @@
-"""The settings of JAX and XLA that change the meaning of programs, each on and shown to be on.
+"""The settings of JAX that change the meaning of programs, each on and shown to be on.
 
 `run` trains in float16, with steps whose gradients overflow, one whose gradients are NaN and one
-whose loss is NaN. With each setting, the results must be bitwise the same as without it.
-
-Under jax_debug_nans, a compiled function raises an error if it returns NaN, and the library does
-not hide that. Explicit mesh axes are in `test_distributed.py`, and XLA's own settings in
-`test_fast_math.py`.
+whose loss is NaN. With each setting, the results must be bitwise the same as without it. Explicit
+mesh axes are in `test_distributed.py`, and XLA's own settings in `test_fast_math.py`.
 """
 
 import functools

@@ -38,15 +38,6 @@ def line_of(comment):
     return f"{__file__}:{number}: {line.strip()}"
 
 
-class NNXNet(nnx.Module):
-    def __init__(self, rngs):
-        self.first = nnx.Linear(8, 8, dtype=jnp.bfloat16, rngs=rngs)
-        self.head = nnx.Linear(8, 1, dtype=F32, rngs=rngs)
-
-    def __call__(self, x):
-        return self.head(self.first(x))
-
-
 def test_nnx_with_the_module_as_an_argument_into_which_a_step_writes():
     def loss_fn(model, x):
         return jnp.mean(model(x))
@@ -54,7 +45,8 @@ def test_nnx_with_the_module_as_an_argument_into_which_a_step_writes():
     def step(model, optimizer, x):
         optimizer.update(model, nnx.grad(loss_fn)(model, x))
 
-    model = NNXNet(nnx.Rngs(0))
+    first, head = (nnx.Linear(8, 8, dtype=dtype, rngs=nnx.Rngs(0)) for dtype in ("bfloat16", F32))
+    model = nnx.Sequential(first, head)
     optimizer, x = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), jnp.ones((4, 8))
     assert counts(loss_fn, model, x) == {"bfloat16": 1, "float32": 1}
     assert counts(nnx.jit(nnx.value_and_grad(loss_fn)), model, x) == {"bfloat16": 2, "float32": 3}
