@@ -14,8 +14,6 @@ import optax_lossscale as ols
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = {path: path.read_text("utf-8") for path in [*ROOT.glob("*.md"), *DOCS.glob("**/*.md")]}
-COMMANDS = ["README.md", "BUILD.md", "CONTRIBUTING.md", ".ci/run"]
-COMMANDS += [".github/workflows/ci.yml", ".github/workflows/release.yml"]
 
 # One letter is in brackets so that the pattern does not match itself.
 NAMES_A_MACHINE = re.compile(
@@ -139,7 +137,8 @@ def test_every_test_that_a_document_names_exists():
 
 def test_every_make_target_that_is_named_exists():
     targets = set(re.findall(r"^([a-z-]+):", read("Makefile"), re.MULTILINE))
-    for name in COMMANDS:
+    workflows = ".github/workflows/ci.yml", ".github/workflows/release.yml"
+    for name in ("README.md", "BUILD.md", "CONTRIBUTING.md", ".ci/run", *workflows):
         named = set(re.findall(r"\bmake ([a-z]+(?:-[a-z]+)*)", read(name)))
         assert named
         assert named <= targets, name

@@ -136,16 +136,13 @@ def test_diagnose_finds_and_fixes_three_failures_and_draws_them(tmp_path, capsys
 
 
 @pytest.mark.exhaustive
-def test_reinforce_learns_and_finer_formats_agree_better(tmp_path, capsys):
+def test_reinforce_learns_in_every_format(tmp_path, capsys):
     main = load("reinforce")["main"]
     main.__globals__["PROMPTS"] = 16
     runs = main(["--steps=40", f"--output={tmp_path / 'a.png'}"])
     for right, _, skipped, _ in runs.values():
         assert right[-10:].mean() > right[:10].mean() + 0.1
         assert skipped[-1] == 0
-    gaps = [mismatch.mean() for _, mismatch, _, _ in runs.values()]
-    assert gaps[0] < 1e-6
-    assert 4 < gaps[1] / gaps[2] < 16  # bfloat16 has three bits less than float16
     head, *rows = capsys.readouterr().out.splitlines()
     assert re.findall(r"\d+", head) == ["10", "20", "30", "40"]
     assert len(rows) == 3
