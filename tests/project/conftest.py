@@ -23,12 +23,12 @@ def python():
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     env |= {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
-    def run(*arguments, cwd, status=0):
+    def run(*arguments, cwd):
         command = [sys.executable, *map(str, arguments)]
         done = subprocess.run(  # noqa: S603, our own scripts
             command, cwd=cwd, env=env, capture_output=True, text=True, check=False
         )
-        assert done.returncode == status, done.stdout + done.stderr
+        assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout, done.stderr
 
     return run
