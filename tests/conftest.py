@@ -21,21 +21,21 @@ def _promotion(request):
         yield
 
 
-@pytest.fixture
-def optimized():
-    """Compile as for users, in quick runs too: the test counts what the compiler makes of it."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+def _setting(name, value):
+    """Return a fixture with which JAX has this setting."""
+
+    def fixture():
+        before = jax.config.values[name]
+        jax.config.update(name, value)
+        yield
+        jax.config.update(name, before)
+
+    return pytest.fixture(fixture)
 
 
-@pytest.fixture
-def x64():
-    """Enable float64 in JAX."""
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", False)
+x64 = _setting("jax_enable_x64", True)
+# As users compile, in quick runs too: the test counts what the compiler makes of it.
+optimized = _setting("jax_disable_most_optimizations", False)
 
 
 def _pmap(fun):
