@@ -515,6 +515,7 @@ def test_the_plot_shows_the_part_of_the_gradients_that_the_dtype_loses(tmp_path)
     lower.figure.savefig(tmp_path / "a.png", dpi=50)
     tiny = diag.plot_gradient_exponents(counts_of(2.0**-149, 3e38), dtype=jnp.bfloat16)
     assert legend(tiny)[0] == "zero in bfloat16: 50.0 %"
+    assert diag.plot_gradient_exponents(counts_of(0.0)).get_title().startswith("100.0 %")
 
 
 def test_counts_added_on_the_host_may_exceed_int32():
