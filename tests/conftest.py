@@ -21,25 +21,21 @@ def _promotion(request):
         yield
 
 
-@pytest.fixture
-def optimized():
-    """Compile as for users, in quick runs too: the test counts what the compiler makes of it."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+def _setting(name, value):
+    """Return a fixture with which JAX has this setting."""
+
+    def fixture():
+        before = jax.config.values[name]
+        jax.config.update(name, value)
+        yield
+        jax.config.update(name, before)
+
+    return pytest.fixture(fixture)
 
 
-@pytest.fixture
-def x64():
-    """Enable float64 in JAX."""
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", False)
-
-
-def _plain(fun):
-    return fun
+x64 = _setting("jax_enable_x64", True)
+# As users compile, in quick runs too: the test counts what the compiler makes of it.
+optimized = _setting("jax_disable_most_optimizations", False)
 
 
 def _pmap(fun):
@@ -62,7 +58,7 @@ def _shard_map(fun):
     return jax.jit(jax.shard_map(fun, mesh=mesh, in_specs=everywhere, out_specs=everywhere))
 
 
-_RUNNERS = {"plain": _plain, "jit": jax.jit, "pmap": _pmap, "shard_map": _shard_map}
+_RUNNERS = {"plain": lambda fun: fun, "jit": jax.jit, "pmap": _pmap, "shard_map": _shard_map}
 
 
 @pytest.fixture(params=_RUNNERS.values(), ids=_RUNNERS.keys())

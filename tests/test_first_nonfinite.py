@@ -23,62 +23,51 @@ NAN, INF = jnp.nan, jnp.inf
 CAST = "convert_element_type"
 
 
-# --- Every framework: `energy` is squared in float16, after one layer and before another.
+# --- Every framework: the output of `energy` is squared in float16.
 
 
-def forward(first, energy, head, x):
-    x = jax.nn.relu(first(x))
-    squared = energy(3000 * x) ** 2
-    return head(x + squared / (1 + squared))
+def loss_of(energy, head, x):
+    return jnp.mean(head(energy(3000 * x) ** 2).astype(F32))
 
 
 class NNXNet(flax.nnx.Module):
     def __init__(self):
         rngs = flax.nnx.Rngs(0)
         self.norm = flax.nnx.BatchNorm(8, rngs=rngs)  # its state must stay
-        self.first = flax.nnx.Linear(8, 8, dtype=F16, rngs=rngs)
         self.energy = flax.nnx.Linear(8, 8, dtype=F16, rngs=rngs)
         self.head = flax.nnx.Linear(8, 8, dtype=F16, rngs=rngs)
 
-    def __call__(self, x):
-        return forward(lambda x: self.norm(self.first(x)), self.energy, self.head, x)
-
 
 class EquinoxNet(eqx.Module):
-    first: eqx.nn.Linear
     energy: eqx.nn.Linear
     head: eqx.nn.Linear
     activation: object = jax.nn.relu  # not an array
 
-    def __call__(self, x):
-        return jax.vmap(lambda row: forward(self.first, self.energy, self.head, row))(x)
-
-
-def of_module(net, x):
-    return jnp.mean(net(x).astype(F32))
-
-
-def of_params(params, x):
-    layers = (lambda x, w=params[name]["w"]: x @ w for name in ("first", "energy", "head"))
-    return jnp.mean(forward(*layers, x.astype(F16)).astype(F32))
-
 
 # Each returns the loss, its model, the framework's transform and its `jit`.
-
-
 def pure():
-    params = {name: {"w": jnp.full((8, 8), 0.1, F16)} for name in ("first", "energy", "head")}
-    return of_params, params, jax.value_and_grad, jax.jit
+    def loss_fn(params, x):
+        layers = (lambda x, w=params[name]["w"]: x @ w for name in ("energy", "head"))
+        return loss_of(*layers, x.astype(F16))
+
+    params = {name: {"w": jnp.full((8, 8), 0.1, F16)} for name in ("energy", "head")}
+    return loss_fn, params, jax.value_and_grad, jax.jit
 
 
 def nnx():
-    return of_module, NNXNet(), flax.nnx.value_and_grad, flax.nnx.jit
+    def loss_fn(net, x):
+        return loss_of(net.energy, net.head, net.norm(x))
+
+    return loss_fn, NNXNet(), flax.nnx.value_and_grad, flax.nnx.jit
 
 
 def equinox():
-    net = EquinoxNet(*(eqx.nn.Linear(8, 8, key=key) for key in jax.random.split(KEY, 3)))
-    half = lambda net, x: of_module(*ols.cast((net, x), F16))  # noqa: E731
-    return half, net, eqx.filter_value_and_grad, eqx.filter_jit
+    def loss_fn(net, x):
+        net, x = ols.cast((net, x), F16)
+        return loss_of(jax.vmap(net.energy), jax.vmap(net.head), net.activation(x))
+
+    net = EquinoxNet(*(eqx.nn.Linear(8, 8, key=key) for key in jax.random.split(KEY)))
+    return loss_fn, net, eqx.filter_value_and_grad, eqx.filter_jit
 
 
 def arrays(net):
@@ -89,15 +78,8 @@ def arrays(net):
 @pytest.mark.integration
 @pytest.mark.parametrize(
     ("framework", "how"),
-    [
-        *((pure, how) for how in ("loss", "jit", "scaled", "remat")),
-        *((framework, "loss") for framework in (nnx, equinox)),
-        *(
-            pytest.param(framework, how, marks=pytest.mark.exhaustive)
-            for framework, *ways in [(nnx, "jit", "scaled"), (equinox, "jit", "scaled", "remat")]
-            for how in ways
-        ),
-    ],
+    [(framework, how) for framework in (pure, nnx, equinox) for how in ("loss", "jit", "scaled")]
+    + [(pure, "remat"), (equinox, "remat")],
 )
 def test_the_layer_that_overflows_is_named_in_every_framework(framework, how):
     loss_fn, net, transform, jit = framework()
@@ -138,18 +120,26 @@ def test_the_step_of_a_scan_over_layers_is_named():
     assert (found.layer, found.scope) == ("variables['params']['Dense_0']", "step 1/Block")
 
 
-def scanned(step, *, rows=4, **options):
+def scanned(step, rows=lambda _: jnp.arange(4.0), **options):
     """Return a function that carries `x` through `step(w, carry, row)`."""
 
     def fun(p, x):
-        each = lambda carry, row: step(p["w"], carry, row)  # noqa: E731
-        return jax.lax.scan(each, x, x if rows is None else jnp.arange(float(rows)), **options)
+        return jax.lax.scan(lambda carry, row: step(p["w"], carry, row), x, rows(x), **options)
 
     return fun
 
 
+def over_rows(step):
+    return scanned(step, rows=lambda x: x)
+
+
 def large_steps(w, carry, row):
     return carry, w * row * row * 1e30 + carry
+
+
+def second_result_first(w, carry, row):
+    large = w * (1 + row) * 1e30
+    return carry, (jnp.sqrt(-carry - row), large)
 
 
 def saved(p, x):
@@ -162,8 +152,6 @@ def saved(p, x):
     return jax.grad(jax.checkpoint(layers, policy=policy), 1)(p, x)
 
 
-# Finite operation by operation only: XLA may compute `x * (1e30 * 1e30)` in a scan.
-REASSOCIATED = scanned(lambda w, carry, _: (carry, carry * w * 1e30 * 1e30))
 BRANCHES = jnp.sin, lambda y: y.astype(F16).astype(F32)
 
 
@@ -201,9 +189,9 @@ def after_a_logarithm(p, x):
 
 
 ONE, BIG, PART = jnp.ones(2), jnp.full(2, 1e30), jnp.array([1.0, NAN])
-CONSTANT = np.array([1.0, np.nan], np.float32)
-LIMITS = np.array([np.inf, -np.inf], np.float32)
 CLOSED_OVER = "an array that `fun` closes over"
+CONSTANT, LARGE, LIMITS = np.float32([[1.0, np.nan], [1e30, 1.0], [np.inf, -np.inf]])
+LARGEST = jnp.float32(1e30)
 
 
 @pytest.mark.parametrize(
@@ -222,23 +210,13 @@ CLOSED_OVER = "an array that `fun` closes over"
         (scanned(large_steps), BIG, ONE, ("mul", "p['w']", "step 1")),
         (scanned(large_steps, reverse=True), BIG, ONE, ("mul", "p['w']", "step 3")),
         (scanned(lambda w, c, row: (c * w, row)), 1e10 * ONE, ONE, ("mul", "p['w']", "step 3")),
-        (
-            scanned(lambda w, c, row: (c, (w * (1 + row) * 1e30, jnp.sqrt(-c - row))[::-1])),
-            BIG,
-            ONE,
-            ("mul", "p['w']", "step 0"),
-        ),
-        (
-            scanned(lambda w, _, row: (w, w * row), rows=None),
-            BIG,
-            1e30 * PART,
-            ("mul", "p['w']", "step 0"),
-        ),
+        (scanned(second_result_first), BIG, ONE, ("mul", "p['w']", "step 0")),
+        (over_rows(lambda w, _, x: (w, w * x)), BIG, 1e30 * PART, ("mul", "p['w']", "step 0")),
         (jax.named_scope("block")(product), BIG, BIG, ("mul", "p['w']", "block")),
         # Values that are not finite from the start.
         (product, ONE, PART, (None, "x", "")),
         (product, ONE.at[0].set(INF), ONE, (None, "p['w']", "")),
-        (scanned(lambda w, c, row: (c, w * row), rows=None), ONE, PART, (None, "x", "")),
+        (over_rows(lambda w, c, row: (c, w * row)), ONE, PART, (None, "x", "")),
         (jax.jit(lambda p, x: product(p, x) * CONSTANT), ONE, ONE, (None, CLOSED_OVER, "")),
         # Intended infinities, and the NaN that they cause.
         (masked_softmax, ONE, ONE, None),
@@ -272,7 +250,7 @@ def both(params, x):
 def sharded(params, x):
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec()
-    return jax.shard_map(both, mesh=mesh, in_specs=spec, out_specs=spec)(params, x)
+    return jax.shard_map(both, mesh=mesh, in_specs=spec, out_specs=spec)({"net": params["net"]}, x)
 
 
 def looped(params, x):
@@ -282,25 +260,26 @@ def looped(params, x):
 @pytest.mark.parametrize(
     ("fun", "operation", "layer"),
     [
-        (both, "mul", "['net']['last']"),
-        (jax.jit(sharded), "shard_map", "['net']"),
-        (looped, "while", "['net']"),
-        (lambda params, _: params["last"]["w"] * params["first"]["w"], "mul", ""),
+        (both, "mul", "params['net']['last']"),
+        (jax.jit(sharded), "shard_map", "params['net']"),
+        (looped, "while", "params['net']"),
+        (lambda params, _: params["net"]["last"]["w"] * params["head"]["w"], "mul", "params"),
     ],
 )
 def test_of_several_layers_that_one_operation_reads_the_common_path_is_named(fun, operation, layer):
-    net = {"first": {"w": ONE}, "last": {"w": BIG}}
-    tied = {"first": {"w": 1e8 * BIG}, "last": {"w": 3e8 * BIG}}
-    params = {"net": net} if "net" in layer else tied
+    params = {"net": {"first": {"w": ONE}, "last": {"w": BIG}}, "head": {"w": BIG}}
     found = first_nonfinite(fun, params, BIG)
-    assert (found.operation, found.layer) == (operation, "params" + layer)
+    assert (found.operation, found.layer) == (operation, layer)
     assert Path(__file__).name in found.source
 
 
 def test_a_scan_that_is_finite_step_by_step_is_blamed_itself():
-    if jnp.isfinite(REASSOCIATED({"w": 1e-30 * ONE}, ONE)[1]).all():
+    # XLA may compute `x * (1e30 * 1e30)` in a scan.
+    reassociated = scanned(lambda w, carry, _: (carry, carry * w * 1e30 * 1e30))
+    given = {"w": 1e-30 * ONE}, ONE
+    if jnp.isfinite(reassociated(*given)[1]).all():
         pytest.skip("this XLA rounds the scan as its steps (jax 0.12)")
-    found = first_nonfinite(REASSOCIATED, {"w": 1e-30 * ONE}, ONE)
+    found = first_nonfinite(reassociated, *given)
     assert (found.operation, found.layer) == ("scan", "p['w']")
 
 
@@ -348,8 +327,7 @@ def cast_before_both_are_read(p, x):
 
 
 def recomputed(p, x):
-    sigmoid = lambda x: 1 / (1 + jnp.exp(-p["c"]["w"] * x))  # noqa: E731
-    return jax.checkpoint(sigmoid)(-x).sum()
+    return jax.checkpoint(lambda x: 1 / (1 + jnp.exp(-p["c"]["w"] * x)))(-x).sum()
 
 
 BETWEEN = {
@@ -379,10 +357,6 @@ def test_an_operation_between_layers_belongs_to_one_of_them(fun, expected):
     assert (found.layer[3:4], found.backward) == expected
 
 
-LARGEST = jnp.float32(1e30)
-CLOSED_OVER_BY = np.array([1e30, 1.0], np.float32)
-
-
 def masked(number, dtype=F16, mask=False):
     def fun(p, x):
         return jax.nn.softmax(jnp.where(mask, p["w"].astype(dtype), number)).astype(F32) * x
@@ -398,7 +372,7 @@ def masked(number, dtype=F16, mask=False):
         (masked(7e4), "70000 is beyond float16; write `jnp.finfo(x.dtype).max`"),
         (masked(500.0, jnp.float8_e4m3fn), "500 is beyond float8_e4m3fn; write"),
         (lambda p, _: p["w"].astype(F16) * LARGEST.astype(F16), "1e+30 is beyond float16"),
-        (lambda p, _: p["w"].astype(F16) * jnp.asarray(CLOSED_OVER_BY).astype(F16), None),
+        (lambda p, _: p["w"].astype(F16) * jnp.asarray(LARGE).astype(F16), None),
     ],
 )
 def test_a_constant_that_a_cast_makes_infinite_is_named_with_its_line(fun, says):
@@ -412,12 +386,12 @@ def test_a_constant_that_a_cast_makes_infinite_is_named_with_its_line(fun, says)
 
 
 def test_a_box_around_a_parameter_is_not_a_layer():
-    params = {"net": {"energy": {"w": nn.Partitioned(BIG, (None,))}, "head": {"w": ONE}}}
+    params = {"energy": {"w": nn.Partitioned(BIG, (None,))}, "head": {"w": ONE}}
 
     def fun(params, x):
-        return params["net"]["energy"]["w"].value * x * params["net"]["head"]["w"]
+        return params["energy"]["w"].value * x * params["head"]["w"]
 
-    assert first_nonfinite(fun, params, BIG).layer == "params['net']['energy']"
+    assert first_nonfinite(fun, params, BIG).layer == "params['energy']"
 
 
 def test_arguments_are_named_as_well_as_can_be():
@@ -508,13 +482,6 @@ def test_an_infinity_that_the_next_step_discards_is_not_blamed(result, steps, x,
     for reverse in (False, True):
         found = first_nonfinite(fun, jnp.float32(x), reverse)
         assert (found and found.operation) == operation
-
-
-def test_what_is_not_selected_is_not_blamed():
-    fun = lambda x: jnp.where(x > 0, jnp.sqrt(-x), jnp.exp(100 * x))  # noqa: E731
-    found = first_nonfinite(fun, jnp.array([-1.0, 2.0]))
-    assert (found.operation, found.nan) == ("sqrt", 1)
-    assert first_nonfinite(fun, jnp.array([-1.0, -2.0])) is None
 
 
 def test_a_training_step_is_searched_with_a_number_written_into_it():

@@ -33,7 +33,6 @@ def train_step(params, opt_state):
 
 for _ in range(3):
     params, opt_state = train_step(params, opt_state)
-    {between}
 print(seen.count("trace"), seen.count("/jax/core/compile/backend_compile_duration"))
 """
 MASTERS = "ols.with_master_weights(optax.adamw(1e-2), remainders=True)"
@@ -43,18 +42,8 @@ ONCE = {
 }
 
 
-def traced_and_compiled(optimizer, between=""):
-    command = [sys.executable, "-c", PROGRAM.format(optimizer=optimizer, between=between)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
-    assert done.returncode == 0, done.stderr
-    return [int(count) for count in done.stdout.split()]
-
-
 @pytest.mark.parametrize("optimizer", ONCE.values(), ids=ONCE)
 def test_the_first_step_of_a_process_is_traced_and_compiled_once(optimizer):
-    assert traced_and_compiled(optimizer) == [1, 1]
-
-
-@pytest.mark.exhaustive  # proves that the test above can fail
-def test_a_step_that_jax_forgets_is_counted_again():
-    assert traced_and_compiled(ONCE["skipping"], between="jax.clear_caches()") == [3, 3]
+    command = [sys.executable, "-c", PROGRAM.format(optimizer=optimizer)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    assert (done.stdout.split(), done.returncode) == (["1", "1"], 0), done.stderr

@@ -25,19 +25,18 @@ import optax_lossscale as ols
 pytestmark = pytest.mark.integration
 
 ORACLES = Path(__file__).parent / "oracles"
-
-
-def load(name):
-    return json.loads((ORACLES / f"{name}.json").read_text(encoding="utf-8"))
-
-
-PUBLISHED = load("published")
-RECORDED = [load(f"recorded/{n}") for n in ("tensorflow-2.4", "tensorflow-2.21", "mindspore-2.10")]
-# A run of a policy and its results, in the format of the recordings.
-RUNS = [run for recording in RECORDED for run in recording["trajectories"]]
-RUNS += [{"kind": row["peer"], **row, "loss_scale": row["ours"]} for row in PUBLISHED]
+PUBLISHED = json.loads((ORACLES / "published.json").read_text("utf-8"))
+FILES = "tensorflow-2.4", "tensorflow-2.21", "mindspore-2.10"
+RECORDED = [json.loads((ORACLES / f"recorded/{n}.json").read_text("utf-8")) for n in FILES]
 NOT_FINITE = {"F": np.nan, "n": np.nan, "+": np.inf, "-": -np.inf}
 LARGEST = 2.0**126
+# A run of a policy and its results, in the format of the recordings. Those have no ceiling.
+RUNS = [{"kind": row["peer"], **row, "loss_scale": row["ours"]} for row in PUBLISHED]
+RUNS += [
+    {**run, "policy": {"max_scale": LARGEST} | run["policy"]}
+    for recording in RECORDED
+    for run in recording["trajectories"]
+]
 
 
 class Traced(ols.DynamicLossScale):
@@ -56,12 +55,9 @@ def multipliers(runs):
 
 def as_arrays(runs):
     """Return the hyper-parameters of many policies, each as one array."""
-    # The recorded systems have no ceiling.
-    ceilings = [{} if "peer" in run else {"max_scale": LARGEST} for run in runs]
-    given = [ceiling | run["policy"] for ceiling, run in zip(ceilings, runs, strict=True)]
     dtypes = {float: np.float32, int: np.int32}
     return {
-        name: np.array([policy.get(name, default) for policy in given], dtypes[type(default)])
+        name: np.array([run["policy"].get(name, default) for run in runs], dtypes[type(default)])
         for name, default in DYNAMIC_DEFAULTS.items()
         if name != "consecutive_hysteresis"
     }

@@ -1,11 +1,10 @@
 """`precision_report` sees every matrix product that runs, and in which dtype."""
 
 import dataclasses
-from itertools import starmap
+from functools import partial
 from pathlib import Path
 from unittest.mock import ANY
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,11 +16,7 @@ from jax.experimental import pallas
 from jax.sharding import PartitionSpec
 
 from optax_lossscale._support.jaxprs import products_of
-from optax_lossscale.diagnostics import (
-    MatrixProducts,
-    format_precision_report,
-    precision_report,
-)
+from optax_lossscale.diagnostics import MatrixProducts, format_precision_report, precision_report
 
 # Programs of users rely on promotion, and the report says where it leads.
 pytestmark = pytest.mark.integration
@@ -43,35 +38,6 @@ def line_of(comment):
     return f"{__file__}:{number}: {line.strip()}"
 
 
-class LinenNet(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Conv(4, (3,), dtype=F16)(x[..., None]).reshape(len(x), -1)
-        x = nn.remat(nn.Dense)(8, dtype=F16)(x)
-        return nn.Dense(3, dtype=F32)(x)  # the head
-
-
-@pytest.mark.slow
-def test_linen_with_remat_and_a_head_in_float32():
-    model = LinenNet()
-    params = jax.eval_shape(model.init, jax.random.key(0), X)
-    report = precision_report(jax.grad(lambda p, x: model.apply(p, x).mean()), params, X)
-    # Forward, and backward for the weights; of all but the first layer for the input, too. The
-    # layer with `remat` needs no product of its forward pass again.
-    assert {k: v.count for k, v in report.items()} == {"float16": 5, "float32": 2}
-    assert report["float32"].source == line_of("# the head")
-    assert report["float32"].flops == 2 * (2 * 4 * 8 * 3)
-
-
-class NNXNet(nnx.Module):
-    def __init__(self, rngs):
-        self.first = nnx.Linear(8, 8, dtype=jnp.bfloat16, rngs=rngs)
-        self.head = nnx.Linear(8, 1, dtype=F32, rngs=rngs)
-
-    def __call__(self, x):
-        return self.head(self.first(x))
-
-
 def test_nnx_with_the_module_as_an_argument_into_which_a_step_writes():
     def loss_fn(model, x):
         return jnp.mean(model(x))
@@ -79,7 +45,8 @@ def test_nnx_with_the_module_as_an_argument_into_which_a_step_writes():
     def step(model, optimizer, x):
         optimizer.update(model, nnx.grad(loss_fn)(model, x))
 
-    model = NNXNet(nnx.Rngs(0))
+    first, head = (nnx.Linear(8, 8, dtype=dtype, rngs=nnx.Rngs(0)) for dtype in ("bfloat16", F32))
+    model = nnx.Sequential(first, head)
     optimizer, x = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), jnp.ones((4, 8))
     assert counts(loss_fn, model, x) == {"bfloat16": 1, "float32": 1}
     assert counts(nnx.jit(nnx.value_and_grad(loss_fn)), model, x) == {"bfloat16": 2, "float32": 3}
@@ -105,38 +72,24 @@ def wide(x, w):
     return (x.astype(F32) @ w.astype(F32)).astype(F16)
 
 
-@jax.custom_vjp
-def doubled(x, w):
-    return x @ w
-
-
+doubled = jax.custom_vjp(jnp.matmul)
 doubled.defvjp(
     lambda x, w: (x @ w, (x, w)),
     lambda kept, g: (2 * (g.astype(F32) @ kept[1].T.astype(F32)).astype(F16), 2 * kept[0].T @ g),
 )
 
 
-@jax.custom_jvp
-def one_way(x, w):
-    return x @ w
-
-
-one_way.defjvp(lambda primals, tangents: (one_way(*primals), tangents[0] @ primals[1]))
+one_way = jax.custom_jvp(jnp.matmul)
+one_way.defjvps(lambda tangent, _, __, w: tangent @ w, None)
 
 
 def in_pallas(x, w):
     def kernel(x, w, out):
         out[...] = x[...] @ w[...]
 
-    rows = pallas.BlockSpec((1, 8), lambda i: (i, 0))
-    return pallas.pallas_call(
-        kernel,
-        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        grid=(4,),
-        in_specs=[rows, pallas.BlockSpec((8, 8), lambda _: (0, 0))],
-        out_specs=rows,
-        interpret=True,
-    )(x, w)
+    row, whole = pallas.BlockSpec((1, 8), lambda i: (i, 0)), pallas.BlockSpec(w.shape)
+    where = {"grid": (4,), "in_specs": [row, whole], "out_specs": row}
+    return pallas.pallas_call(kernel, X, **where, interpret=True)(x, w)
 
 
 def in_shard_map(x, w):
@@ -204,8 +157,7 @@ def test_structures(fun, expected):
 
 
 def test_a_primitive_that_holds_functions_of_other_outputs():
-    solve = lambda a, b: jax.scipy.sparse.linalg.cg(a, b)[0]  # noqa: E731
-    assert set(counts(solve, W.astype(F32), W[0].astype(F32))) == {"float32"}
+    assert set(counts(jax.scipy.sparse.linalg.cg, W.astype(F32), W[0].astype(F32))) == {"float32"}
 
 
 def convolution(lhs, kernel, **options):
@@ -214,7 +166,7 @@ def convolution(lhs, kernel, **options):
     return lax.conv_general_dilated(lhs, kernel, dimension_numbers=numbers, **options)
 
 
-IMAGES = jnp.ones((2, 9, 9, 4))
+IMAGES, KERNEL = jnp.ones((2, 9, 9, 4)), jnp.ones((3, 3, 4, 6))
 
 
 @pytest.mark.parametrize(
@@ -223,13 +175,10 @@ IMAGES = jnp.ones((2, 9, 9, 4))
         (jnp.dot, (X, W)),
         (jnp.dot, (W[0], W[0])),
         (lambda a, b: jnp.einsum("bij,bkj->bik", a, b), (jnp.ones((3, 4, 5)), jnp.ones((3, 6, 5)))),
-        (convolution, (IMAGES, jnp.ones((3, 3, 4, 6)))),
-        (
-            lambda x, k: convolution(x, k, window_strides=(2, 3), rhs_dilation=(2, 1)),
-            (IMAGES, jnp.ones((3, 3, 4, 6))),
-        ),
-        (lambda x, k: convolution(x, k, feature_group_count=2), (IMAGES, jnp.ones((3, 3, 2, 6)))),
-        (lambda x, k: convolution(x, k, batch_group_count=2), (IMAGES, jnp.ones((3, 3, 4, 6)))),
+        (convolution, (IMAGES, KERNEL)),
+        (partial(convolution, window_strides=(2, 3), rhs_dilation=(2, 1)), (IMAGES, KERNEL)),
+        (partial(convolution, feature_group_count=2), (IMAGES, KERNEL[:, :, :2])),
+        (partial(convolution, batch_group_count=2), (IMAGES, KERNEL)),
     ],
 )
 def test_operations_are_those_that_xla_counts(fun, args):
@@ -282,12 +231,10 @@ def test_the_dtype_with_the_most_operations_comes_first_and_is_written_first():
 
 
 def test_products_that_are_scaled_by_blocks_are_counted():
-    given = [((1, 4, 32), "float8_e4m3fn"), ((1, 6, 32), "float8_e4m3fn")]
-    given += [((1, 4, 1), "float8_e8m0fnu"), ((1, 6, 1), "float8_e8m0fnu")]
-    (products,) = precision_report(
-        jax.nn.scaled_matmul, *starmap(jax.ShapeDtypeStruct, given)
-    ).items()
-    assert products == ("float8_e4m3fn", MatrixProducts(1, 2 * 4 * 6 * 32, ANY))
+    operands = (jax.ShapeDtypeStruct((1, n, 32), "float8_e4m3fn") for n in (4, 6))
+    scales = (jax.ShapeDtypeStruct((1, n, 1), "float8_e8m0fnu") for n in (4, 6))
+    report = precision_report(jax.nn.scaled_matmul, *operands, *scales)
+    assert report == {"float8_e4m3fn": MatrixProducts(1, 2 * 4 * 6 * 32, ANY)}
 
 
 def test_words_without_products_or_lines():

@@ -1,4 +1,9 @@
-"""`assert_scaled_once` accepts right steps of every framework, and names each mistake."""
+"""`assert_scaled_once` accepts gradients that are scaled once, and names each mistake.
+
+`docs/testing.md` shows it with real training steps, right and wrong.
+"""
+
+import contextlib
 
 import jax
 import jax.numpy as jnp
@@ -17,39 +22,10 @@ pytestmark = pytest.mark.integration
 TX = ols.with_loss_scaling(optax.adam(1e-3))
 
 
-@pytest.mark.slow
-def test_a_right_step_passes_and_each_mistake_is_named():
-    model = nnx.Linear(3, 1, dtype=jnp.float16, rngs=nnx.Rngs(1))
-    state, params = nnx.Optimizer(model, TX, wrt=nnx.Param), model
-    transform = nnx.value_and_grad
-
-    def loss_fn(model):
-        return jnp.mean((model(jnp.ones((4, 3))).astype(jnp.float32) - 1) ** 2)
-
-    def right(state, params):
-        return ols.value_and_grad(loss_fn, transform=transform)(state, params)[1]
-
-    def not_scaled(_state, params):
-        return transform(loss_fn)(params)[1]
-
-    def scaled_twice(state, params):
-        def scaled(params):
-            return ols.scale_loss(loss_fn(params), state)
-
-        return ols.value_and_grad(scaled, transform=transform)(state, params)[1]
-
-    def unscaled(grad_fn):
-        return lambda state, params: ols.unscale_and_check(grad_fn(state, params), state)[0]
-
-    assert assert_scaled_once(right, state, params) is None
-    for mistake, message in [
-        (not_scaled, "0.00 at .* not scaled"),
-        (scaled_twice, "2.00 at .* scaled twice"),
-        (unscaled(right), "0.00 at .* not scaled, or unscaled before `tx.update`"),
-        (unscaled(not_scaled), "-1.00 at .* not scaled, but unscaled"),
-    ]:
-        with pytest.raises(AssertionError, match=message):
-            assert_scaled_once(mistake, state, params)
+def test_an_optimizer_of_nnx_is_a_state():
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(1))
+    grad_fn = ols.grad(lambda model: jnp.sum(model(jnp.ones((4, 3)))), transform=nnx.value_and_grad)
+    assert_scaled_once(grad_fn, nnx.Optimizer(model, TX, wrt=nnx.Param), model)
 
 
 @pytest.mark.parametrize("loss_scale", [2.0**-100, 3000.7, 2.0**100])
@@ -97,11 +73,9 @@ def test_the_power_of_the_worst_array_is_rounded_to_a_quarter_and_named(powers, 
     def grad_fn(state):
         return [state.loss_scale**k for k in powers]
 
-    if message is None:
+    wrong = pytest.raises(AssertionError, match=message) if message else contextlib.nullcontext()
+    with wrong:
         assert_scaled_once(grad_fn, ols.init())
-    else:
-        with pytest.raises(AssertionError, match=message):
-            assert_scaled_once(grad_fn, ols.init())
 
 
 @pytest.mark.parametrize("value", [0.0, np.nan, np.inf])

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -14,10 +13,8 @@ sys.path.insert(0, str(ROOT))  # benchmarks/ and examples/ are not installed
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _promotion():
-    """Use the standard promotion of users instead of the strict one of the package tests."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+def _promotion(_defaults):
+    """Run as the documents do: with the promotion of users, and quickly compiled."""
 
 
 @pytest.fixture(scope="session")
@@ -26,12 +23,12 @@ def python():
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     env |= {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
-    def run(*arguments, cwd, status=0):
+    def run(*arguments, cwd):
         command = [sys.executable, *map(str, arguments)]
         done = subprocess.run(  # noqa: S603, our own scripts
             command, cwd=cwd, env=env, capture_output=True, text=True, check=False
         )
-        assert done.returncode == status, done.stdout + done.stderr
+        assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout, done.stderr
 
     return run

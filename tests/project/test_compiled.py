@@ -14,7 +14,7 @@ from benchmarks.contenders import CONTENDERS
 for needed in ("jax_cuda12_plugin", "libtpu"):
     pytest.importorskip(needed, reason=f"{needed} is of the group `aot`: `make aot` installs it")
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.usefixtures("optimized")
 
 # By case, contender and backend, at most: bytes (on a TPU, estimated cycles) against the baseline,
 # kernels, exchanges between devices, and bytes exchanged, both beyond the baseline's.

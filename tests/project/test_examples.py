@@ -1,5 +1,6 @@
-"""The examples run and learn, and the demonstration fails when it should."""
+"""The examples run, learn and are notebooks, and the demonstration fails when it should."""
 
+import json
 import re
 import runpy
 from pathlib import Path
@@ -7,8 +8,6 @@ from pathlib import Path
 import jax
 import pytest
 from process_worker import tiny_example
-
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quickly_compiled")]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -25,6 +24,28 @@ def test_an_example_is_short_enough_to_copy_whole():
     lengths = {path.stem: path.read_text("utf-8").count("\n") for path in EXAMPLES.glob("*.py")}
     assert lengths.pop("reinforce") <= 150  # a policy, with its cache, that samples and learns
     assert max(lengths.values()) <= 120
+
+
+def test_a_notebook_has_the_code_of_its_example_and_all_that_the_format_requires(tmp_path):
+    runpy.run_path(str(EXAMPLES.parent / "docs/notebooks.py"))["write"](tmp_path)
+    examples = [*EXAMPLES.glob("*.py")]
+    assert len(examples) == len([*tmp_path.glob("*.ipynb")]) > 5
+    for example in examples:
+        notebook = json.loads((tmp_path / f"{example.stem}.ipynb").read_text("utf-8"))
+        assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+        cells = notebook["cells"]
+        assert len({cell["id"] for cell in cells}) == len(cells) > 3
+        for cell in cells:
+            more = {"outputs", "execution_count"} if cell["cell_type"] == "code" else set()
+            assert cell.keys() == {"id", "cell_type", "metadata", "source"} | more
+
+        first, *codes = [cell["source"] for cell in cells if cell["cell_type"] == "code"]
+        assert first.startswith("import sys\n\nsys.argv = ")
+        docstring, code = example.read_text("utf-8").removeprefix('"""').split('"""\n', 1)
+        assert docstring.strip() in cells[0]["source"]
+        lines = [line for line in "\n".join(codes).splitlines() if line]
+        assert lines == [line for line in code.splitlines() if line]
+        assert all(code and not code.startswith("\n") for code in codes)
 
 
 def test_word_model_prints_and_draws_and_fails_when_too_short(tmp_path, monkeypatch, capsys):
@@ -115,16 +136,13 @@ def test_diagnose_finds_and_fixes_three_failures_and_draws_them(tmp_path, capsys
 
 
 @pytest.mark.exhaustive
-def test_reinforce_learns_and_finer_formats_agree_better(tmp_path, capsys):
+def test_reinforce_learns_in_every_format(tmp_path, capsys):
     main = load("reinforce")["main"]
     main.__globals__["PROMPTS"] = 16
     runs = main(["--steps=40", f"--output={tmp_path / 'a.png'}"])
     for right, _, skipped, _ in runs.values():
         assert right[-10:].mean() > right[:10].mean() + 0.1
         assert skipped[-1] == 0
-    gaps = [mismatch.mean() for _, mismatch, _, _ in runs.values()]
-    assert gaps[0] < 1e-6
-    assert 4 < gaps[1] / gaps[2] < 16  # bfloat16 has three bits less than float16
     head, *rows = capsys.readouterr().out.splitlines()
     assert re.findall(r"\d+", head) == ["10", "20", "30", "40"]
     assert len(rows) == 3

@@ -1,4 +1,4 @@
-"""docs/training.md shows the stored measurements, and they can be reproduced."""
+"""`make fidelity`: the pages show the stored measurements, and these can be reproduced."""
 
 import json
 import math
@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from benchmarks import page
+from benchmarks import page, reinforcement, spikes
 from benchmarks.fidelity import __main__ as command
 from benchmarks.fidelity import report, state, tasks, training
+from examples import reinforce
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quickly_compiled")]
-
-PAGE = Path(__file__).parents[2] / "docs/training.md"
-STORED = json.loads(PAGE.with_suffix(".json").read_text())
+DOCS = Path(__file__).parents[2] / "docs"
+STORED = json.loads((DOCS / "training.json").read_text())
 FLOAT32, FLOAT16, SCALED = training.FLOAT32, training.FLOAT16, training.SCALED
 
 
@@ -52,7 +51,7 @@ def test_a_short_run_trains_with_and_without_loss_scaling(monkeypatch):
 @pytest.mark.exhaustive
 def test_a_short_run_trains_every_task_and_writes_the_page(python, tmp_path):
     options = "--quick", "--only", "fidelity", f"--pages={tmp_path}"
-    python("-W", "error", "-m", "benchmarks.fidelity", *options, cwd=PAGE.parents[1])
+    python("-W", "error", "-m", "benchmarks.fidelity", *options, cwd=DOCS.parent)
     trained = json.loads((tmp_path / "training.json").read_text())["tasks"]
     assert [task["name"] for task in trained] == list(tasks.TASKS)
     for task in trained:
@@ -62,7 +61,7 @@ def test_a_short_run_trains_every_task_and_writes_the_page(python, tmp_path):
 
 
 def test_the_page_shows_the_stored_numbers_and_those_are_of_the_tasks_as_they_are(all_tasks):
-    text = PAGE.read_text()
+    text = (DOCS / "training.md").read_text()
     assert page.replaced(text, "fidelity", report.block(STORED)) == text
     assert STORED["loss_scale"] == training.WAYS[SCALED][1].get_config()
     for stored, task in zip(STORED["tasks"], all_tasks, strict=True):
@@ -112,7 +111,7 @@ def test_the_interval_is_students():
 
 
 def test_the_bytes_per_parameter_on_the_page_are_those_of_today():
-    text = (PAGE.parent / "bfloat16_state.md").read_text()
+    text = (DOCS / "bfloat16_state.md").read_text()
     assert page.replaced(text, "memory", state.memory(quick=False).text) == text
 
 
@@ -124,3 +123,96 @@ def test_a_short_run_measures_each_way(part, number):
     _, measure = command.PARTS[part]
     _, _, *rows = measure(quick=True).text.partition("\n\n")[0].splitlines()
     assert {len(re.findall(r"±|[+-]0\.0\d+ \|", row)) for row in rows} == {number}
+
+
+# --- docs/reinforcement_learning.md: two policies that should agree
+
+HALVES = {n: jax.ShapeDtypeStruct(shape, jnp.float16) for n, shape in reinforce.SHAPES.items()}
+
+
+def both(params):
+    """Return the log-probabilities of sampled tokens, as sampled and as trained."""
+    prompts = jax.random.randint(jax.random.key(0), (64, reinforce.DIGITS), 0, 10)
+    answers, sampled = reinforce.sample(params, prompts, jax.random.key(1))
+    return sampled, reinforce.trained(params, prompts, answers)
+
+
+def test_decoding_with_the_cache_gives_the_log_probabilities_of_the_whole_sequence():
+    draw = np.random.default_rng(0)
+    params = {name: jnp.float32(draw.normal(0, 0.2, shape.shape)) for name, shape in HALVES.items()}
+    sampled, trained = jax.jit(both)(params)
+    np.testing.assert_allclose(sampled, trained, rtol=0, atol=1e-5)
+    assert np.ptp(sampled) > 1  # the tokens differ in probability
+
+
+def test_every_product_of_both_policies_is_in_the_format():
+    (products,) = ols.diagnostics.precision_report(both, HALVES).items()
+    assert products[0] == "float16"
+    assert products[1].count >= 15
+
+
+@pytest.mark.exhaustive
+def test_a_short_run_has_every_format():
+    numbers = reinforcement.measure(quick=True).numbers
+    (ways,) = numbers["runs"].values()
+    gap = {way: np.mean([run["gap"] for run in runs]) for way, runs in ways.items()}
+    assert gap[FLOAT32] < gap[SCALED] < gap["bfloat16"]
+
+
+def test_the_page_shows_the_stored_numbers_which_show_its_conclusions():
+    stored = json.loads((DOCS / "reinforcement_learning.json").read_text())
+    assert (DOCS / "reinforcement_learning.md").read_text().count(reinforcement.tables(stored)) == 1
+    for ways in stored["runs"].values():
+        right, gap = (
+            {way: np.array([run[name] for run in runs]) for way, runs in ways.items()}
+            for name in ("right", "gap")
+        )
+        for way in ways.keys() - {FLOAT32}:
+            mean, margin = page.interval(right[way] - right[FLOAT32])
+            assert abs(mean) <= margin  # nothing is learnt better or worse
+        assert gap["bfloat16"].mean() / gap[SCALED].mean() == pytest.approx(8, rel=0.15)
+
+
+# --- docs/skipping.md: what four rules skip of real losses
+
+QUIET = np.tile(np.float32([1, 1.1, 0.9]), 200)  # deviation 0.082
+
+
+def skipped(name, losses):
+    return list(np.flatnonzero(spikes.RULES[name](losses)))
+
+
+def test_only_spike_skips_a_small_spike_after_a_large_one():
+    spiked = QUIET.copy()
+    spiked[[300, 310]] = 100, 3
+    assert [310 in skipped(name, spiked) for name in spikes.RULES] == [True, True, False, False]
+
+
+def test_a_new_level_is_learnt_by_every_rule_and_by_the_peers_sooner():
+    risen = QUIET + np.where(np.arange(len(QUIET)) < 300, 0, 20 * 0.082).astype(np.float32)
+    lost = {name: len(skipped(name, risen)) for name in spikes.RULES}
+    assert 10 < lost["`Spike()`"] <= 20
+    assert 0 < lost["MaxText"] <= lost["Levanter"] < lost["`Spike()`"]
+    assert all(np.isin(skipped(name, risen), np.arange(300, 330)).all() for name in spikes.RULES)
+
+
+@pytest.mark.parametrize("name", spikes.RULES)
+def test_a_spike_and_nothing_else_is_skipped_once_the_window_is_half_full(name):
+    first = 63 if name == "MaxText" else 64
+    for step in (first - 1, first, 300):
+        spiked = QUIET.copy()
+        spiked[step] = 5
+        assert skipped(name, spiked) == [step] * (step >= first)
+
+
+def test_the_deviation_of_maxtext_has_one_degree_of_freedom_less_and_no_least_value():
+    losses = np.tile(np.float32([0, 2]), 32)  # 64 values: deviation 1, or 1.0079
+    ended = np.append(losses, np.float32(1 + 6 * 1.004))
+    assert (skipped("MaxText", ended), skipped("Levanter", ended)) == ([], [64])
+    equal = np.ones(200, np.float32)
+    equal[100] += 4e-6
+    assert (skipped("MaxText", equal), skipped("Levanter", equal)) == ([100], [])
+
+
+def test_the_page_shows_each_rule():
+    assert " | ".join(["losses", "steps", *spikes.RULES]) in (DOCS / "skipping.md").read_text()
