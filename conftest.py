@@ -84,16 +84,7 @@ if jax.version.__version_info__[:2] == (0, 10):
 
 
 @pytest.fixture(scope="module")
-def quickly_compiled() -> Iterator[None]:
-    """Compile with few optimizations, because compilation dominates for programs this small."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
-@pytest.fixture(scope="module")
-def _defaults(quickly_compiled: None) -> Iterator[None]:  # noqa: ARG001, used for its effect
+def _defaults() -> Iterator[None]:
     """Run as a reader does, without the strictness that `tests` asks of the library."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield

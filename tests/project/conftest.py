@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT))  # benchmarks/ and examples/ are not installed
 
 @pytest.fixture(scope="module", autouse=True)
 def _promotion(_defaults):
-    """Run as the documents do: with the promotion of users, and quickly compiled."""
+    """Run as the documents do: with the promotion of users."""
 
 
 @pytest.fixture(scope="session")
