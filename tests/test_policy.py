@@ -34,19 +34,12 @@ DYNAMIC = {
     "no powers of two": dict(zip(NAMES, (10.1, 2, 1.7, 0.3, 0.37, 33.3), strict=True)),
     "products that leave float32": dict(zip(NAMES, (4, 2, 3e38, 2e-38, 1, 2.0**126), strict=True)),
 }
-CASES = {
-    **{
-        name: (ols.DynamicLossScale(**hyper), dynamic_step(**hyper))
-        for name, hyper in DYNAMIC.items()
-    },
+UNCHECKED = {"skip_nonfinite": False}
+CASES = {name: (ols.DynamicLossScale(**h), dynamic_step(**h)) for name, h in DYNAMIC.items()} | {
     "fixed": (ols.FixedLossScale(12.5), fixed_step()),
-    "fixed, unchecked": (
-        ols.FixedLossScale(3, skip_nonfinite=False),
-        fixed_step(skip_nonfinite=False),
-    ),
+    "fixed, unchecked": (ols.FixedLossScale(3, **UNCHECKED), fixed_step(**UNCHECKED)),
 }
 QUICK = {"consecutive 3", "no powers of two", "fixed"}
-SLOW = pytest.mark.slow  # all of them together
 
 F32_MAX = float(np.finfo(np.float32).max)
 T, F = True, False
@@ -95,7 +88,10 @@ def assert_states_equal(state, expected):
 
 @pytest.mark.parametrize(
     ("policy", "step"),
-    [pytest.param(*case, id=n, marks=() if n in QUICK else SLOW) for n, case in CASES.items()],
+    [
+        pytest.param(*case, id=name, marks=() if name in QUICK else pytest.mark.slow)
+        for name, case in CASES.items()
+    ],
 )
 def test_every_sequence_of_flags_gives_what_the_written_rule_gives(policy, step):
     step = functools.cache(step)
