@@ -1,7 +1,6 @@
 """A tiny task to train on one device, on several devices, and in several processes.
 
-Run as a script, this file is one of these processes. It reads its orders as JSON from the command
-line and writes its report as JSON to a file.
+Run as a script, this file is one of these processes, with orders in JSON on the command line.
 """
 
 import json
@@ -171,9 +170,6 @@ def main(orders):
         orders["processes"],
         orders["process"],
         coordinator_bind_address=orders["coordinator"],  # the default is every interface
-        initialization_timeout=60,
-        heartbeat_timeout_seconds=30,
-        shutdown_timeout_seconds=30,
     )
     mesh = jax.make_mesh((jax.device_count(),), ("data",), (AxisType.Auto,))
     directory = Path(orders["directory"])

@@ -24,16 +24,17 @@ WORKER = Path(__file__).with_name("process_worker.py")
 TIMEOUT = 240  # for a busy machine; a run takes ten seconds
 
 
-def run_workers(directory, count, devices):
-    """Run some workers to completion, and return their reports."""
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Return the reports of two processes with two devices each, and their checkpoint folder."""
+    directory = tmp_path_factory.mktemp("processes")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{free.getsockname()[1]}"
-    orders = {"coordinator": coordinator, "processes": count, "devices": devices}
-    orders["directory"] = str(directory)
+    orders = {"coordinator": coordinator, "processes": 2, "devices": 2, "directory": str(directory)}
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
     inherited["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # they compile more than they compute
-    logs = [directory / f"log{i}.txt" for i in range(count)]
+    logs = [directory / f"log{i}.txt" for i in range(2)]
     running = []
     try:
         for i, log in enumerate(logs):
@@ -48,7 +49,7 @@ def run_workers(directory, count, devices):
                 )
             running.append(process)
         end = time.monotonic() + TIMEOUT
-        # If one fails, the others would wait for it forever.
+        # If one fails, the other would wait for it forever.
         while time.monotonic() < end and {p.poll() for p in running} <= {None, 0}:
             if all(p.poll() == 0 for p in running):
                 break
@@ -57,16 +58,9 @@ def run_workers(directory, count, devices):
         for process in running:
             process.kill()
             process.wait()
-    codes = [process.returncode for process in running]
-    assert codes == [0] * count, "\n".join(log.read_text(errors="replace")[-3000:] for log in logs)
-    return [json.loads((directory / f"report{i}.json").read_text()) for i in range(count)]
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """Return the reports of two processes with two devices each, and their checkpoint folder."""
-    directory = tmp_path_factory.mktemp("processes")
-    reports = run_workers(directory, 2, devices=2)
+    said = "\n".join(log.read_text(errors="replace")[-3000:] for log in logs)
+    assert [process.returncode for process in running] == [0, 0], said
+    reports = [json.loads((directory / f"report{i}.json").read_text()) for i in range(2)]
     assert [report["devices"] for report in reports] == [[2, 4]] * 2
     return reports, directory
 
