@@ -36,8 +36,9 @@ pytestmark = pytest.mark.integration
 
 DEVICES = 8
 AUTO = AxisType.Auto
-EVERYWHERE = {"w1": P(), "b1": P(), "w2": P()}
-SPREAD = {"w1": P("data"), "b1": P("data"), "w2": P("data")}
+EVERYWHERE, SPREAD, OVER_MODEL = (
+    dict.fromkeys(("w1", "b1", "w2"), spec) for spec in (P(), P("data"), P("model"))
+)
 
 
 class Way(NamedTuple):
@@ -118,10 +119,7 @@ WAYS = {
     ),
     "manual FSDP": Way(WITH_VMA, SPREAD, loss_fn=gathered("data", averaged("data")), **LOCAL),
     "manual FSDP over one axis of two": Way(
-        WITH_VMA,
-        mesh=GRID,
-        specs={"w1": P("model"), "b1": P("model"), "w2": P("model")},
-        batch=P(("data", "model")),
+        *(WITH_VMA, OVER_MODEL, P(("data", "model")), GRID),
         loss_fn=gathered("model", averaged(("data", "model"))),
         axis_name=("data", "model"),
         added=FLAGS,
@@ -175,10 +173,8 @@ class Trainer:
         return self._put(batch(step, row), self.specs[2:])
 
     def _put(self, tree, specs):
-        def put(array, spec):
-            return jax.device_put(np.asarray(array), NamedSharding(self.mesh, spec))
-
-        return jax.tree.map(put, tree, specs)
+        shardings = jax.tree.map(lambda _, spec: NamedSharding(self.mesh, spec), tree, specs)
+        return jax.device_put(jax.tree.map(np.asarray, tree), shardings)
 
     def run(self, row):
         """Return the final params and state, and the counters of each step, of all devices."""
@@ -259,21 +255,15 @@ def collectives(compiled):
     )
 
 
-def elements(arrays):
-    return sum(math.prod(map(int, filter(None, s.split(",")))) for _, s in _ARRAY.findall(arrays))
-
-
 def test_at_most_one_small_collective_is_added(trainer):
     inner = optax.with_extra_args_support(trainer.way.inner)
-    found, plain = (collectives(each.compiled) for each in (trainer, Trainer(trainer.way, inner)))
-    added = list(found)
+    added, plain = (collectives(each.compiled) for each in (trainer, Trainer(trainer.way, inner)))
     for kind, arrays in plain:
         # The compiler chooses the order of the arrays in a collective.
         same = [f for f in added if f[0] == kind and sorted(f[1].split()) == sorted(arrays.split())]
         added.remove(same[0])
     assert [arrays for _, arrays in added] == list(trainer.way.added)
     assert {kind for kind, _ in added} <= {"all-reduce"}
-    assert sum(elements(arrays) for _, arrays in added) <= 3
 
 
 @pytest.mark.slow
@@ -300,7 +290,7 @@ def test_each_device_reads_its_own_part_of_the_gradients_once_more():
     assert collectives(scaling) == [("all-reduce", " ".join(["pred[]"] * len(params)))]
 
 
-# The silent mistakes of docs/distributed.md: the wrong way and the right one.
+# The silent mistakes of docs/distributed.md.
 
 
 @pytest.mark.slow
@@ -361,9 +351,8 @@ def test_check_vma_refuses_a_replicated_state_that_was_not_agreed():
 @needs_pcast
 def test_check_vma_sums_in_float16_unless_the_params_vary_before_the_cast():
     def dtypes(name):
-        found = collectives(scaled(name).compiled)
-        arrays = " ".join(a for _, a in found if elements(a) > 64)
-        return {dtype for dtype, _ in _ARRAY.findall(arrays)}
+        found = [_ARRAY.findall(arrays) for _, arrays in collectives(scaled(name).compiled)]
+        return {dtype for arrays in found for dtype, shape in arrays if "," in shape}  # matrices
 
     assert dtypes("shard_map") == {"f16"}
     assert dtypes("shard_map, summed in float32") == {"f32"}
@@ -374,23 +363,19 @@ def test_check_vma_sums_in_float16_unless_the_params_vary_before_the_cast():
 @pytest.mark.filterwarnings("ignore:`params` are b?float16")
 def test_a_float16_mean_overflows_where_a_float32_mean_does_not():
     mesh = jax.make_mesh((2,), ("data",), (AUTO,), devices=jax.devices()[:2])
-    mean = lambda g: jax.lax.pmean(g, "data")  # noqa: E731
-    inside = optax.chain(optax.stateless(lambda g, _: mean(g)), optax.sgd(1.0))
+    tx = ols.with_loss_scaling(optax.sgd(1.0), ols.DynamicLossScale(2.0**10), axis_name="data")
 
-    def update(inner, reduce):
-        tx = ols.with_loss_scaling(inner, ols.DynamicLossScale(2.0**10), axis_name="data")
-
+    def update(dtype):
         def step(g):
-            updates, state = tx.update(reduce(g[0]), tx.init(g[0]), g[0])
+            mean = jax.lax.pmean(g[0].astype(dtype), "data")
+            updates, state = tx.update(mean, tx.init(g[0]), g[0])
             return jnp.stack([updates.astype(jnp.float32), state.loss_scale_state.loss_scale])[None]
 
         mapped = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
         return jax.jit(mapped)(jnp.full(2, 40_000.0, jnp.float16)).tolist()
 
-    applied = [[-40_000 / 1024, 1024]] * 2
-    assert update(optax.sgd(1.0), mean) == [[0, 512]] * 2  # skipped
-    assert update(optax.sgd(1.0), lambda g: mean(g.astype(jnp.float32))) == applied
-    assert update(inside, lambda g: g) == applied
+    assert update(jnp.float16) == [[0, 512]] * 2  # skipped
+    assert update(jnp.float32) == [[-40_000 / 1024, 1024]] * 2
 
 
 @pytest.mark.parametrize(
