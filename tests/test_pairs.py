@@ -186,21 +186,13 @@ class Linen(Plain):
         return carry.replace(**tree)
 
 
-class Group(nnx.Module):
-    def __init__(self, arrays):
-        for name, array in arrays.items():
-            setattr(self, name, nnx.Param(array))
-
-
 class NnxModel(nnx.Module):
     def __init__(self, params):
-        self.encoder, self.head = Group(params["encoder"]), Group(params["head"])
+        for name, x in params.items():
+            setattr(self, name, NnxModel(x) if isinstance(x, dict) else nnx.Param(x))
 
     def tree(self):
-        return {
-            "encoder": {"w": self.encoder.w[...]},
-            "head": {"w": self.head.w[...], "b": self.head.b[...]},
-        }
+        return nnx.to_pure_dict(nnx.state(self, nnx.Param))
 
 
 class Nnx(Plain):
