@@ -23,6 +23,8 @@ pytestmark = pytest.mark.integration
 
 Ours, Theirs = ols_flax.DynamicScale, dynamic_scale.DynamicScale
 FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
+FIELDS = [field.name for field in dataclasses.fields(Ours)]
+NOT_DEFAULT = dict(zip(FIELDS, (4.0, 0.25, 7, 5, 12.0, 2.0), strict=True))
 
 
 def pair(growth_interval=2000, scale=65536.0, **hyperparams):
@@ -42,18 +44,10 @@ def assert_equal(actual, expected):
     assert_same_bits((ours.scale, ours.fin_steps), (theirs.scale, theirs.fin_steps))
 
 
-def linear(w, x):
-    return w * x
-
-
 def in_float16(w, x, b):
     """A loss whose gradient overflows in float16 if the loss scale or x is large."""
     hidden = w["inner"].astype(jnp.float16) * x.astype(jnp.float16)
     return jnp.sum(hidden.astype(jnp.float32) * jnp.float32(0.01)) + w["outer"] * b
-
-
-def with_aux(w, x, b):
-    return in_float16(w, x, b), {"x": x + 1, "count": jnp.int32(3)}
 
 
 CASES = [
@@ -87,10 +81,17 @@ def step(ds, fun, *args):
     return jax.jit(lambda ds, *args: ds.value_and_grad(fun)(*args))(ds, *args)
 
 
+def both(fun, *args, **rule):
+    return [step(ds, fun, *args) for ds in pair(**rule)]
+
+
 @pytest.mark.parametrize(("rule", "options"), CASES, ids=str)
 @pytest.mark.slow
 def test_values_gradients_aux_and_loss_scales_are_those_of_flax(rule, options):
-    fun = with_aux if options.get("has_aux") else in_float16
+    def with_aux(*args):
+        return in_float16(*args), {"x": args[1] + 1, "count": jnp.int32(3)}
+
+    fun = with_aux if "has_aux" in options else in_float16
     results = [run(fun, ds, arguments(), tuple(options.items())) for ds in pair(**rule)]
     assert_equal(*results)
     assert 50 < np.sum(np.asarray(results[0].finite)) < 295  # both kinds of steps
@@ -102,7 +103,9 @@ def test_replicas_average_and_agree_as_in_flax():
     x = jnp.array([[1, FLOAT32_MAX, 1, 1, 2], [3, FLOAT32_MAX, jnp.inf, 1, 1]])
     options = (("axis_name", "batch"),)
     ours, theirs = (
-        jax.vmap(lambda x, ds=ds: run(linear, ds, (jnp.ones(5), x), options), axis_name="batch")(x)
+        jax.vmap(
+            lambda x, ds=ds: run(jnp.multiply, ds, (jnp.ones(5), x), options), axis_name="batch"
+        )(x)
         for ds in pair(growth_interval=2, scale=1.0)
     )
     assert_equal(ours, theirs)
@@ -132,7 +135,7 @@ def test_it_grows_on_the_interval_and_flax_one_step_later():
         x = (jnp.ones(len(ours)), jnp.ones(len(ours)))
         for cls, expected in ((Ours, ours), (Theirs, theirs)):
             ds = cls(growth_interval=3, fin_steps=jnp.int32(count), scale=jnp.float32(8))
-            assert run(linear, ds, x).dynamic_scale.scale.tolist() == expected
+            assert run(jnp.multiply, ds, x).dynamic_scale.scale.tolist() == expected
 
 
 def test_the_interval_may_be_an_array():
@@ -193,11 +196,8 @@ def test_it_can_be_a_tree_of_axes_or_of_shapes():
 
 @pytest.mark.usefixtures("x64")
 def test_float64_gradients_keep_their_type_and_in_flax_do_not():
-    ours, theirs = pair(scale=1024.0)
-    assert (ours.scale.dtype, ours.fin_steps.dtype) == (jnp.float32, jnp.int32)
-    ours, theirs = (
-        step(ds, lambda w: jnp.sum(w**3), jnp.array([1 / 3], jnp.float64)) for ds in (ours, theirs)
-    )
+    assert [x.dtype for x in jax.tree.leaves(Ours(scale=1024.0))] == [jnp.int32, jnp.float32]
+    ours, theirs = both(lambda w: jnp.sum(w**3), jnp.array([1 / 3], jnp.float64), scale=1024.0)
     assert (ours.dynamic_scale.scale.dtype, ours.grad.dtype) == (jnp.float32, jnp.float64)
     assert theirs.grad.dtype == jnp.float32
     np.testing.assert_allclose(ours.grad, 1 / 3, rtol=1e-15)
@@ -206,7 +206,7 @@ def test_float64_gradients_keep_their_type_and_in_flax_do_not():
 def test_the_loss_scale_stays_within_bounds_and_in_flax_grows_to_the_largest_float32():
     args = (jnp.ones(7), jnp.zeros(7))
     ours, theirs = (
-        run(linear, ds, args).dynamic_scale.scale.tolist()
+        run(jnp.multiply, ds, args).dynamic_scale.scale.tolist()
         for ds in pair(growth_interval=1, scale=FLOAT32_MAX / 8)
     )
     assert (max(ours), max(theirs)) == (2.0**126, FLOAT32_MAX)
@@ -236,13 +236,11 @@ def test_a_loss_scale_out_of_bounds_becomes_the_bound_and_gradients_are_true(giv
 
 
 def test_the_loss_is_returned_as_it_is_and_in_flax_overflows_or_becomes_float32():
-    ours, theirs = (step(ds, lambda w: w + 1e38, 1.0) for ds in pair())
+    ours, theirs = both(lambda w: w + 1e38, 1.0)
     assert (float(ours.aux), float(theirs.aux)) == (np.float32(1e38), np.inf)
     assert ours.finite & theirs.finite
     with pytest.warns(UserWarning, match="The loss is float16"):
-        ours, theirs = (
-            step(ds, lambda w: w.astype(jnp.float16) ** 2, 1.0) for ds in pair(scale=128.0)
-        )
+        ours, theirs = both(lambda w: w.astype(jnp.float16) ** 2, 1.0, scale=128.0)
     assert (ours.aux.dtype, theirs.aux.dtype) == (jnp.float16, jnp.float32)
     assert_same_bits(ours.grad, theirs.grad)
 
@@ -250,10 +248,8 @@ def test_the_loss_is_returned_as_it_is_and_in_flax_overflows_or_becomes_float32(
 def test_fp8_metadata_are_not_divided_and_in_flax_are():
     owg = "_overwrite_with_gradient"
     params = {"params": jnp.float32(3), owg: jnp.float32(0)}
-    ours, theirs = (
-        step(ds, lambda p: p["params"] ** 2 + 3 * p[owg], params).grad for ds in pair(scale=8.0)
-    )
-    assert (ours, theirs) == ({"params": 6, owg: 3 * 8}, {"params": 6, owg: 3})
+    results = both(lambda p: p["params"] ** 2 + 3 * p[owg], params, scale=8.0)
+    assert [r.grad for r in results] == [{"params": 6, owg: 3 * 8}, {"params": 6, owg: 3}]
 
 
 def test_it_can_be_donated():
@@ -261,10 +257,6 @@ def test_it_can_be_donated():
     jax.jit(lambda ds: ds.value_and_grad(lambda w: w)(1.0).dynamic_scale, donate_argnums=0)(first)
     assert first.scale.is_deleted()
     assert not other.fin_steps.is_deleted()
-
-
-FIELDS = [field.name for field in dataclasses.fields(Ours)]
-NOT_DEFAULT = dict(zip(FIELDS, (4.0, 0.25, 7, 5, 12.0, 2.0), strict=True))
 
 
 def test_every_field_survives():
