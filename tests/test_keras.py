@@ -193,8 +193,7 @@ def test_keras_schedules_count_micro_steps_ours_applied_steps():
 
 @pytest.mark.slow
 def test_keras_decays_before_the_inner_optimizer_ours_after_it():
-    # The difference shows in an optimizer that reads the params. This one subtracts them, and in
-    # Keras it sees the decayed ones.
+    # The difference shows in an optimizer that reads the params. This one subtracts them.
     class Removing(keras.optimizers.SGD):
         def update_step(self, gradient, variable, learning_rate):
             del gradient, learning_rate
@@ -342,11 +341,9 @@ def test_between_steps_of_accumulation_the_params_are_bitwise_unchanged():
 
 @pytest.mark.slow
 def test_extra_arguments_reach_the_inner_optimizer_through_everything():
-    def update(updates, state, params=None, *, value, **extra_args):
-        del params, extra_args
-        return jax.tree.map(lambda u: -value * u, updates), state
-
-    inner = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    inner = optax.GradientTransformationExtraArgs(
+        lambda _: (), lambda grads, state, _params, *, value, **_: (-value * grads, state)
+    )
     tx = loss_scale_optimizer(inner, 1, **EVERYTHING)
     update = jax.jit(tx.update)
     params = jnp.zeros(3)
