@@ -3,9 +3,7 @@
 The first words name the argument.
 """
 
-import dataclasses
 import decimal
-import fractions
 import functools
 from types import SimpleNamespace
 
@@ -527,12 +525,3 @@ ACCEPTED = [
 def test_the_bounds_themselves_are_accepted():
     for _, call in ACCEPTED:
         call()
-
-
-def test_numbers_of_numpy_become_numbers_of_python():
-    numbers = np.float16(8), np.int32(7), np.float32(4), fractions.Fraction(1, 4), np.float64(0.5)
-    kept = dataclasses.astuple(DynamicLossScale(*numbers, np.int64(9)))
-    assert kept == (8, 7, 4, 0.25, 0.5, 9, 1, False, 2)
-    assert list(map(type, kept)) == [float, int, float, float, float, float, int, bool, int]
-    kept = dataclasses.astuple(FixedLossScale(np.int32(8), np.False_))
-    assert list(map(type, kept)) == [float, bool]

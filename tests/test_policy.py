@@ -1,6 +1,7 @@
 """When the loss scale changes: the rule against its oracle, and the ways to specify a policy."""
 
 import dataclasses
+import fractions
 import functools
 import itertools
 import json
@@ -122,8 +123,12 @@ def test_a_policy_is_frozen_hashable_and_equal_to_another_with_its_hyper_paramet
 
 CONFIGURED = [
     ols.DynamicLossScale(),
-    ols.DynamicLossScale(10.5, 3, 1.5, 0.25, 0.125, 99.5, 4, True, 5),
-    ols.FixedLossScale(10.5, skip_nonfinite=np.False_),
+    # Numbers of NumPy and others become Python's, or JSON would refuse them.
+    ols.DynamicLossScale(
+        *(np.float16(10.5), np.int32(3), np.float32(1.5), fractions.Fraction(1, 4), 0.125, 99.5),
+        *(np.int64(4), np.True_, 5),
+    ),
+    ols.FixedLossScale(np.int32(10), skip_nonfinite=np.False_),
 ]
 
 
@@ -131,6 +136,7 @@ CONFIGURED = [
 def test_a_config_survives_json(policy):
     config = json.loads(json.dumps(policy.get_config()))
     assert config == {"class_name": type(policy).__name__} | dataclasses.asdict(policy)
+    assert type(config.get("initial_scale", config.get("scale"))) is float
     assert ols.as_loss_scale(config) == type(policy).from_config(config) == policy
     del config["class_name"]
     assert type(policy).from_config(config) == policy
