@@ -77,26 +77,20 @@ def pure_functions(params: Params, x: jax.Array) -> None:
     ols.unscale_and_check(grads, state, "data")  # pyright: ignore[reportCallIssue]
 
 
-def wrapper(params: Params, x: jax.Array) -> None:
+def wrappers(params: Params, x: jax.Array) -> None:
     tx = ols.with_loss_scaling(optax.adam(1e-3))
-    assert_type(tx, optax.GradientTransformationExtraArgs)
     ols.with_loss_scaling(optax.MultiSteps(optax.adam(1e-3), 4), OwnPolicy(), axis_name="data")
     opt_state = tx.init(params)
     loss, grads = ols.value_and_grad(loss_fn)(opt_state, params, x)
     _, opt_state = tx.update(grads, opt_state, params, value=loss)
     assert_type(ols.loss_scale_state(opt_state), ols.LossScaleState)
-    assert isinstance(opt_state, ols.WithLossScalingState)
 
-    ols.with_loss_scaling(optax.adam)  # pyright: ignore[reportArgumentType]
-
-
-def other_wrappers(params: Params, x: jax.Array) -> None:
     inner = ols.with_master_weights(optax.adam(1e-3))
     small = ols.with_bfloat16_state(optax.adam(1e-3), keep=lambda path: "nu" in path)
-    tx = ols.skip_if(inner, ols.Spike("grad_norm", window=64))
-    assert_type([small, tx], list[optax.GradientTransformationExtraArgs])
+    guard = ols.skip_if(inner, ols.Spike("grad_norm", window=64))
+    assert_type([tx, inner, small, guard], list[optax.GradientTransformationExtraArgs])
     ols.skip_if(optax.MultiSteps(tx, 2), lambda *_, **__: x > 1, axis_name="data")
-    opt_state, small_state = tx.init(params), small.init(params)
+    opt_state, small_state = guard.init(params), small.init(params)
     assert isinstance(opt_state, ols.WithLossScalingState)
     assert_type(opt_state.rule_state, tuple[Any, ...])
     assert isinstance(opt_state.rule_state[0], ols.SpikeState)
@@ -108,6 +102,7 @@ def other_wrappers(params: Params, x: jax.Array) -> None:
     assert isinstance(small_state, ols.Bfloat16State)
     assert_type(small_state.rounding_count, jax.Array)
 
+    ols.with_loss_scaling(optax.adam)  # pyright: ignore[reportArgumentType]
     ols.Spike(3)  # pyright: ignore[reportArgumentType]
 
 
