@@ -19,14 +19,17 @@ from optax_lossscale.testing import assert_scaled_once
 PACKAGE = Path(inspect.getfile(ols)).parent
 PUBLIC_ROOMS = [ols, ols.diagnostics, ols.flax, ols.keras]
 PUBLIC = {name for room in PUBLIC_ROOMS for name in room.__all__}
-MOST_NAMES, MOST_ARROWS, MOST_LINES = 28, 30, 300
+MOST_NAMES, MOST_LINES = 28, 300
 OPEN_ROOMS = {"_state", "_support", "_xla"}  # every other room may use their names
-MOST_NAMES_OF_XLA = 4
 sys.path.insert(0, str(PACKAGE.parent / "tools"))
 rooms = importlib.import_module("rooms")
 MODULES = rooms.modules(PACKAGE)
 
 FLOAT16 = "<class 'jax.numpy.float16'>"
+DIFFERENTIATE = (
+    "(fun, argnums=0, has_aux=False, *, compute_dtype=None, keep=None, "
+    "transform=value_and_grad, **kwargs)"
+)
 # The signature of each name; for a state its fields, which are part of checkpoints.
 TOP_LEVEL = {
     "Bfloat16State": "(rounding_count, inner_state)",
@@ -50,10 +53,7 @@ TOP_LEVEL = {
     "as_loss_scale": "(loss_scale)",
     "cast": "(tree, dtype, *, keep=None)",
     "diagnostics": None,
-    "grad": (
-        "(fun, argnums=0, has_aux=False, *, compute_dtype=None, keep=None, "
-        "transform=value_and_grad, **kwargs)"
-    ),
+    "grad": DIFFERENTIATE,
     "init": "(loss_scale='dynamic')",
     "loss_scale_state": "(opt_state)",
     "master_weights": "(opt_state, params)",
@@ -62,10 +62,7 @@ TOP_LEVEL = {
     "tree_where": "(pred, on_true, on_false)",
     "unscale_and_check": "(grads, state, *, axis_name=None)",
     "update": "(state, grads_finite, policy, *, loss_finite=True)",
-    "value_and_grad": (
-        "(fun, argnums=0, has_aux=False, *, compute_dtype=None, keep=None, "
-        "transform=value_and_grad, **kwargs)"
-    ),
+    "value_and_grad": DIFFERENTIATE,
     "with_bfloat16_state": "(inner, *, keep=None)",
     "with_loss_scaling": "(inner, loss_scale='dynamic', *, skip_if=None, axis_name=None)",
     "with_master_weights": "(inner, *, remainders=False)",
@@ -106,7 +103,7 @@ def test_names_signatures_and_fields_are_those_of_the_contract(module, contract)
 
 
 @pytest.mark.parametrize("module", PUBLIC_ROOMS)
-def test_all_is_the_sorted_public_names(module):
+def test_all_is_the_sorted_public_names_which_have_docstrings(module):
     names = [
         name
         for name, value in vars(module).items()
@@ -114,13 +111,9 @@ def test_all_is_the_sorted_public_names(module):
         and (value is ols.diagnostics or not isinstance(value, types.ModuleType))
     ]
     assert module.__all__ == sorted(names)
-
-
-def test_every_public_name_has_a_docstring():
-    names = [(module, name) for module in PUBLIC_ROOMS for name in module.__all__]
-    bare = [name for module, name in names if not getattr(module, name).__doc__]
+    bare = [name for name in names if not getattr(module, name).__doc__]
     # An alias cannot hold one before Python 3.14; docs/api/core.md describes it.
-    assert bare == (["LossScaleLike"] if sys.version_info < (3, 14) else [])
+    assert bare == (["LossScaleLike"] if module is ols and sys.version_info < (3, 14) else [])
 
 
 def test_pickles_name_states_policies_and_spikes_as_they_are_imported():
@@ -150,21 +143,13 @@ def room(module):
 
 
 def test_the_package_keeps_the_rules_and_the_picture_of_the_rooms_is_up_to_date():
-    graph, private, faster = {name: set() for name in MODULES}, set(), set()
+    graph, private = {name: set() for name in MODULES}, set()
     for importer, module, name in own_imports():
         graph[importer].add(module)
         if room(module) not in OPEN_ROOMS | {room(importer)} and (name or module) not in PUBLIC:
             private.add((importer, module, name))
-        if room(module) == "_xla" != room(importer):
-            faster.add(name)
     assert private == set()
-    assert len(faster) <= MOST_NAMES_OF_XLA
     graphlib.TopologicalSorter(graph).prepare()  # a circle is a CycleError
     for path in MODULES.values():
-        text = path.read_text("utf-8")
-        assert text.count("\n") <= MOST_LINES, path
-        kinds = ast.Expr, ast.ImportFrom, ast.Assign  # no code
-        if path.name == "__init__.py":
-            assert all(isinstance(node, kinds) for node in ast.parse(text).body), path
-    assert 0 < sum(map(len, rooms.arrows(PACKAGE).values())) <= MOST_ARROWS
+        assert path.read_text("utf-8").count("\n") <= MOST_LINES, path
     assert rooms.PICTURE.read_text("utf-8") == rooms.draw(PACKAGE)  # `python tools/rooms.py`
