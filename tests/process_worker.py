@@ -115,19 +115,14 @@ def sharded(mesh, directory, *, resume):
     def start():
         return init_params(), tx.init(init_params())
 
-    shapes = jax.eval_shape(start)
     places = jax.tree.map(
-        lambda leaf: NamedSharding(mesh, P("data") if leaf.shape else P()), shapes
+        lambda a: NamedSharding(mesh, P("data") if a.shape else P()), jax.eval_shape(start)
     )
+    fresh = jax.jit(start, out_shardings=places)()
     step = jax.jit(make_step(tx), donate_argnums=(0, 1), out_shardings=places)
     with ocp.CheckpointManager(directory) as manager:
         if resume:
-            wanted = jax.tree.map(
-                lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-                shapes,
-                places,
-            )
-            restored = manager.restore(SAVED, args=ocp.args.StandardRestore(wanted))
+            restored = manager.restore(SAVED, args=ocp.args.StandardRestore(fresh))
             return train(mesh, step, restored, first=SAVED)
 
         def save(i, args):
@@ -135,7 +130,7 @@ def sharded(mesh, directory, *, resume):
                 manager.save(i, args=ocp.args.StandardSave(args))
                 manager.wait_until_finished()
 
-        return train(mesh, step, jax.jit(start, out_shardings=places)(), after_step=save)
+        return train(mesh, step, fresh, after_step=save)
 
 
 def replicas(mesh):
