@@ -191,11 +191,9 @@ def test_a_step_is_that_of_flax_on_the_true_gradients():
 
 
 def test_the_value_is_handed_to_the_optimizer_and_decides_whether_to_skip():
-    def update(updates, state, params=None, *, value):
-        del params
-        return jax.tree.map(lambda u: u * value, updates), state
-
-    tx = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    tx = optax.GradientTransformationExtraArgs(
+        lambda _: (), lambda grads, state, _params, *, value: ({"w": grads["w"] * value}, state)
+    )
     state = scalar_state(tx=tx)
     for value, w, applied in ((3, 1 + 2 * 3, 1), (jnp.nan, 1, 0)):
         after = state.apply_gradients(grads=grads_of(state, 2), value=jnp.float32(value))
