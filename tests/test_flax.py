@@ -24,13 +24,12 @@ CONTAINERS = pytest.mark.parametrize(
 )
 
 
-class StateWithMore(TrainState):
-    statistics: jax.Array
-    average: Any
-    key: jax.Array
+class Counting(TrainState):
+    seen: Any = None
+    key: Any = None
 
 
-GUARDED = "params", "statistics", "average", "key"
+GUARDED = "params", "seen", "key"
 X = jax.random.normal(jax.random.key(2), (16, 4))
 BAD = X.at[3, 2].set(jnp.inf)
 TRACES = []
@@ -45,23 +44,14 @@ def step(state, x):
         out = x.astype(jnp.float16) @ params["w"].astype(jnp.float16)
         return state.scale_loss(jnp.mean((out.astype(jnp.float32) - 1) ** 2))
 
-    return state.apply_gradients(
-        grads=jax.grad(loss_fn)(state.params),
-        statistics=state.statistics + x.mean(0),
-        average=jax.tree.map(lambda average, p: average + p, state.average, state.params),
-        key=state.key + 1,
-    )
+    new = {"seen": {"mean": state.seen["mean"] + x.mean(0)}, "key": state.key + 1}
+    return state.apply_gradients(grads=jax.grad(loss_fn)(state.params), **new)
 
 
 def test_a_good_step_moves_everything_and_a_skipped_one_the_loss_scale_only():
-    start = StateWithMore.create(
-        apply_fn=None,
-        params={"w": jnp.full(4, 0.1)},
-        tx=optax.adam(1e-2),
-        statistics=jnp.zeros(4),
-        average={"w": jnp.zeros(4)},
-        key=jax.random.key_data(jax.random.key(1)),
-    )
+    given = {"seen": {"mean": jnp.zeros(4)}, "key": jax.random.key_data(jax.random.key(1))}
+    params, tx = {"w": jnp.full(4, 0.1)}, optax.adam(1e-2)
+    start = Counting.create(apply_fn=None, params=params, tx=tx, **given)
     before = step(start, X)
     for name in GUARDED:
         old, new = (jax.tree.leaves(getattr(state, name)) for state in (start, before))
@@ -91,10 +81,6 @@ def test_a_good_step_moves_everything_and_a_skipped_one_the_loss_scale_only():
     assert len(TRACES) == 1
 
 
-class Counting(TrainState):
-    seen: Any = None
-
-
 def scalar_state(tx=None, **options):
     tx, params = tx or optax.sgd(1.0), {"w": jnp.float32(1)}
     return Counting.create(apply_fn=None, params=params, tx=tx, **options)
@@ -105,18 +91,11 @@ def grads_of(state, value):
 
 
 def test_every_leaf_is_a_strongly_typed_array_from_the_start():
-    class State(TrainState):
-        epoch: int
-        average: float
-        flags: dict
-
-    params = {"w": jnp.asarray(1.0)}  # weakly typed
-    tx = optax.inject_hyperparams(optax.sgd)(0.1)
-    fields = {"epoch": 3, "average": 0.5, "flags": {"on": True}}
-    state = State.create(apply_fn=None, params=params, tx=tx, **fields)
-    dtypes = [leaf.dtype for leaf in (state.step, state.epoch, state.average, state.flags["on"])]
-    assert dtypes == [jnp.int32, jnp.int32, jnp.float32, jnp.bool_]
-    after = jax.jit(lambda s: s.apply_gradients(grads=params, epoch=s.epoch + 1))(state)
+    params, tx = {"w": jnp.asarray(1.0)}, optax.inject_hyperparams(optax.sgd)(0.1)  # weakly typed
+    seen = {"epoch": 3, "average": 0.5, "on": True}
+    state = Counting.create(apply_fn=None, params=params, tx=tx, seen=seen)
+    assert [state.seen[name].dtype for name in seen] == [jnp.int32, jnp.float32, jnp.bool_]
+    after = jax.jit(lambda s: s.apply_gradients(grads=params, seen=s.seen))(state)
     assert types(after) == types(state)
     for leaf in jax.tree.leaves((state, after)):
         assert isinstance(leaf, jax.Array)
