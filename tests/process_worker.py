@@ -89,7 +89,7 @@ def one_device(row):
     return jax.device_get((params, state)), seen
 
 
-def train(mesh, step, args, first=0, after_step=lambda *_: None):
+def train(mesh, step, args, first=0, manager=None):
     """Train to the last step; return the counts after each step and the full parameters."""
     seen = []
     for i in range(first, STEPS):
@@ -100,7 +100,9 @@ def train(mesh, step, args, first=0, after_step=lambda *_: None):
         )
         args = step(*args, *data)
         seen.append(counts(args[1]))
-        after_step(i + 1, args)
+        if manager and i + 1 == SAVED:
+            manager.save(SAVED, args=ocp.args.StandardSave(args))
+            manager.wait_until_finished()
     with jax.set_mesh(mesh):
         ols.diagnostics.check_health(args[1])  # each process looks at its own parts
     gather = jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P()))
@@ -124,13 +126,7 @@ def sharded(mesh, directory, *, resume):
         if resume:
             restored = manager.restore(SAVED, args=ocp.args.StandardRestore(fresh))
             return train(mesh, step, restored, first=SAVED)
-
-        def save(i, args):
-            if i == SAVED:
-                manager.save(i, args=ocp.args.StandardSave(args))
-                manager.wait_until_finished()
-
-        return train(mesh, step, fresh, after_step=save)
+        return train(mesh, step, fresh, manager=manager)
 
 
 def replicas(mesh):
