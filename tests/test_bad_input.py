@@ -25,7 +25,6 @@ from optax_lossscale.testing import assert_scaled_once
 NAN, INF, HUGE = float("nan"), float("inf"), 10**400  # HUGE does not fit a float64
 FLOAT32_MAX, INT32_MAX = float(np.finfo(np.float32).max), 2**31 - 1
 ONE, TWO, HALF = jnp.ones(1), jnp.ones(2), jnp.ones(1, jnp.float16)
-KEY, FLOAT0 = jax.random.key(0), np.zeros(1, jax.dtypes.float0)
 PARAMS, SGD = {"w": ONE}, optax.sgd(0.1)
 MANY = {"held": jnp.int32(129)}
 INJECTED = optax.chain(*[optax.inject_hyperparams(optax.sgd)(0.1)] * 2)
@@ -39,7 +38,6 @@ TORCH = interop.to_torch_state_dict(DynamicLossScale(), STATE)
 DECAY, EMA = {"weight_decay": 0.1, "learning_rate": 0.1}, {"use_ema": True}
 FORGIVING = DynamicLossScale(hysteresis=2)
 SHAPE = jax.ShapeDtypeStruct((2**16, 2**15), jnp.float16)
-NEGATE = optax.scale(-1.0)
 WRAPPERS = ols.with_loss_scaling, ols.skip_if, ols.with_bfloat16_state
 EXPONENTS_READERS = diag.suggest_scale, diag.plot_gradient_exponents
 READERS = diag.metrics, diag.check_health, diag.is_stalled, ols.applied
@@ -335,7 +333,7 @@ TABLE = {
     ],
     "TypeError: `opt_state` must hold float32 masters": [lambda: master_step(PARAMS)],
     "ValueError: `inner` must leave the updates of `with_master_weights` as they are": [
-        lambda: ols.skip_if(optax.chain(MASTERS, NEGATE)).init({"w": HALF}),
+        lambda: ols.skip_if(optax.chain(MASTERS, optax.scale(-1.0))).init({"w": HALF}),
         lambda: started(MASTERS, **DECAY),
         lambda: started(optax.chain(MASTERS), **EMA),
     ],
@@ -357,7 +355,7 @@ TABLE = {
     "TypeError: `loss` must be floating-point, got {}": [
         *named("str at the root", lambda: train_state(tx=SGD).scale_loss("x")),
         *named("complex at the root", lambda: ols.scale_loss(1j, STATE)),
-        *named("key<fry> at the root", lambda: ols.scale_loss(KEY, STATE)),
+        *named("key<fry> at the root", lambda: ols.scale_loss(jax.random.key(0), STATE)),
         *named("int at `['a'][1]`", lambda: ols.scale_loss({"a": [1.0, 1]}, STATE)),
         *named("str at `[1]`", lambda: differentiate(returning([1.0, "x"]))),
     ],
@@ -400,7 +398,7 @@ TABLE = {
     ],
     "TypeError: the leaf at {} must have one dtype in both trees": [
         *named("`['a']`", lambda: choose({"a": ONE}, {"a": HALF})),
-        *named("the root of the tree", lambda: choose(FLOAT0, ONE)),
+        *named("the root of the tree", lambda: choose(np.zeros(1, jax.dtypes.float0), ONE)),
     ],
     "TypeError: `inner` must keep the kind of numbers": [lambda: keep(jnp.arange(1), ONE)],
     # -- diagnostics and testing
