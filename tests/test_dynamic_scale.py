@@ -270,13 +270,11 @@ def numbers_of_step(ds, w=1.0, fun=loss_fn, **options):
     return numbers(ds.value_and_grad(fun, **options)(jnp.full(2, w)))
 
 
-def as_static_argument(lib):
-    static = jax.jit(lambda w, ds: numbers_of_step(ds, w), static_argnames="ds")
-    return [static(jnp.float32(1), ds=lib.DynamicScale(scale=s)) for s in (8.0, 8.0, 2.0**20)]
-
-
 USES = {
-    "a static argument": as_static_argument,
+    "a static argument": lambda lib: [
+        jax.jit(numbers_of_step, static_argnums=0)(lib.DynamicScale(scale=scale))
+        for scale in (8.0, 8.0, 2.0**20)
+    ],
     "a traced minimum": lambda lib: jax.jit(
         lambda m: numbers_of_step(lib.DynamicScale(scale=2.0**20, minimum_scale=m))
     )(2.0**19.5),
