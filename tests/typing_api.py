@@ -27,14 +27,12 @@ def loss_fn(params: Params, x: jax.Array) -> jax.Array:
     return jnp.sum(params["w"] * x)
 
 
-class NotAPolicy:
+class OwnPolicy:
     skip_nonfinite = True
 
     def init(self) -> ols.LossScaleState:
         return ols.init(8)
 
-
-class OwnPolicy(NotAPolicy):
     def update(
         self, state: ols.LossScaleState, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True
     ) -> ols.LossScaleState:
@@ -54,7 +52,7 @@ def policies() -> None:
     ols.DynamicLossScale(growth_interval=2.5)  # pyright: ignore[reportArgumentType]
     dynamic.initial_scale = 8.0  # pyright: ignore[reportAttributeAccessIssue]
     ols.as_loss_scale("dynamical")  # pyright: ignore[reportArgumentType]
-    ols.as_loss_scale(NotAPolicy())  # pyright: ignore[reportArgumentType]
+    ols.as_loss_scale(dynamic.init())  # pyright: ignore[reportArgumentType]
 
 
 def pure_functions(params: Params, x: jax.Array) -> None:
