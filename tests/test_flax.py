@@ -18,6 +18,7 @@ from optax_lossscale.flax import DynamicScale, TrainState
 
 pytestmark = pytest.mark.integration
 
+OWG = "_overwrite_with_gradient"  # the metadata of Flax's fp8 layers
 TOO_LARGE = 2.0**24  # overflows in gradients that are float16
 CONTAINERS = pytest.mark.parametrize(
     "container", [core.unfreeze, core.freeze], ids=["dict", "FrozenDict"]
@@ -207,11 +208,6 @@ def test_a_field_that_it_does_not_take_is_refused():
         given = {name: getattr(state, name, jnp.float32(1))}
         with pytest.raises((AttributeError, TypeError), match=f"'{name}'"):
             state.apply_gradients(grads=grads_of(state, 1), **given)
-
-
-# The metadata of Flax's fp8 layers.
-
-OWG = "_overwrite_with_gradient"
 
 
 @CONTAINERS
