@@ -1,7 +1,4 @@
-"""The mistakes in the table of docs/order.md do what it says, and the remedies work.
-
-Those of which the page has no code block, and no other test has the case.
-"""
+"""The mistakes that docs/order.md has in its table alone do what it says; the remedies work."""
 
 import jax
 import jax.numpy as jnp
