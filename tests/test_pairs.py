@@ -255,8 +255,7 @@ class Scaled(Plain):
                 params, x = (ols.cast(tree, jnp.float16, keep=keep) for tree in (params, x))
             return loss_fn(params, x, loss)
 
-        axis = axis_name(self.features)
-        loss_and_grads = scale.value_and_grad(cast_loss_fn, axis_name=axis)
+        loss_and_grads = scale.value_and_grad(cast_loss_fn, axis_name=axis_name(self.features))
         scale, _, loss, grads = loss_and_grads(params, x, loss)
         updates, opt_state = self.tx.update(grads, opt_state, params, value=loss)
         return scale, optax.apply_updates(params, updates), opt_state
