@@ -74,12 +74,6 @@ def trajectories(policy, states, flags):
     return jax.vmap(lambda state, flags: jax.lax.scan(step, state, flags)[1])(states, flags)
 
 
-def states_of(references):
-    columns = zip(*references, strict=True)
-    dtypes = ["f4", *["i4"] * 4]
-    return ols.LossScaleState(*map(np.array, columns, dtypes))
-
-
 def assert_states_equal(state, expected):
     """Compare every field with the last axis of `expected`, exactly."""
     for number, name in enumerate(ols.LossScaleState._fields):
@@ -100,7 +94,8 @@ def test_every_sequence_of_flags_gives_what_the_written_rule_gives(policy, step)
     runs = [(start, sequence) for sequence in SEQUENCES]
     runs += [(state, (kind,) + (GOOD,) * 9) for state in RESTORED for kind in KINDS]
     starts, flags = zip(*runs, strict=True)
-    states = trajectories(policy, states_of(starts), np.array(flags))
+    columns = map(np.array, zip(*starts, strict=True), ["f4", *["i4"] * 4])
+    states = trajectories(policy, ols.LossScaleState(*columns), np.array(flags))
     assert_states_equal(states, np.array([trajectory(step, *run) for run in runs]))
 
 
@@ -142,9 +137,7 @@ def test_a_config_survives_json(policy):
     assert type(policy).from_config(config) == policy
 
 
-class Halving:
-    """A user-defined policy that satisfies the Protocol without inheritance."""
-
+class Halving:  # a policy of one's own, without inheritance
     skip_nonfinite = True
 
     def init(self):
@@ -155,9 +148,7 @@ class Halving:
         return state._replace(loss_scale=jnp.where(~finite, state.loss_scale * 0.5, 64))
 
 
-class Numbers:
-    """A policy that keeps Python numbers, without inheritance."""
-
+class Numbers:  # another, which keeps Python numbers
     skip_nonfinite = False
 
     def init(self):
