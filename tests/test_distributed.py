@@ -119,7 +119,10 @@ WAYS = {
     ),
     "manual FSDP": Way(WITH_VMA, SPREAD, loss_fn=gathered("data", averaged("data")), **LOCAL),
     "manual FSDP over one axis of two": Way(
-        *(WITH_VMA, OVER_MODEL, P(("data", "model")), GRID),
+        WITH_VMA,
+        OVER_MODEL,
+        batch=P(("data", "model")),
+        mesh=GRID,
         loss_fn=gathered("model", averaged(("data", "model"))),
         axis_name=("data", "model"),
         added=FLAGS,
