@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from plain_where import assert_same_bits
 
@@ -215,8 +216,7 @@ def mean(w, x):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_the_gradient_in_shard_map_is_that_of_jax(check_vma):
-    auto = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((2,), ("i",), axis_types=auto, devices=jax.devices()[:2])
+    mesh = jax.make_mesh((2,), ("i",), (AxisType.Auto,), devices=jax.devices()[:2])
 
     def loss(w, x):
         return jax.lax.pmean(mean(w, x), "i")
