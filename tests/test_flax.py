@@ -26,7 +26,7 @@ CONTAINERS = pytest.mark.parametrize(
 
 
 class Counting(TrainState):
-    seen: Any = None
+    seen: Any
     key: Any = None
 
 
@@ -82,9 +82,9 @@ def test_a_good_step_moves_everything_and_a_skipped_one_the_loss_scale_only():
     assert len(TRACES) == 1
 
 
-def scalar_state(tx=None, **options):
+def scalar_state(tx=None, seen=None, **options):
     tx, params = tx or optax.sgd(1.0), {"w": jnp.float32(1)}
-    return Counting.create(apply_fn=None, params=params, tx=tx, **options)
+    return Counting.create(apply_fn=None, params=params, tx=tx, seen=seen, **options)
 
 
 def grads_of(state, value):
