@@ -250,6 +250,7 @@ TABLE = {
         *named("state.loss_scale", lambda: scale_loss(STATES), lambda: take(STATES)),
         *named("state.loss_scale", lambda: to_torch(STATES)),
         *named("ds.scale", lambda: from_flax(scale=TWO)),
+        *named("ds.minimum_scale", lambda: from_flax(minimum_scale=TWO)),
         *named("value", lambda: skip(ols.Spike(), value=TWO)),
         *named("SimpleNamespace.measure", lambda: skip(rule_that(measure=returning(TWO)))),
     ],
