@@ -1,7 +1,6 @@
 """A tiny task to train on one device, on several devices, and in several processes.
 
-Run as a script, this file is one of these processes. It reads its orders as JSON from the command
-line and writes its report as JSON to a file.
+Run as a script, this file is one of these processes, with orders in JSON on the command line.
 """
 
 import json
@@ -90,7 +89,7 @@ def one_device(row):
     return jax.device_get((params, state)), seen
 
 
-def train(mesh, step, args, first=0, after_step=lambda *_: None):
+def train(mesh, step, args, first=0, manager=None):
     """Train to the last step; return the counts after each step and the full parameters."""
     seen = []
     for i in range(first, STEPS):
@@ -101,7 +100,9 @@ def train(mesh, step, args, first=0, after_step=lambda *_: None):
         )
         args = step(*args, *data)
         seen.append(counts(args[1]))
-        after_step(i + 1, args)
+        if manager and i + 1 == SAVED:
+            manager.save(SAVED, args=ocp.args.StandardSave(args))
+            manager.wait_until_finished()
     with jax.set_mesh(mesh):
         ols.diagnostics.check_health(args[1])  # each process looks at its own parts
     gather = jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P()))
@@ -116,27 +117,16 @@ def sharded(mesh, directory, *, resume):
     def start():
         return init_params(), tx.init(init_params())
 
-    shapes = jax.eval_shape(start)
     places = jax.tree.map(
-        lambda leaf: NamedSharding(mesh, P("data") if leaf.shape else P()), shapes
+        lambda a: NamedSharding(mesh, P("data") if a.shape else P()), jax.eval_shape(start)
     )
+    fresh = jax.jit(start, out_shardings=places)()
     step = jax.jit(make_step(tx), donate_argnums=(0, 1), out_shardings=places)
     with ocp.CheckpointManager(directory) as manager:
         if resume:
-            wanted = jax.tree.map(
-                lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-                shapes,
-                places,
-            )
-            restored = manager.restore(SAVED, args=ocp.args.StandardRestore(wanted))
+            restored = manager.restore(SAVED, args=ocp.args.StandardRestore(fresh))
             return train(mesh, step, restored, first=SAVED)
-
-        def save(i, args):
-            if i == SAVED:
-                manager.save(i, args=ocp.args.StandardSave(args))
-                manager.wait_until_finished()
-
-        return train(mesh, step, jax.jit(start, out_shardings=places)(), after_step=save)
+        return train(mesh, step, fresh, manager=manager)
 
 
 def replicas(mesh):
@@ -171,9 +161,6 @@ def main(orders):
         orders["processes"],
         orders["process"],
         coordinator_bind_address=orders["coordinator"],  # the default is every interface
-        initialization_timeout=60,
-        heartbeat_timeout_seconds=30,
-        shutdown_timeout_seconds=30,
     )
     mesh = jax.make_mesh((jax.device_count(),), ("data",), (AxisType.Auto,))
     directory = Path(orders["directory"])

@@ -3,9 +3,7 @@
 The first words name the argument.
 """
 
-import dataclasses
 import decimal
-import fractions
 import functools
 from types import SimpleNamespace
 
@@ -27,7 +25,6 @@ from optax_lossscale.testing import assert_scaled_once
 NAN, INF, HUGE = float("nan"), float("inf"), 10**400  # HUGE does not fit a float64
 FLOAT32_MAX, INT32_MAX = float(np.finfo(np.float32).max), 2**31 - 1
 ONE, TWO, HALF = jnp.ones(1), jnp.ones(2), jnp.ones(1, jnp.float16)
-KEY, FLOAT0 = jax.random.key(0), np.zeros(1, jax.dtypes.float0)
 PARAMS, SGD = {"w": ONE}, optax.sgd(0.1)
 MANY = {"held": jnp.int32(129)}
 INJECTED = optax.chain(*[optax.inject_hyperparams(optax.sgd)(0.1)] * 2)
@@ -41,7 +38,6 @@ TORCH = interop.to_torch_state_dict(DynamicLossScale(), STATE)
 DECAY, EMA = {"weight_decay": 0.1, "learning_rate": 0.1}, {"use_ema": True}
 FORGIVING = DynamicLossScale(hysteresis=2)
 SHAPE = jax.ShapeDtypeStruct((2**16, 2**15), jnp.float16)
-NEGATE = optax.scale(-1.0)
 WRAPPERS = ols.with_loss_scaling, ols.skip_if, ols.with_bfloat16_state
 EXPONENTS_READERS = diag.suggest_scale, diag.plot_gradient_exponents
 READERS = diag.metrics, diag.check_health, diag.is_stalled, ols.applied
@@ -53,22 +49,18 @@ def returning(value):
 
 # Calls that lack only the tested argument.
 having, holding = STATE._replace, OPT_STATE._replace
-configured = FixedLossScale.from_config
 fixed_update, dynamic_update = FixedLossScale(8).update, DynamicLossScale().update
 scale_loss = functools.partial(ols.scale_loss, 1.0)
 choose = functools.partial(ols.tree_where, True)
 unscale = functools.partial(ols.unscale_and_check, PARAMS)
-check_health = diag.check_health
+check_health, configured = diag.check_health, FixedLossScale.from_config
 suggest_scale = functools.partial(diag.suggest_scale, EXPONENTS)
 plot = functools.partial(diag.plot_gradient_exponents, EXPONENTS)
 exponents = functools.partial(diag.gradient_exponents, PARAMS)
 train_state = functools.partial(TrainState.create, apply_fn=None, params=PARAMS)
 optimizer = functools.partial(keras.loss_scale_optimizer, SGD)
 rule_that = functools.partial(
-    SimpleNamespace,
-    init=returning(()),
-    measure=returning(0.0),
-    judge=returning((False, ())),
+    SimpleNamespace, init=returning(()), measure=returning(0.0), judge=returning((False, ()))
 )
 from_torch, to_dict = interop.from_torch_state_dict, interop.to_torch_state_dict
 to_torch = functools.partial(to_dict, DynamicLossScale())
@@ -258,6 +250,7 @@ TABLE = {
         *named("state.loss_scale", lambda: scale_loss(STATES), lambda: take(STATES)),
         *named("state.loss_scale", lambda: to_torch(STATES)),
         *named("ds.scale", lambda: from_flax(scale=TWO)),
+        *named("ds.minimum_scale", lambda: from_flax(minimum_scale=TWO)),
         *named("value", lambda: skip(ols.Spike(), value=TWO)),
         *named("SimpleNamespace.measure", lambda: skip(rule_that(measure=returning(TWO)))),
     ],
@@ -297,9 +290,7 @@ TABLE = {
         *given(train_state, "tx", optax.sgd),
         *given(keras.loss_scale_optimizer, "inner_optimizer", optax, optax.MultiSteps(SGD, 2)),
     ],
-    "TypeError: `{}` must be what `with_loss_scaling` returns": given(
-        apply, "tx", SGD, optax.chain(TX), grads=PARAMS
-    ),
+    "TypeError: `{}` must be what": given(apply, "tx", SGD, optax.chain(TX), grads=PARAMS),
     "TypeError: `{}` must be a function": [
         *given(ols.skip_if, "rule", *NO_RULES, (ols.Spike(), 3), inner=SGD),
         *given(ols.with_loss_scaling, "skip_if", 3, [(ols.Spike(),)], inner=SGD),
@@ -343,7 +334,7 @@ TABLE = {
     ],
     "TypeError: `opt_state` must hold float32 masters": [lambda: master_step(PARAMS)],
     "ValueError: `inner` must leave the updates of `with_master_weights` as they are": [
-        lambda: ols.skip_if(optax.chain(MASTERS, NEGATE)).init({"w": HALF}),
+        lambda: ols.skip_if(optax.chain(MASTERS, optax.scale(-1.0))).init({"w": HALF}),
         lambda: started(MASTERS, **DECAY),
         lambda: started(optax.chain(MASTERS), **EMA),
     ],
@@ -357,9 +348,7 @@ TABLE = {
         *given(exponents, "dtype", "int8", "complex64"),
         *given((suggest_scale, plot), "dtype", "int8"),
     ],
-    "TypeError: `dtype` must be a floating-point dtype of at most 32 bits": given(
-        exponents, "dtype", "float64"
-    ),
+    "TypeError: `{}` must be a floating-point dtype of at most": given(exponents, "dtype", "f8"),
     "TypeError: `tree` must not hold a stateful flax.nnx object, got {}": [
         *named("Average", lambda: ols.cast([nnx.metrics.Average()], "float16")),
     ],
@@ -367,7 +356,7 @@ TABLE = {
     "TypeError: `loss` must be floating-point, got {}": [
         *named("str at the root", lambda: train_state(tx=SGD).scale_loss("x")),
         *named("complex at the root", lambda: ols.scale_loss(1j, STATE)),
-        *named("key<fry> at the root", lambda: ols.scale_loss(KEY, STATE)),
+        *named("key<fry> at the root", lambda: ols.scale_loss(jax.random.key(0), STATE)),
         *named("int at `['a'][1]`", lambda: ols.scale_loss({"a": [1.0, 1]}, STATE)),
         *named("str at `[1]`", lambda: differentiate(returning([1.0, "x"]))),
     ],
@@ -410,7 +399,7 @@ TABLE = {
     ],
     "TypeError: the leaf at {} must have one dtype in both trees": [
         *named("`['a']`", lambda: choose({"a": ONE}, {"a": HALF})),
-        *named("the root of the tree", lambda: choose(FLOAT0, ONE)),
+        *named("the root of the tree", lambda: choose(np.zeros(1, jax.dtypes.float0), ONE)),
     ],
     "TypeError: `inner` must keep the kind of numbers": [lambda: keep(jnp.arange(1), ONE)],
     # -- diagnostics and testing
@@ -482,17 +471,19 @@ TABLE = {
     "TypeError: `policy` must be a DynamicLossScale": [lambda: to_dict(FixedLossScale(8), STATE)],
     "ValueError: `{}` must have hysteresis=1": given(to_dict, "policy", FORGIVING, state=STATE),
     # -- Keras' arguments
-    "ValueError: only one of `clipnorm`, `clipvalue` and `global_clipnorm`": [
-        lambda: optimizer(clipvalue=1, global_clipnorm=2)
-    ],
+    "ValueError: only one of `clipnorm`": [lambda: optimizer(clipvalue=1, global_clipnorm=2)],
     "ValueError: `{}` must be None": [
         *given(optimizer, "initial_scale dynamic_growth_steps", 5, loss_scale_factor=2),
         *given(optimizer, "dynamic_growth_steps", 5, initial_scale=2, dynamic=False),
         *given(optimizer, "learning_rate", 0.1),
         *given(optimizer, "ema_overwrite_frequency", 3),
     ],
-    "ValueError: `weight_decay` must have one learning rate": [
-        lambda x=x: started(x, weight_decay=1) for x in (SGD, INJECTED)
+    "ValueError: `weight_decay` must have one learning rate to be multiplied by, got {}": [
+        (f"{found} injected into `inner_optimizer`, found at: {where}", call)
+        for found, where, call in (
+            (0, "nowhere. ", lambda: started(SGD, weight_decay=1)),
+            (2, "`[0].hyperparams['learning_rate']`, ", lambda: started(INJECTED, weight_decay=1)),
+        )
     ],
 }
 
@@ -533,12 +524,3 @@ ACCEPTED = [
 def test_the_bounds_themselves_are_accepted():
     for _, call in ACCEPTED:
         call()
-
-
-def test_numbers_of_numpy_become_numbers_of_python():
-    numbers = np.float16(8), np.int32(7), np.float32(4), fractions.Fraction(1, 4), np.float64(0.5)
-    kept = dataclasses.astuple(DynamicLossScale(*numbers, np.int64(9)))
-    assert kept == (8, 7, 4, 0.25, 0.5, 9, 1, False, 2)
-    assert list(map(type, kept)) == [float, int, float, float, float, float, int, bool, int]
-    kept = dataclasses.astuple(FixedLossScale(np.int32(8), np.False_))
-    assert list(map(type, kept)) == [float, bool]

@@ -1,7 +1,4 @@
-"""Saved training resumes in a new process as if it had never stopped.
-
-Run as a script, this file is that process: see `resume_all`.
-"""
+"""Saved training resumes in a new process, this file as a script, as if it had never stopped."""
 
 import json
 import os
@@ -41,11 +38,9 @@ def make_trainer(policy):
         return make_step(tx)(params, opt_state, x, y)
 
     def train(state, first, last=STEPS):
-        scales = []
         for i in range(first, last):
             state = step(*state, *batch(i, BAD_ROW))
-            scales.append(float(ols.loss_scale_state(state).loss_scale))
-        return state, scales
+        return state
 
     return (init_params(), tx.init(init_params())), train, traces
 
@@ -81,7 +76,7 @@ def resume_all(folder):
     for name, (_, restore) in FORMATS.items():
         for saved_after in SAVED_AFTER:
             restored = restore(folder / f"{name}_{saved_after}", fresh)
-            results[name, saved_after] = (restored, *train(restored, saved_after))
+            results[name, saved_after] = restored, train(restored, saved_after)
     results["traces"] = len(traces)
     (folder / "results.pickle").write_bytes(pickle.dumps(results))
 
@@ -90,31 +85,27 @@ def resume_all(folder):
 @pytest.mark.usefixtures("optimized")  # the tester's own way to do without is of its process alone
 def test_training_goes_on_bit_for_bit_in_a_new_process(tmp_path):
     fresh, train, _ = make_trainer(POLICY)
-    states = {saved_after: train(fresh, 0, saved_after)[0] for saved_after in SAVED_AFTER}
+    states = {saved_after: train(fresh, 0, saved_after) for saved_after in SAVED_AFTER}
     for name, (save, _) in FORMATS.items():
         for saved_after, state in states.items():
             save(tmp_path / f"{name}_{saved_after}", state)
     (tmp_path / "policy.json").write_text(json.dumps(POLICY.get_config()), "utf-8")
-    command = [sys.executable, __file__, str(tmp_path)]
-    environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "false"}
-    process = subprocess.run(  # noqa: S603, the interpreter and this file
-        command, env=environment, capture_output=True, text=True, check=False
+    subprocess.run(  # noqa: S603, the interpreter and this file
+        [sys.executable, __file__, str(tmp_path)],
+        env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "false"},
+        check=True,
     )
-    assert process.returncode == 0, process.stderr
     resumed = pickle.loads((tmp_path / "results.pickle").read_bytes())  # noqa: S301
 
     assert resumed["traces"] == 1  # a restored state does not compile the step again
     for saved_after, state in states.items():
-        scale, *counts = ols.loss_scale_state(state)
+        counts = ols.loss_scale_state(state)[1:]
         assert [int(count) for count in counts] == SAVED_AFTER[saved_after]
-        expected, expected_scales = train(state, saved_after)
-        moves = np.diff([float(scale), *expected_scales])
-        assert moves.min() < 0 < moves.max()  # the loss scale moves both ways after the save
+        expected = train(state, saved_after)
         for name in FORMATS:
-            restored, final, scales = resumed[name, saved_after]
+            restored, final = resumed[name, saved_after]
             assert_same_bits(restored, state)
             assert_same_bits(final, expected)
-            assert scales == expected_scales
 
 
 @pytest.mark.parametrize("name", ["flax", "orbax"])

@@ -1,4 +1,4 @@
-"""The mistakes in the table of docs/order.md do what it says, and the remedies work."""
+"""The mistakes that docs/order.md has in its table alone do what it says; the remedies work."""
 
 import jax
 import jax.numpy as jnp
@@ -22,28 +22,14 @@ def updated(tx, *grads, **extra_args):
     return found, opt_state
 
 
-def test_apply_if_finite_outside_hides_overflows_until_it_gives_up():
+def test_apply_if_finite_hides_overflows_until_it_gives_up_and_applies_nan_where_a_guard_skips():
     tx = optax.apply_if_finite(ols.with_loss_scaling(SGD, ols.DynamicLossScale(1024)), 2)
     for bad_steps, loss_scale in (1, 1024), (2, 1024), (3, 512):
         _, opt_state = updated(tx, *[jnp.inf] * bad_steps)
         assert ols.loss_scale_state(opt_state).loss_scale == loss_scale
-
-
-def test_apply_if_finite_alone_applies_nan_where_a_guard_skips():
-    steps = 1, np.nan, np.nan, np.nan
-    np.testing.assert_array_equal(
-        updated(optax.apply_if_finite(SGD, 2), *steps)[0], [-1, 0, 0, np.nan]
-    )
+    alone, steps = optax.apply_if_finite(SGD, 2), (1, np.nan, np.nan, np.nan)
+    np.testing.assert_array_equal(updated(alone, *steps)[0], [-1, 0, 0, np.nan])
     assert updated(ols.skip_if(SGD), *steps)[0] == [-1, 0, 0, 0]
-
-
-@pytest.mark.integration
-def test_accumulation_outside_is_poisoned_by_one_overflow_that_inside_is_dropped_alone():
-    inside = ols.with_loss_scaling(optax.MultiSteps(SGD, 2), 1)
-    outside = optax.MultiSteps(ols.with_loss_scaling(SGD, 1), 2).gradient_transformation()
-    grads = 1, np.inf, 3, 5, 7
-    assert updated(inside, *grads)[0] == [0, 0, -2, 0, -6]
-    assert updated(outside, *grads, 1, 1)[0] == [0] * 7
 
 
 def test_masked_outside_leaves_other_gradients_scaled():
@@ -72,44 +58,10 @@ def test_spike_takes_a_doubled_loss_scale_for_a_spike_of_a_scaled_loss(scaled):
     assert bool(ols.loss_scale_state(opt_state).total_skipped) is scaled
 
 
-def test_every_number_in_value_is_checked_and_other_names_are_not():
+def test_a_loss_under_another_name_than_value_is_not_checked():
     tx = ols.with_loss_scaling(SGD, 1024)
-    for extra_args, update in (
-        ({"value": (W, {"accuracy": NAN})}, 0.0),
-        ({"value": W}, -1.0),
-        ({"value": NAN}, 0.0),
-        ({"loss": NAN}, -1.0),
-    ):
-        assert updated(tx, 1024, **extra_args)[0] == [update]
-
-
-def test_a_target_beyond_float16_is_infinite_unless_it_is_kept():
-    def loss_fn(w, batch):
-        return jnp.mean((batch["x"] * w).astype(jnp.float32) - batch["y"].astype(jnp.float32))
-
-    batch = {"x": jnp.ones(2), "y": jnp.array([1e5, 1.0])}
-    for keep, finite in (None, False), (lambda path: path == "batch['y']", True):
-        loss_and_grads = ols.value_and_grad(loss_fn, compute_dtype=jnp.float16, keep=keep)
-        assert jnp.isfinite(loss_and_grads(ols.init(1.0), W, batch)[0]) == finite
-
-
-def test_a_row_that_is_masked_by_minus_1e30_is_nan_in_float16():
-    scores = jnp.zeros(3, jnp.float16)
-    for lowest, finite in (-1e30, False), (jnp.finfo(scores.dtype).min, True):
-        row = jax.nn.softmax(jnp.where(jnp.bool(False), scores, lowest))
-        assert jnp.isfinite(row).all() == finite
-
-
-@pytest.mark.slow
-def test_devices_along_an_axis_without_a_name_decide_alone():
-    def skips(x, axis_name):
-        tx = ols.with_loss_scaling(SGD, 1, axis_name=axis_name)
-        return ~ols.applied(tx.update(x, tx.init(W), W)[1])
-
-    x = jnp.array([[1, jnp.inf], [1, 1]])
-    for axis_name, expected in (("data", "model"), [[1, 1], [1, 1]]), ("data", [[0, 1], [0, 1]]):
-        run = jax.vmap(lambda x, a=axis_name: skips(x, a), axis_name="model")
-        np.testing.assert_array_equal(jax.jit(jax.vmap(run, axis_name="data"))(x), expected)
+    assert updated(tx, 1024, value=NAN)[0] == [0.0]
+    assert updated(tx, 1024, loss=NAN)[0] == [-1.0]
 
 
 def test_parameters_are_not_checked():

@@ -1,6 +1,7 @@
 """When the loss scale changes: the rule against its oracle, and the ways to specify a policy."""
 
 import dataclasses
+import fractions
 import functools
 import itertools
 import json
@@ -34,19 +35,12 @@ DYNAMIC = {
     "no powers of two": dict(zip(NAMES, (10.1, 2, 1.7, 0.3, 0.37, 33.3), strict=True)),
     "products that leave float32": dict(zip(NAMES, (4, 2, 3e38, 2e-38, 1, 2.0**126), strict=True)),
 }
-CASES = {
-    **{
-        name: (ols.DynamicLossScale(**hyper), dynamic_step(**hyper))
-        for name, hyper in DYNAMIC.items()
-    },
+UNCHECKED = {"skip_nonfinite": False}
+CASES = {name: (ols.DynamicLossScale(**h), dynamic_step(**h)) for name, h in DYNAMIC.items()} | {
     "fixed": (ols.FixedLossScale(12.5), fixed_step()),
-    "fixed, unchecked": (
-        ols.FixedLossScale(3, skip_nonfinite=False),
-        fixed_step(skip_nonfinite=False),
-    ),
+    "fixed, unchecked": (ols.FixedLossScale(3, **UNCHECKED), fixed_step(**UNCHECKED)),
 }
 QUICK = {"consecutive 3", "no powers of two", "fixed"}
-SLOW = pytest.mark.slow  # all of them together
 
 F32_MAX = float(np.finfo(np.float32).max)
 T, F = True, False
@@ -80,12 +74,6 @@ def trajectories(policy, states, flags):
     return jax.vmap(lambda state, flags: jax.lax.scan(step, state, flags)[1])(states, flags)
 
 
-def states_of(references):
-    columns = zip(*references, strict=True)
-    dtypes = ["f4", *["i4"] * 4]
-    return ols.LossScaleState(*map(np.array, columns, dtypes))
-
-
 def assert_states_equal(state, expected):
     """Compare every field with the last axis of `expected`, exactly."""
     for number, name in enumerate(ols.LossScaleState._fields):
@@ -95,7 +83,10 @@ def assert_states_equal(state, expected):
 
 @pytest.mark.parametrize(
     ("policy", "step"),
-    [pytest.param(*case, id=n, marks=() if n in QUICK else SLOW) for n, case in CASES.items()],
+    [
+        pytest.param(*case, id=name, marks=() if name in QUICK else pytest.mark.slow)
+        for name, case in CASES.items()
+    ],
 )
 def test_every_sequence_of_flags_gives_what_the_written_rule_gives(policy, step):
     step = functools.cache(step)
@@ -103,7 +94,8 @@ def test_every_sequence_of_flags_gives_what_the_written_rule_gives(policy, step)
     runs = [(start, sequence) for sequence in SEQUENCES]
     runs += [(state, (kind,) + (GOOD,) * 9) for state in RESTORED for kind in KINDS]
     starts, flags = zip(*runs, strict=True)
-    states = trajectories(policy, states_of(starts), np.array(flags))
+    columns = map(np.array, zip(*starts, strict=True), ["f4", *["i4"] * 4])
+    states = trajectories(policy, ols.LossScaleState(*columns), np.array(flags))
     assert_states_equal(states, np.array([trajectory(step, *run) for run in runs]))
 
 
@@ -126,8 +118,12 @@ def test_a_policy_is_frozen_hashable_and_equal_to_another_with_its_hyper_paramet
 
 CONFIGURED = [
     ols.DynamicLossScale(),
-    ols.DynamicLossScale(10.5, 3, 1.5, 0.25, 0.125, 99.5, 4, True, 5),
-    ols.FixedLossScale(10.5, skip_nonfinite=np.False_),
+    # Numbers of NumPy and others become Python's, or JSON would refuse them.
+    ols.DynamicLossScale(
+        *(np.float16(10.5), np.int32(3), np.float32(1.5), fractions.Fraction(1, 4), 0.125, 99.5),
+        *(np.int64(4), np.True_, 5),
+    ),
+    ols.FixedLossScale(np.int32(10), skip_nonfinite=np.False_),
 ]
 
 
@@ -135,14 +131,13 @@ CONFIGURED = [
 def test_a_config_survives_json(policy):
     config = json.loads(json.dumps(policy.get_config()))
     assert config == {"class_name": type(policy).__name__} | dataclasses.asdict(policy)
+    assert type(config.get("initial_scale", config.get("scale"))) is float
     assert ols.as_loss_scale(config) == type(policy).from_config(config) == policy
     del config["class_name"]
     assert type(policy).from_config(config) == policy
 
 
-class Halving:
-    """A user-defined policy that satisfies the Protocol without inheritance."""
-
+class Halving:  # a policy of one's own, without inheritance
     skip_nonfinite = True
 
     def init(self):
@@ -153,9 +148,7 @@ class Halving:
         return state._replace(loss_scale=jnp.where(~finite, state.loss_scale * 0.5, 64))
 
 
-class Numbers:
-    """A policy that keeps Python numbers, without inheritance."""
-
+class Numbers:  # another, which keeps Python numbers
     skip_nonfinite = False
 
     def init(self):

@@ -9,7 +9,7 @@ import os
 import socket
 import subprocess
 import sys
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -24,49 +24,32 @@ WORKER = Path(__file__).with_name("process_worker.py")
 TIMEOUT = 240  # for a busy machine; a run takes ten seconds
 
 
-def run_workers(directory, count, devices):
-    """Run some workers to completion, and return their reports."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
-    orders = {"coordinator": coordinator, "processes": count, "devices": devices}
-    orders["directory"] = str(directory)
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
-    inherited["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # they compile more than they compute
-    logs = [directory / f"log{i}.txt" for i in range(count)]
-    running = []
-    try:
-        for i, log in enumerate(logs):
-            order = json.dumps(orders | {"process": i})
-            with log.open("wb") as out:
-                process = subprocess.Popen(  # noqa: S603, our own script
-                    [sys.executable, "-W", "error", str(WORKER), order],
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                    env=inherited,
-                )
-            running.append(process)
-        end = time.monotonic() + TIMEOUT
-        # If one fails, the others would wait for it forever.
-        while time.monotonic() < end and {p.poll() for p in running} <= {None, 0}:
-            if all(p.poll() == 0 for p in running):
-                break
-            time.sleep(0.05)
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-    codes = [process.returncode for process in running]
-    assert codes == [0] * count, "\n".join(log.read_text(errors="replace")[-3000:] for log in logs)
-    return [json.loads((directory / f"report{i}.json").read_text()) for i in range(count)]
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Return the reports of two processes with two devices each, and their checkpoint folder."""
     directory = tmp_path_factory.mktemp("processes")
-    reports = run_workers(directory, 2, devices=2)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    inherited["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # they compile more than they compute
+    orders = {"coordinator": coordinator, "processes": 2, "devices": 2, "directory": str(directory)}
+
+    def work(process):
+        return subprocess.run(  # noqa: S603, our own script
+            [sys.executable, "-W", "error", str(WORKER), json.dumps(orders | {"process": process})],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            env=inherited,
+            timeout=TIMEOUT,
+            check=False,
+        )
+
+    with ThreadPoolExecutor() as pool:
+        done = list(pool.map(work, range(2)))
+    assert [each.returncode for each in done] == [0, 0], [each.stderr[-3000:] for each in done]
+    reports = [json.loads((directory / f"report{i}.json").read_text()) for i in range(2)]
     assert [report["devices"] for report in reports] == [[2, 4]] * 2
     return reports, directory
 

@@ -19,23 +19,17 @@ from optax_lossscale.testing import assert_scaled_once
 PACKAGE = Path(inspect.getfile(ols)).parent
 PUBLIC_ROOMS = [ols, ols.diagnostics, ols.flax, ols.keras]
 PUBLIC = {name for room in PUBLIC_ROOMS for name in room.__all__}
-MOST_NAMES, MOST_ARROWS, MOST_LINES = 28, 30, 300
+MOST_NAMES, MOST_LINES = 28, 300
 OPEN_ROOMS = {"_state", "_support", "_xla"}  # every other room may use their names
-MOST_NAMES_OF_XLA = 4
-# The libraries that a room imports other than JAX and NumPy.
-LIBRARIES = {
-    "_state": {"optax"},
-    "_step": {"optax"},
-    "_support": {"optax"},
-    "diagnostics": {"matplotlib"},
-    "flax": {"flax", "optax"},
-    "keras": {"optax"},
-}
 sys.path.insert(0, str(PACKAGE.parent / "tools"))
 rooms = importlib.import_module("rooms")
 MODULES = rooms.modules(PACKAGE)
 
 FLOAT16 = "<class 'jax.numpy.float16'>"
+DIFFERENTIATE = (
+    "(fun, argnums=0, has_aux=False, *, compute_dtype=None, keep=None, "
+    "transform=value_and_grad, **kwargs)"
+)
 # The signature of each name; for a state its fields, which are part of checkpoints.
 TOP_LEVEL = {
     "Bfloat16State": "(rounding_count, inner_state)",
@@ -59,10 +53,7 @@ TOP_LEVEL = {
     "as_loss_scale": "(loss_scale)",
     "cast": "(tree, dtype, *, keep=None)",
     "diagnostics": None,
-    "grad": (
-        "(fun, argnums=0, has_aux=False, *, compute_dtype=None, keep=None, "
-        "transform=value_and_grad, **kwargs)"
-    ),
+    "grad": DIFFERENTIATE,
     "init": "(loss_scale='dynamic')",
     "loss_scale_state": "(opt_state)",
     "master_weights": "(opt_state, params)",
@@ -71,10 +62,7 @@ TOP_LEVEL = {
     "tree_where": "(pred, on_true, on_false)",
     "unscale_and_check": "(grads, state, *, axis_name=None)",
     "update": "(state, grads_finite, policy, *, loss_finite=True)",
-    "value_and_grad": (
-        "(fun, argnums=0, has_aux=False, *, compute_dtype=None, keep=None, "
-        "transform=value_and_grad, **kwargs)"
-    ),
+    "value_and_grad": DIFFERENTIATE,
     "with_bfloat16_state": "(inner, *, keep=None)",
     "with_loss_scaling": "(inner, loss_scale='dynamic', *, skip_if=None, axis_name=None)",
     "with_master_weights": "(inner, *, remainders=False)",
@@ -115,7 +103,7 @@ def test_names_signatures_and_fields_are_those_of_the_contract(module, contract)
 
 
 @pytest.mark.parametrize("module", PUBLIC_ROOMS)
-def test_all_is_the_sorted_public_names(module):
+def test_all_is_the_sorted_public_names_which_have_docstrings(module):
     names = [
         name
         for name, value in vars(module).items()
@@ -123,13 +111,9 @@ def test_all_is_the_sorted_public_names(module):
         and (value is ols.diagnostics or not isinstance(value, types.ModuleType))
     ]
     assert module.__all__ == sorted(names)
-
-
-def test_every_public_name_has_a_docstring():
-    names = [(module, name) for module in PUBLIC_ROOMS for name in module.__all__]
-    bare = [name for module, name in names if not getattr(module, name).__doc__]
+    bare = [name for name in names if not getattr(module, name).__doc__]
     # An alias cannot hold one before Python 3.14; docs/api/core.md describes it.
-    assert bare == (["LossScaleLike"] if sys.version_info < (3, 14) else [])
+    assert bare == (["LossScaleLike"] if module is ols and sys.version_info < (3, 14) else [])
 
 
 def test_pickles_name_states_policies_and_spikes_as_they_are_imported():
@@ -138,84 +122,34 @@ def test_pickles_name_states_policies_and_spikes_as_they_are_imported():
     assert inner == {ols.LossScale}  # a protocol, of which there are no objects
 
 
-# The rules. Each returns what breaks it.
-
-
-def syntax(path):
-    return ast.parse(path.read_text("utf-8"))
-
-
-def imports():
-    """Yield a module, the module that it imports, and the name that it imports from there or ""."""
-    for importer, path in MODULES.items():
-        for node in ast.walk(syntax(path)):
-            if isinstance(node, ast.Import):
-                yield from ((importer, alias.name, "") for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):
-                yield from ((importer, f"{node.module}", alias.name) for alias in node.names)
-
-
 def own_imports():
-    """Yield the imports of the package's own modules and names, relative to the package."""
-    for importer, module, name in imports():
-        root, _, inner = module.partition(".")
-        if root == PACKAGE.name:
-            submodule = f"{inner}.{name}".strip(".")
-            yield (importer, submodule, "") if submodule in MODULES else (importer, inner, name)
+    """Yield a module, a module of the package that it imports, and the name from there or ""."""
+    for importer, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                found = [(f"{node.module}", alias.name) for alias in node.names]
+            else:
+                aliases = node.names if isinstance(node, ast.Import) else []
+                found = [(alias.name, "") for alias in aliases]
+            for module, name in found:
+                root, _, inner = module.partition(".")
+                submodule = f"{inner}.{name}".strip(".")
+                if root == PACKAGE.name:
+                    yield (importer, *((submodule, "") if submodule in MODULES else (inner, name)))
 
 
 def room(module):
     return module.partition(".")[0]
 
 
-def circle(graph):
-    try:
-        graphlib.TopologicalSorter(graph).prepare()
-    except graphlib.CycleError as error:
-        return set(error.args[1])
-    return set()
-
-
-def modules_in_a_circle():
-    graph = {name: set() for name in MODULES}
-    for importer, module, _ in own_imports():
-        graph[importer].add(module)
-    return circle(graph)
-
-
-def private_names_across_rooms():
-    return {
-        (importer, module, name)
-        for importer, module, name in own_imports()
-        if room(module) not in OPEN_ROOMS | {room(importer)} and (name or module) not in PUBLIC
-    }
-
-
-def long_modules():
-    paths = MODULES.items()
-    return {name for name, path in paths if path.read_text("utf-8").count("\n") > MOST_LINES}
-
-
-def inits_with_code():
-    paths = [path for path in MODULES.values() if path.name == "__init__.py"]
-    kinds = ast.Expr, ast.ImportFrom, ast.Assign
-    return {p.parent.name for p in paths for node in syntax(p).body if not isinstance(node, kinds)}
-
-
-RULES = [modules_in_a_circle, private_names_across_rooms, long_modules, inits_with_code]
-
-
 def test_the_package_keeps_the_rules_and_the_picture_of_the_rooms_is_up_to_date():
-    for rule in RULES:
-        assert rule() == set(), rule.__name__
-    arrows = rooms.arrows(PACKAGE)
-    assert circle(arrows) == set()
-    assert 0 < sum(map(len, arrows.values())) <= MOST_ARROWS
-    libraries = {}
-    for importer, module, _ in imports():
-        if room(module) not in {PACKAGE.name, "jax", "numpy", *sys.stdlib_module_names}:
-            libraries.setdefault(room(importer), set()).add(room(module))
-    assert libraries == LIBRARIES
-    faster = {own for own in own_imports() if room(own[1]) == "_xla" != room(own[0])}
-    assert len({name for _, _, name in faster}) <= MOST_NAMES_OF_XLA
+    graph, private = {name: set() for name in MODULES}, set()
+    for importer, module, name in own_imports():
+        graph[importer].add(module)
+        if room(module) not in OPEN_ROOMS | {room(importer)} and (name or module) not in PUBLIC:
+            private.add((importer, module, name))
+    assert private == set()
+    graphlib.TopologicalSorter(graph).prepare()  # a circle is a CycleError
+    for path in MODULES.values():
+        assert path.read_text("utf-8").count("\n") <= MOST_LINES, path
     assert rooms.PICTURE.read_text("utf-8") == rooms.draw(PACKAGE)  # `python tools/rooms.py`

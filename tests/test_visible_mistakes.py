@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from plain_where import assert_same_bits
 
@@ -17,9 +18,15 @@ import optax_lossscale as ols
 
 PARAMS = {"a": jnp.ones(3), "b": jnp.ones(3)}
 GUARD = ols.with_loss_scaling(optax.sgd(0.1))
-MASK = {"a": True, "b": False}
+MASK, OTHERS = {"a": True, "b": False}, {"a": False, "b": True}
 MASKED = optax.masked(GUARD, MASK)
 LABELS = {"a": "train", "b": "frozen"}
+
+
+def groups(train, frozen):
+    return optax.partition({"train": train, "frozen": frozen}, LABELS)
+
+
 OUTSIDE = {
     "clip": (optax.chain(optax.clip_by_global_norm(1.0), GUARD), "optax.chain("),
     "a chain in a chain": (optax.chain(GUARD, optax.adam(0.1)), "optax.chain("),
@@ -33,30 +40,19 @@ OUTSIDE = {
         optax.inject_hyperparams(lambda rate: ols.with_loss_scaling(optax.sgd(rate)))(rate=0.1),
         "optax.inject_hyperparams(",
     ),
-    "masked in a group": (
-        optax.partition({"train": MASKED, "frozen": optax.identity()}, LABELS),
-        "optax.masked(",
-    ),
+    "masked in a group": (groups(MASKED, optax.identity()), "optax.masked("),
     "masked and more": (
         optax.chain(MASKED, optax.masked(optax.clip(1.0), MASK), optax.clip(1.0)),
         "optax.chain(",
     ),
-    "two masked": (
-        optax.chain(MASKED, optax.masked(optax.adam(0.1), MASK)),
-        "optax.chain(",
-    ),
-    "two groups": (
-        optax.partition({"train": GUARD, "frozen": optax.adam(0.1)}, LABELS),
-        "optax.partition(",
-    ),
+    "two masked": (optax.chain(MASKED, optax.masked(optax.adam(0.1), MASK)), "optax.chain("),
+    "two groups": (groups(GUARD, optax.adam(0.1)), "optax.partition("),
 }
 INSIDE = {
     "in a chain of its own": optax.chain(GUARD).init,
     "all inside": ols.with_loss_scaling(optax.MultiSteps(optax.chain(optax.clip(1.0)), 2)).init,
-    "frozen": optax.partition({"train": GUARD, "frozen": optax.set_to_zero()}, LABELS).init,
-    "masked twice": optax.chain(
-        MASKED, optax.masked(optax.set_to_zero(), {"a": False, "b": True})
-    ).init,
+    "frozen": groups(GUARD, optax.set_to_zero()).init,
+    "masked twice": optax.chain(MASKED, optax.masked(optax.set_to_zero(), OTHERS)).init,
     "a tuple of one's own": lambda params: (
         *(GUARD.init(params), optax.clip(1.0).init(params)),
         (optax.EmptyState(), {"mean": jnp.ones(3)}),
@@ -72,10 +68,10 @@ def loss_fn(params):
 
 @contextlib.contextmanager
 def warnings_of(*words):
-    """Expect one warning for each of these."""
+    """Expect one warning for each of these, where it was called."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        yield
+        yield seen
     assert len(seen) == len(words), [str(each.message) for each in seen]
     for each, word in zip(seen, words, strict=True):
         assert word in str(each.message)
@@ -155,17 +151,13 @@ def test_what_stays_in_float32_is_named_once(loss, run):
         return fun(*args)
 
     function = ols.value_and_grad(counted, compute_dtype=jnp.float16)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    with warnings_of(*["`compute_dtype` is float16, but only"] * warns) as seen:
         value, grads = run(function)(ols.init(8), *args)
         assert len(calls) == 1
         jax.eval_shape(function, ols.init(8), *args)
-    assert len(seen) == warns
     for each in seen:
-        text = str(each.message)
-        assert text.startswith("`compute_dtype` is float16, but only")
-        assert f"of float32, at {__file__}" in text
-        assert all(f"\n  {i}. " in text for i in (1, 2, 3))
+        for part in (f"of float32, at {__file__}", "\n  1. ", "\n  2. ", "\n  3. "):
+            assert part in str(each.message)
     by_hand = jax.value_and_grad(lambda *args: 8 * fun(*ols.cast(args, jnp.float16)))
     expected, expected_grads = run(by_hand)(*args)
     assert_same_bits((8 * value, grads), (expected, expected_grads))
@@ -218,13 +210,16 @@ def test_with_another_transform_nothing_is_counted_and_narrower_products_are_hal
         ols.grad(fp8, compute_dtype=jnp.float16)(ols.init(8), np.ones((4, 2), np.float32), X)
 
 
+def mean(w, x):
+    return jnp.mean((x @ w).astype(jnp.float32))
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_the_gradient_in_shard_map_is_that_of_jax(check_vma):
-    auto = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((2,), ("i",), axis_types=auto, devices=jax.devices()[:2])
+    mesh = jax.make_mesh((2,), ("i",), (AxisType.Auto,), devices=jax.devices()[:2])
 
     def loss(w, x):
-        return jax.lax.pmean(jnp.mean((x @ w).astype(jnp.float32)), "i")
+        return jax.lax.pmean(mean(w, x), "i")
 
     def run(value_and_grad):
         specs = {"in_specs": (P(), P("i")), "out_specs": (P(), P())}
@@ -237,12 +232,9 @@ def test_the_gradient_in_shard_map_is_that_of_jax(check_vma):
 
 @pytest.mark.parametrize("argnums", [1, np.int64(1), -2, (1,), [0, 1]])
 def test_arguments_are_chosen_as_jax_chooses_them(argnums):
-    def loss(w, x):
-        return jnp.mean((x @ w).astype(jnp.float32))
-
     args = jnp.ones((4, 2), jnp.float16), X.astype(jnp.float16)
-    ours = ols.grad(loss, argnums, compute_dtype=jnp.float16)(ols.init(1), *args)
-    assert_same_bits(ours, jax.grad(loss, argnums)(*args))
+    ours = ols.grad(mean, argnums, compute_dtype=jnp.float16)(ols.init(1), *args)
+    assert_same_bits(ours, jax.grad(mean, argnums)(*args))
 
 
 MIXED = {"w": X, "n": jnp.arange(3)}

@@ -12,6 +12,7 @@ from typing import Any, assert_type
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 import optax_lossscale as ols
 from optax_lossscale import diagnostics, interop
@@ -26,20 +27,14 @@ def loss_fn(params: Params, x: jax.Array) -> jax.Array:
     return jnp.sum(params["w"] * x)
 
 
-class NotAPolicy:
+class OwnPolicy:
     skip_nonfinite = True
 
     def init(self) -> ols.LossScaleState:
         return ols.init(8)
 
-
-class OwnPolicy(NotAPolicy):
     def update(
-        self,
-        state: ols.LossScaleState,
-        grads_finite: jax.typing.ArrayLike,
-        *,
-        loss_finite: jax.typing.ArrayLike = True,
+        self, state: ols.LossScaleState, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True
     ) -> ols.LossScaleState:
         return ols.update(state, grads_finite, "dynamic", loss_finite=loss_finite)
 
@@ -57,7 +52,7 @@ def policies() -> None:
     ols.DynamicLossScale(growth_interval=2.5)  # pyright: ignore[reportArgumentType]
     dynamic.initial_scale = 8.0  # pyright: ignore[reportAttributeAccessIssue]
     ols.as_loss_scale("dynamical")  # pyright: ignore[reportArgumentType]
-    ols.as_loss_scale(NotAPolicy())  # pyright: ignore[reportArgumentType]
+    ols.as_loss_scale(dynamic.init())  # pyright: ignore[reportArgumentType]
 
 
 def pure_functions(params: Params, x: jax.Array) -> None:
@@ -72,8 +67,7 @@ def pure_functions(params: Params, x: jax.Array) -> None:
     assert_type(ols.all_finite(grads), jax.Array)
     assert_type(ols.applied(state), jax.Array)
     assert_type(ols.tree_where(grads_finite, grads, params), Params)
-    value_and_grads = ols.value_and_grad(loss_fn)
-    assert_type(value_and_grads, Callable[..., tuple[Any, Any]])
+    assert_type(ols.value_and_grad(loss_fn), Callable[..., tuple[Any, Any]])
     ols.value_and_grad(loss_fn, argnums=(0, 1), has_aux=False, transform=jax.value_and_grad)
 
     ols.update(state, grads_finite)  # pyright: ignore[reportCallIssue]
@@ -81,25 +75,20 @@ def pure_functions(params: Params, x: jax.Array) -> None:
     ols.unscale_and_check(grads, state, "data")  # pyright: ignore[reportCallIssue]
 
 
-def wrapper(params: Params, x: jax.Array) -> None:
+def wrappers(params: Params, x: jax.Array) -> None:
     tx = ols.with_loss_scaling(optax.adam(1e-3))
-    assert_type(tx, optax.GradientTransformationExtraArgs)
     ols.with_loss_scaling(optax.MultiSteps(optax.adam(1e-3), 4), OwnPolicy(), axis_name="data")
     opt_state = tx.init(params)
     loss, grads = ols.value_and_grad(loss_fn)(opt_state, params, x)
     _, opt_state = tx.update(grads, opt_state, params, value=loss)
     assert_type(ols.loss_scale_state(opt_state), ols.LossScaleState)
-    assert isinstance(opt_state, ols.WithLossScalingState)
 
-    ols.with_loss_scaling(optax.adam)  # pyright: ignore[reportArgumentType]
-
-
-def other_wrappers(params: Params, x: jax.Array) -> None:
     inner = ols.with_master_weights(optax.adam(1e-3))
-    tx = ols.skip_if(inner, ols.Spike("grad_norm", window=64))
-    assert_type(tx, optax.GradientTransformationExtraArgs)
+    small = ols.with_bfloat16_state(optax.adam(1e-3), keep=lambda path: "nu" in path)
+    guard = ols.skip_if(inner, ols.Spike("grad_norm", window=64))
+    assert_type([tx, inner, small, guard], list[optax.GradientTransformationExtraArgs])
     ols.skip_if(optax.MultiSteps(tx, 2), lambda *_, **__: x > 1, axis_name="data")
-    opt_state = tx.init(params)
+    opt_state, small_state = guard.init(params), small.init(params)
     assert isinstance(opt_state, ols.WithLossScalingState)
     assert_type(opt_state.rule_state, tuple[Any, ...])
     assert isinstance(opt_state.rule_state[0], ols.SpikeState)
@@ -108,13 +97,10 @@ def other_wrappers(params: Params, x: jax.Array) -> None:
     assert_type(ols.cast(params, jnp.float16, keep=lambda path: "norm" in path), Params)
     ols.grad(loss_fn, has_aux=True, compute_dtype="float16")(ols.init(), params, x)
     assert_type(diagnostics.is_stalled(opt_state, max_consecutive_skipped=9), jax.Array)
-
-    small = ols.with_bfloat16_state(optax.adam(1e-3), keep=lambda path: "nu" in path)
-    assert_type(small, optax.GradientTransformationExtraArgs)
-    small_state = small.init(params)
     assert isinstance(small_state, ols.Bfloat16State)
     assert_type(small_state.rounding_count, jax.Array)
 
+    ols.with_loss_scaling(optax.adam)  # pyright: ignore[reportArgumentType]
     ols.Spike(3)  # pyright: ignore[reportArgumentType]
 
 
@@ -170,22 +156,17 @@ def diagnose(opt_state: optax.OptState, params: Params, x: jax.Array) -> None:
     assert_type(exponents, diagnostics.GradientExponents)
     assert_type(diagnostics.suggest_scale(exponents, headroom=2, dtype="float16"), float)
     diagnostics.plot_gradient_exponents(exponents).set_title("gradients")
-
-    def grad_fn(state: ols.LossScaleState, params: Params, x: jax.Array) -> Params:
-        return jax.grad(lambda p: ols.scale_loss(loss_fn(p, x), state))(params)
-
-    assert_scaled_once(grad_fn, ols.init(), params, x)
+    assert_scaled_once(ols.grad(loss_fn), ols.init(), params, x)
 
     diagnostics.check_health(opt_state, 20)  # pyright: ignore[reportCallIssue]
     diagnostics.suggest_scale(exponents, headroom=0.5)  # pyright: ignore[reportArgumentType]
 
 
 def other_systems(theirs: Any) -> None:
-    policy, state = interop.from_flax_dynamic_scale(theirs, grows_late=False)
-    assert_type((policy, state), tuple[ols.DynamicLossScale, ols.LossScaleState])
-    assert_type(interop.from_jmp(theirs), tuple[ols.DynamicLossScale, ols.LossScaleState])
-    ours = interop.from_torch_state_dict({"scale": 8.0})
-    assert_type(ours, tuple[ols.DynamicLossScale, ols.LossScaleState])
+    ours = [interop.from_flax_dynamic_scale(theirs, grows_late=False), interop.from_jmp(theirs)]
+    ours.append(interop.from_torch_state_dict({"scale": 8.0}))
+    assert_type(ours, list[tuple[ols.DynamicLossScale, ols.LossScaleState]])
+    policy, state = ours[0]
     assert_type(interop.to_torch_state_dict(policy, state), dict[str, Any])
 
     interop.to_torch_state_dict(ols.FixedLossScale(8), state)  # pyright: ignore[reportArgumentType]
