@@ -20,39 +20,11 @@ from optax_lossscale import diagnostics
 pytestmark = pytest.mark.integration
 
 PARAMS = {"w": jnp.linspace(-1, 1, 12).reshape(3, 4), "b": jnp.array([-0.0, 0.5])}
-STEPS = 24
 SGD = optax.sgd(1.0)
-LOSSES = 2 + 0.1 * np.sin(np.arange(STEPS, dtype=np.float32) ** 2)
-
-
-def train(tx, losses, grads):
-    """Return the parameters and state after all steps."""
-
-    def step(carry, given):
-        params, state = carry
-        loss, grad = given
-        grads = jax.tree.map(lambda p: grad * jnp.cos(p), PARAMS)
-        updates, state = tx.update(grads, state, params, value=loss)
-        return (optax.apply_updates(params, updates), state), None
-
-    return jax.lax.scan(step, (PARAMS, tx.init(PARAMS)), (losses, grads))[0]
 
 
 def above(limit):
     return lambda *_, value, **__: value > limit
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("inner", [optax.adamw(0.1), optax.MultiSteps(optax.adam(0.1), 2)])
-def test_a_nan_and_a_spike_are_two_skips_without_a_trace(inner):
-    losses, grads = LOSSES.copy(), np.linspace(-1, 2, STEPS, dtype=np.float32)
-    grads[18], losses[21] = np.nan, 40
-    tx = ols.skip_if(inner, ols.Spike(window=16))
-    params, state = train(tx, losses, grads)
-    assert state.loss_scale_state.total_skipped == 2
-    kept = np.delete(np.arange(STEPS), [18, 21])
-    expected, expected_state = train(tx, losses[kept], grads[kept])
-    assert_same_bits((params, state.inner_state), (expected, expected_state.inner_state))
 
 
 class Countdown:
@@ -70,7 +42,7 @@ class Countdown:
 
 @pytest.mark.parametrize(("grad", "value"), [(jnp.inf, 1.0), (1.0, jnp.nan), (1.0, 1.0)])
 def test_a_rule_with_a_state_keeps_it_on_a_step_that_is_not_finite(grad, value):
-    tx = ols.skip_if(optax.sgd(1.0), Countdown())
+    tx = ols.skip_if(SGD, Countdown())
     state, update = tx.init(PARAMS), jax.jit(tx.update)
     _, state = update({**PARAMS, "b": jnp.array([grad, 1])}, state, PARAMS, value=value)
     finite = bool(np.isfinite(grad + value))
@@ -82,19 +54,16 @@ def test_a_rule_with_a_state_keeps_it_on_a_step_that_is_not_finite(grad, value):
     assert skipped == [0, 0, 1][finite:]
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def spikes(rule, values, state=None):
     """Return the last state, and for each value whether the rule skips it."""
-    state = rule.init(None) if state is None else state
-    return each_judged(rule, state, jnp.asarray(values, jnp.float32))
 
-
-@functools.partial(jax.jit, static_argnums=0)
-def each_judged(rule, state, values):
     def step(state, value):
         measure = rule.measure({"w": value}, None, value=value, other=value)
         return rule.judge(state, measure)[::-1]
 
-    return jax.lax.scan(step, state, values)
+    start = rule.init(None) if state is None else state
+    return jax.lax.scan(step, start, jnp.asarray(values, jnp.float32))
 
 
 def written_rule(values, window=128, sigmas=6.0, warmup=None, max_consecutive_skipped=None):
@@ -122,16 +91,18 @@ def written_rule(values, window=128, sigmas=6.0, warmup=None, max_consecutive_sk
         ("value", {"window": 3, "sigmas": 1.6, "warmup": 1, "max_consecutive_skipped": 1}),
     ],
 )
-def test_a_spike_is_what_the_written_rule_says(of, arguments):
+def test_a_spike_is_what_the_written_rule_says_at_every_magnitude(of, arguments):
     random = np.random.default_rng(0)
     values = random.normal(3, 0.5, 300).clip(0.1)
     values[random.random(300) < 0.2] *= 4
     values[200:] += 8
-    state, skips = spikes(ols.Spike(of, **arguments), values)
-    expected, held = written_rule(values.astype(np.float32), **arguments)
-    assert skips.tolist() == expected
-    assert 0 < sum(expected) < 300
-    np.testing.assert_allclose(state.values, held, rtol=1e-5)  # rounded
+    for size in (1, 1e-37, 1e-30, 1e-20, 1e20, 1e30, 1e37):
+        if of != "grad_norm" or size == 1:  # of which the square must be a float32
+            state, skips = spikes(ols.Spike(of, **arguments), values * size)
+            expected, held = written_rule(np.float64(np.float32(values * size)), **arguments)
+            assert skips.tolist() == expected
+            assert 0 < sum(expected) < 300
+            np.testing.assert_allclose(state.values, held, rtol=1e-5)  # rounded
 
 
 def test_the_defaults_of_a_spike():
@@ -172,14 +143,6 @@ def test_equal_values_are_no_spikes_in_spite_of_their_rounded_mean_but_one_above
     for (value, above), times in itertools.product(rows, (1, 50)):
         _, skips = spikes(ols.Spike(window=7, warmup=1), [value] * times + [above])
         assert skips.tolist() == [False] * times + [True], value
-
-
-@pytest.mark.parametrize("size", [1e-37, 1e-30, 1e-20, 1e20, 1e30, 1e37])
-def test_it_works_at_every_magnitude(size):
-    values = 1 + 0.1 * np.random.default_rng(0).random(500)
-    values[[100, 300]] = 5
-    _, skips = spikes(ols.Spike(), values * size)
-    assert np.flatnonzero(skips).tolist() == [100, 300]
 
 
 @pytest.mark.parametrize("held", [-5, 9, 2**30])
@@ -236,25 +199,21 @@ def test_both_guards_do_the_same_and_a_rule_does_not_lower_the_loss_scale(
     assert (*alone[:3], alone.total_skipped) == (1, 3, 0, 2 + more)
 
 
-def test_a_step_is_skipped_if_any_rule_says_so_and_all_of_them_remember_it():
+def test_a_step_is_skipped_without_a_trace_if_any_rule_says_so_and_all_of_them_remember_it():
     rules = above(3), ols.Spike("other", window=4, warmup=2), lambda *_, other, **__: other < 0
-    tx = ols.skip_if(SGD, rules)
+    tx = ols.skip_if(optax.MultiSteps(optax.adamw(0.1), 2), rules)
     state, update, skipped = tx.init(PARAMS), jax.jit(tx.update), []
     for value, other in [(1, 1), (1, 1.1), (5, 1), (1, 9), (1, 1), (1, -1)]:
-        _, state = update(PARAMS, state, PARAMS, value=value, other=other)
+        before = state.inner_state
+        updates, state = update(PARAMS, state, PARAMS, value=value, other=other)
         skipped.append(not ols.applied(state))
+        if skipped[-1]:
+            nothing = jax.tree.map(lambda p: -jnp.zeros_like(p), PARAMS)
+            assert_same_bits((updates, state.inner_state), (nothing, before))
     assert skipped == [False, False, True, True, False, True]
     assert state.rule_state[1].values[0] == 1
     assert 1.1 < state.rule_state[1].values[1] < 9  # a spike, remembered lower
     assert_same_bits(state.rule_state[1].values[2:], jnp.array([1.0, -1.0]))
-
-
-def test_around_a_skip_multi_steps_accumulates_what_is_skipped():
-    tx = optax.MultiSteps(ols.skip_if(optax.sgd(1.0), ols.Spike(window=4)), 2)
-    params, state = train(tx, LOSSES, LOSSES)
-    expected, _ = train(optax.MultiSteps(optax.sgd(1.0), 2), LOSSES, LOSSES)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), params, expected)
-    assert state.inner_opt_state.loss_scale_state.total_skipped == 0
 
 
 @pytest.mark.slow
@@ -302,7 +261,7 @@ def test_a_step_takes_next_to_no_memory():
 
 
 def test_metrics_health_and_the_flag_for_loops_count_the_skips():
-    healthy = ols.skip_if(optax.sgd(1.0), above(0)).init(PARAMS)
+    healthy = ols.skip_if(SGD, above(0)).init(PARAMS)
     counts = {"growth_count": 51, "consecutive_skipped": 51, "total_skipped": 52}
     stalled = optax.tree.set(healthy, **{name: jnp.int32(count) for name, count in counts.items()})
     assert diagnostics.metrics(stalled) == {"loss_scale": 1, "applied": False} | counts
@@ -319,7 +278,7 @@ def test_metrics_health_and_the_flag_for_loops_count_the_skips():
 
 def test_an_axis_of_any_size_applies_a_good_step():
     # In float32, 41 * (1 / 41) is less than 1, and XLA computes a mean like that.
-    tx = ols.skip_if(optax.sgd(1.0), ols.Spike(), axis_name="i")
+    tx = ols.skip_if(SGD, ols.Spike(), axis_name="i")
     grads = jnp.ones((41, 2))
     state = jax.vmap(tx.init)(grads)
 
@@ -340,23 +299,20 @@ def test_a_measure_that_loops_sees_zeros_for_what_is_not_finite():
             return ()
 
         def measure(self, grads, _params):
-            def halve(carry):
-                return carry[0] / 2, carry[1] + 1
-
             start = jnp.max(grads), jnp.float32(0)
-            return jax.lax.while_loop(lambda carry: carry[0] > 1, halve, start)[1]
+            return jax.lax.while_loop(lambda c: c[0] > 1, lambda c: (c[0] / 2, c[1] + 1), start)[1]
 
         def judge(self, state, halvings):
             return halvings > self.limit, state
 
-    tx = ols.skip_if(optax.sgd(1.0), Halvings(3))
+    tx = ols.skip_if(SGD, Halvings(3))
     state, update = tx.init(jnp.ones(2)), jax.jit(tx.update)
     for largest, is_applied in ((8, True), (16, False), (jnp.inf, False)):
         assert ols.applied(update(jnp.array([1.0, largest]), state)[1]) == is_applied
 
 
 def test_the_norm_of_the_gradients_leaves_out_what_fp8_layers_keep_there():
-    tx = ols.skip_if(optax.sgd(1.0), ols.Spike("grad_norm", window=2))
+    tx = ols.skip_if(SGD, ols.Spike("grad_norm", window=2))
     grads = {"w": jnp.array([3.0, 4.0]), "_overwrite_with_gradient": {"scale": jnp.full(4, 1e4)}}
     _, state = jax.jit(tx.update)(grads, tx.init(grads))
     np.testing.assert_array_equal(state.rule_state[0].values, [0, 5])
@@ -365,24 +321,20 @@ def test_the_norm_of_the_gradients_leaves_out_what_fp8_layers_keep_there():
 
 @pytest.mark.usefixtures("x64")
 def test_a_spike_keeps_its_dtypes_with_64_bits_and_strict_promotion():
+    four, three, six = np.int64(4), np.int64(3), np.float64(6)
+    rule = ols.Spike(window=four, warmup=three, sigmas=six, max_consecutive_skipped=three)
+    tx, params = ols.skip_if(SGD, rule), jnp.ones(2, jnp.float32)
+    state = tx.init(params)
     with jax.numpy_dtype_promotion("strict"):
-        four, three, six = np.int64(4), np.int64(3), np.float64(6)
-        rule = ols.Spike(window=four, warmup=three, sigmas=six, max_consecutive_skipped=three)
-        tx = ols.skip_if(optax.sgd(0.5), rule)
-        params = jnp.ones(2, jnp.float32)
-        state = tx.init(params)
         after = jax.jit(tx.update)(params, state, params, value=jnp.float32(1))[1]
-        assert ols.applied(after)
-        assert types(after) == types(state)
+    assert ols.applied(after)
+    assert types(after) == types(state)
 
 
 def test_a_rule_that_changes_its_state_is_named():
-    rule = SimpleNamespace(
-        init=lambda _: jnp.float32(0),
-        measure=lambda *_: 0,
-        judge=lambda *_: (jnp.bool_(False), jnp.int32(0)),
-    )
-    tx = ols.skip_if(optax.sgd(1.0), rule)
+    judge = lambda *_: (jnp.bool_(False), jnp.int32(0))  # noqa: E731
+    rule = SimpleNamespace(init=lambda _: jnp.float32(0), measure=lambda *_: 0, judge=judge)
+    tx = ols.skip_if(SGD, rule)
     with pytest.raises(TypeError, match="one dtype in both trees") as raised:
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
     assert raised.value.__notes__[0].startswith("It is in the state of namespace(")
@@ -402,35 +354,19 @@ def test_a_good_step_is_the_inner_optimizers_to_the_bit_in_every_dtype(dtype):
 
 @pytest.mark.parametrize("loss_scale", [8.0, 0.25, 3.0])
 def test_the_state_of_a_guard_that_scales_is_unscaled_once(loss_scale):
-    tx, plain = ols.skip_if(optax.sgd(1.0)), optax.sgd(1.0)
+    tx, guard_that_scales = ols.skip_if(SGD), ols.with_loss_scaling(SGD, loss_scale)
     grads = jnp.array([1.5, -0.75], jnp.bfloat16)
-    scaled = start = ols.with_loss_scaling(plain, loss_scale).init(jnp.ones(2))
+    scaled = start = guard_that_scales.init(jnp.ones(2))
     for given in (grads * jnp.bfloat16(loss_scale), grads):
         updates, scaled = jax.jit(tx.update)(given, scaled)
-        assert_same_bits(updates, plain.update(grads, plain.init(grads))[0])
+        assert_same_bits(updates, SGD.update(grads, SGD.init(grads))[0])
         assert scaled.loss_scale_state.loss_scale == 1
     for before in (start, scaled):
         _, after = tx.update(jnp.full(2, jnp.inf, jnp.bfloat16), before)
         assert not ols.applied(after)
         assert after.loss_scale_state.loss_scale == 1
-    # No finite gradient becomes infinite, nor is the step skipped.
+    # Here no finite gradient becomes infinite, nor is the step skipped. The other guard skips it.
     updates, state = tx.update(jnp.float16(6e4), start)
     assert ols.applied(state)
     assert np.isfinite(updates)
-
-
-def test_a_gradient_that_only_unscaling_makes_infinite_is_skipped():
-    tx = ols.with_loss_scaling(optax.sgd(1.0), 0.25)
-    grad = jnp.float32(3e38)
-    assert not ols.applied(tx.update(grad, tx.init(grad))[1])
-
-
-def test_a_rule_brings_the_check_with_it_for_a_policy_of_ones_own():
-    class Unchecked:
-        skip_nonfinite = False
-        init = staticmethod(lambda: ols.init(4))
-        update = staticmethod(lambda state, *_, **__: state)
-
-    tx = ols.with_loss_scaling(optax.sgd(1.0), Unchecked(), skip_if=lambda *_: False)
-    grad = jnp.float32(jnp.inf)
-    assert not ols.applied(tx.update(grad, tx.init(grad))[1])
+    assert ols.applied(guard_that_scales.update(jnp.float32(3e38), start)[1]) == (loss_scale > 1)
