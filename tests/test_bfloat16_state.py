@@ -25,10 +25,7 @@ BF16, FLOAT32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
 STORE = optax.GradientTransformation(
     lambda params: jax.tree.map(jnp.zeros_like, params), lambda grads, *_: (grads, grads)
 )
-ADAM = ols.with_bfloat16_state(optax.adam(0.1))
-
-
-STORING = ols.with_bfloat16_state(STORE)
+ADAM, STORING = ols.with_bfloat16_state(optax.adam(0.1)), ols.with_bfloat16_state(STORE)
 store = jax.jit(lambda grads, state: STORING.update(grads, state)[1])
 
 
@@ -46,12 +43,8 @@ def words(array):
 
 def rounds_up(word, like, **kwargs):
     """Return where the float32 of a word, in arrays like these, is stored as the upper one."""
-    number = float(np.uint32(word).view(np.float32))
-    found = stored(jax.tree.map(lambda a: jnp.full_like(a, number), like), **kwargs)
-    return jax.tree.map(lambda a: words(a) != word >> 16, found)
-
-
-# Rounding.
+    given = optax.tree.full_like(like, np.uint32(word).view(np.float32))
+    return jax.tree.map(lambda a: words(a) != word >> 16, stored(given, **kwargs))
 
 
 @pytest.mark.slow
@@ -66,9 +59,8 @@ def test_what_is_stored_is_one_of_the_two_neighbours_and_special_numbers_stay():
     is_nan = np.isnan(x)
     assert np.isnan(found[is_nan].view(BF16).astype(np.float32)).all()
     is_normal = ~is_nan & ((np.abs(x) >= 2.0**-126) | (x == 0))
-    below = (given >> 16).astype(np.uint16)
+    below, is_exact = (given >> 16).astype(np.uint16), (given & 0xFFFF) == 0
     is_below, is_above = found == below, found == below + 1
-    is_exact = (given & 0xFFFF) == 0
     beyond = np.isfinite(x) & (np.abs(x) >= float(jnp.finfo(BF16).max))
     assert (is_below | (is_above & ~is_exact & ~beyond))[is_normal].all()
     assert 0.4 < is_above[is_normal].mean() < 0.6
@@ -113,9 +105,6 @@ def test_a_long_decay_follows_float32():
     mean = jnp.mean(end.inner_state.astype(jnp.float32))
     np.testing.assert_allclose(mean, 0.999**1000, rtol=5e-3)
     assert jnp.bfloat16(0.999 * jnp.ones((), BF16)) == 1  # to the nearest, it would not move
-
-
-# What is stored in two bytes.
 
 
 def test_arrays_of_4096_elements_are_stored_in_two_bytes_unless_kept():
@@ -169,12 +158,8 @@ COPIES = {
 
 # One for each way to find them, and two without any.
 KINDS = [
-    "contrib.dog",
-    "contrib.mechanize",
-    "contrib.schedule_free_adamw",
-    "lbfgs",
-    "adamw",
-    "lion",
+    *("contrib.dog", "contrib.mechanize", "contrib.schedule_free_adamw"),
+    *("lbfgs", "lbfgs: backtracking", "adamw", "lion"),
 ]
 
 
@@ -208,27 +193,6 @@ def test_any_optimizer_keeps_its_kinds_of_arrays_and_copies_of_parameters_in_flo
     assert bool(kept) == (name in COPIES)
 
 
-def test_a_line_search_hands_back_the_gradient_as_it_was():
-    def loss(w):
-        return jnp.sum((w - jnp.arange(LEAST) / LEAST) ** 2)
-
-    def last(tx):
-        @jax.jit
-        def step(params, state):
-            value, grad = optax.value_and_grad_from_state(loss)(params, state=state)
-            updates, state = tx.update(grad, state, params, value=value, grad=grad, value_fn=loss)
-            return optax.apply_updates(params, updates), state
-
-        carry = jnp.zeros(LEAST), tx.init(jnp.zeros(LEAST))
-        for _ in range(3):
-            carry = step(*carry)
-        return carry[0]
-
-    search = optax.scale_by_backtracking_linesearch(10, store_grad=True)
-    tx = optax.lbfgs(memory_size=2, linesearch=search)
-    assert_same_bits(last(ols.with_bfloat16_state(tx)), last(tx))
-
-
 def test_arrays_that_the_optimizer_itself_keeps_in_bfloat16_are_widened_for_it():
     seen = []
 
@@ -244,24 +208,23 @@ def test_arrays_that_the_optimizer_itself_keeps_in_bfloat16_are_widened_for_it()
     assert 0 < jnp.sum(state != 1) < 64
 
 
-def test_init_takes_shapes():
+@pytest.mark.parametrize("remainders", [False, True])
+def test_init_takes_shapes_and_so_does_that_of_masters(remainders):
     def fresh(param):
         is_shape = isinstance(param, jax.ShapeDtypeStruct)
         return jax.ShapeDtypeStruct(param.shape, param.dtype) if is_shape else jnp.zeros_like(param)
 
     params = {"w": jnp.ones((64, 64)), "h": jnp.ones((64, 64), BF16)}
+    params |= {"f": jnp.ones((64, 64), jnp.float16)}
     copy = optax.GradientTransformation(lambda params: params, STORE.update)
     moment = optax.GradientTransformation(lambda p: jax.tree.map(fresh, p), STORE.update)
     inner = ols.with_bfloat16_state(optax.chain(moment, copy))
-    init = ols.with_master_weights(inner, remainders=True).init
+    init = ols.with_master_weights(inner, remainders=remainders).init
     found = init(jax.eval_shape(lambda: params))
     assert types(found) == types(jax.eval_shape(init, params)) == types(init(params))
     moments, copies = found.inner_state.inner_state
     assert {a.dtype for a in jax.tree.leaves(moments)} == {BF16}
     assert {a.dtype for a in jax.tree.leaves(copies)} == {FLOAT32}
-
-
-# A pure function of the state.
 
 
 def after(tx, params):
@@ -314,9 +277,6 @@ def test_a_skipped_step_leaves_state_and_count():
     grads = jax.tree.map(lambda p: p.at[0].set(jnp.inf), PARAMS)
     _, skipped = jax.jit(tx.update)(grads, state, PARAMS)
     assert_same_bits(skipped.inner_state, state.inner_state)
-    with pytest.raises(diagnostics.LossScaleStalledError, match="1 since"):
-        diagnostics.check_health(skipped, max_consecutive_skipped=0)
-    diagnostics.check_health(state)
     bad = state.inner_state.inner_state[0].nu["w"].at[0, 0].set(jnp.nan)
     with pytest.raises(ValueError, match=r"nu\['w'\]"):
         diagnostics.check_health(optax.tree.set(state, nu=PARAMS | {"w": bad}))
