@@ -196,8 +196,7 @@ def test_any_optimizer_keeps_its_kinds_of_arrays_and_copies_of_parameters_in_flo
 def test_arrays_that_the_optimizer_itself_keeps_in_bfloat16_are_widened_for_it():
     seen = []
 
-    def update(grads, state, params=None):
-        del params
+    def update(grads, state, _):
         seen.append(state.dtype)
         return grads, 0.999 * state  # in float32, of which bfloat16 would keep nothing
 

@@ -279,8 +279,7 @@ def test_a_new_leaf_that_varies_where_the_old_one_does_not_is_chosen_under_check
 
 
 def test_an_optimizer_that_cannot_be_traced_works_eagerly():
-    def update(updates, state, params=None):
-        del params
+    def update(updates, state, _):
         return (-updates if float(jnp.sum(state)) >= 0 else updates), state + 1
 
     tx = ols.with_loss_scaling(optax.GradientTransformation(lambda _: jnp.zeros(()), update), 4)
