@@ -316,14 +316,6 @@ def test_a_state_made_outside_is_updated_inside_of_vmap(guard):
     if guard is None:
         alone = store(params[0], tx.init(params[0]))
         assert_same_bits(jax.tree.map(lambda a: a[2], stepped), alone)
-    # Of a state for all members, each has fewer elements than init leaves in float32.
-    grads = params[:, :1024]
-    state = tx.init(grads)
-    axes = jax.tree.map(lambda a: 0 if a.ndim == 2 else None, state)
-    step = jax.vmap(
-        lambda g, s: tx.update(g, s, g)[1], in_axes=(0, axes), out_axes=axes, axis_name="i"
-    )
-    assert types(jax.jit(step)(grads, state)) == types(state)
 
 
 def test_a_guard_inside_is_refused_with_the_line_to_write():
