@@ -1,5 +1,6 @@
 """Float32 masters: after every step the parameters are those of the float32 run, rounded."""
 
+import contextlib
 import functools
 
 import jax
@@ -305,32 +306,23 @@ def test_tied_weights_of_nnx_stay_tied():
 
 
 @pytest.mark.parametrize(
-    "tx",
-    [
-        optax.named_chain(("z", CLIP), ("a", MASTERS)),
-        optax.MultiSteps(optax.chain(CLIP, CLIP, MASTERS), 2),
-        optax.partition({"all": optax.chain(CLIP, optax.masked(MASTERS, True))}, "all"),
-        optax.inject_hyperparams(lambda rate: optax.chain(CLIP, MASTERS))(0.1),  # noqa: ARG005
-    ],
-)
-def test_masters_may_be_in_what_is_known_to_hand_their_updates_through(tx):
-    ols.skip_if(tx).init({"w": jnp.ones(2, jnp.float16)})
-
-
-@pytest.mark.parametrize(
     ("tx", "around"),
     [
+        (optax.named_chain(("z", CLIP), ("a", MASTERS)), None),
+        (optax.MultiSteps(optax.chain(CLIP, CLIP, MASTERS), 2), None),
+        (optax.partition({"all": optax.chain(CLIP, optax.masked(MASTERS, True))}, "all"), None),
+        (optax.inject_hyperparams(lambda rate: optax.chain(CLIP, MASTERS))(0.1), None),  # noqa: ARG005
         (optax.chain(CLIP, MASTERS, CLIP), "tuple"),
         (optax.named_chain(("z", MASTERS), ("a", CLIP)), "OrderedDict"),
         (optax.contrib.schedule_free(MASTERS, 0.1), "ScheduleFreeState"),
         (optax.apply_if_finite(MASTERS, 5), "ApplyIfFiniteState"),
         (optax.GradientTransformation(lambda p: {"a": MASTERS.init(p)}, MASTERS.update), "dict"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_masters_in_anything_else_are_refused(tx, around):
-    for inner in (tx, optax.masked(tx, True)):
-        with pytest.raises(ValueError, match=f"inside of a {around}\\. .*`with_master_weig"):
+def test_masters_are_refused_but_in_what_is_known_to_hand_their_updates_through(tx, around):
+    match = f"inside of a {around}\\. .*`with_master_weig"
+    for inner in (tx, optax.masked(tx, True)) if around else (tx,):
+        with pytest.raises(ValueError, match=match) if around else contextlib.nullcontext():
             ols.skip_if(inner).init({"w": jnp.ones(2, jnp.float16)})
 
 
