@@ -256,7 +256,7 @@ def test_a_step_takes_next_to_no_memory():
     assert theirs >= plain + nbytes(shapes)
 
 
-def test_metrics_health_and_the_flag_for_loops_count_the_skips():
+def test_metrics_and_the_flag_for_loops_count_the_skips():
     healthy = ols.skip_if(SGD, above(0)).init(PARAMS)
     counts = {"growth_count": 51, "consecutive_skipped": 51, "total_skipped": 52}
     stalled = optax.tree.set(healthy, **{name: jnp.int32(count) for name, count in counts.items()})
@@ -265,11 +265,6 @@ def test_metrics_health_and_the_flag_for_loops_count_the_skips():
     assert (is_stalled(healthy), is_stalled(stalled)) == (False, True)
     assert not diagnostics.is_stalled(stalled, max_consecutive_skipped=51)
     assert not diagnostics.is_stalled(healthy, max_consecutive_skipped=0)
-    diagnostics.check_health(healthy)
-    diagnostics.check_health(stalled, max_consecutive_skipped=51)
-    match = r"(?s)last 51 steps were skipped \(52 .*A rule"
-    with pytest.raises(diagnostics.LossScaleStalledError, match=match):
-        diagnostics.check_health(stalled)
 
 
 def test_an_axis_of_any_size_applies_a_good_step():
