@@ -96,17 +96,6 @@ def test_the_bits_are_uniform_and_of_each_step_array_and_element_on_its_own():
         assert np.abs(correlations).max() < 5 / np.sqrt(n)
 
 
-def test_a_long_decay_follows_float32():
-    tx = ols.with_bfloat16_state(
-        optax.GradientTransformation(lambda p: p * 1, lambda g, s, _: (g, 0.999 * s))
-    )
-    start = tx.init(jnp.ones(2 * LEAST))
-    end, _ = jax.lax.scan(lambda s, _: (tx.update(None, s, None)[1], None), start, length=1000)
-    mean = jnp.mean(end.inner_state.astype(jnp.float32))
-    np.testing.assert_allclose(mean, 0.999**1000, rtol=5e-3)
-    assert jnp.bfloat16(0.999 * jnp.ones((), BF16)) == 1  # to the nearest, it would not move
-
-
 def test_arrays_of_4096_elements_are_stored_in_two_bytes_unless_kept():
     params = {"a": jnp.ones(LEAST), "b": jnp.ones(LEAST - 1), "norm": jnp.ones((LEAST, 1))}
     params |= {"f16": jnp.ones(LEAST, jnp.float16), "n": jnp.ones(LEAST, jnp.int32)}

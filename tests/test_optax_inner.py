@@ -145,22 +145,6 @@ def test_init_takes_shapes_in_place_of_arrays(training):
     assert types(init(shapes)) == types(jax.eval_shape(init, params)) == types(init(params))
 
 
-def test_params_may_be_left_out_where_the_inner_optimizer_allows_it(training):
-    step = training.history[0]
-
-    def outcome(tx, state):
-        try:
-            _, state = jax.eval_shape(
-                lambda: training.update(tx, step.grads, state, None, **step.loss)
-            )
-        except (TypeError, ValueError, AttributeError) as error:
-            return type(error), str(error).partition(" got ")[0]  # arrays follow
-        return types(state.inner_state if tx is training.tx else state)
-
-    expected = outcome(training.inner, step.before.inner_state)
-    assert outcome(training.tx, step.before) == expected
-
-
 @pytest.mark.skipif(optax.__version__ != "0.2.8", reason="the exceptions are those of Optax 0.2.8")
 def test_the_table_calls_every_factory_of_optax():
     called = set()

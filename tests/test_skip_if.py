@@ -217,6 +217,8 @@ def test_a_step_is_skipped_without_a_trace_if_any_rule_says_so_and_all_of_them_r
 @pytest.mark.parametrize(("rule", "skipped"), [(above(3), 1), (ols.Spike(window=2, warmup=1), 0)])
 def test_all_members_of_an_axis_skip_together_after_one_collective(rule, skipped, runner):
     tx = ols.skip_if(optax.sgd(1.0, momentum=0.9), rule, axis_name="i")
+    # In float32, 41 * (1 / 41) is less than 1, and XLA computes a mean like that.
+    n = 41 if runner == "vmap" else 4
 
     def step(grads, loss):
         params = jnp.zeros(2)
@@ -232,14 +234,14 @@ def test_all_members_of_an_axis_skip_together_after_one_collective(rule, skipped
         run = jax.jit(jax.vmap(step, axis_name="i"))
     else:
         run = jax.jit(jax.shard_map(shard, check_vma=runner == "check_vma", **specs))
-        run = run.lower(jnp.ones((4, 2)), jnp.ones(4)).compile()
+        run = run.lower(jnp.ones((n, 2)), jnp.ones(n)).compile()
         assert run.as_text().count(" all-reduce(") == 1
-    bad = jnp.ones((4, 2)).at[2, 0].set(jnp.nan)
-    assert run(bad, jnp.ones(4)).loss_scale_state.total_skipped.tolist() == [1] * 4
-    state = run(jnp.ones((4, 2)), jnp.array([1.0, 2.0, 3.0, 6.0]))
-    assert state.loss_scale_state.total_skipped.tolist() == [skipped] * 4
+    bad = jnp.ones((n, 2)).at[2, 0].set(jnp.nan)
+    assert run(bad, jnp.ones(n)).loss_scale_state.total_skipped.tolist() == [1] * n
+    state = run(jnp.ones((n, 2)), jnp.full(n, 3.0).at[:2].set([0, 6]))
+    assert state.loss_scale_state.total_skipped.tolist() == [skipped] * n
     if isinstance(rule, ols.Spike):  # the mean of the losses
-        np.testing.assert_array_equal(state.rule_state[0].values, [[0, 3]] * 4)
+        np.testing.assert_allclose(state.rule_state[0].values, [[0, 3]] * n, rtol=1e-6)
 
 
 @pytest.mark.needs_xla
@@ -265,21 +267,6 @@ def test_metrics_and_the_flag_for_loops_count_the_skips():
     assert (is_stalled(healthy), is_stalled(stalled)) == (False, True)
     assert not diagnostics.is_stalled(stalled, max_consecutive_skipped=51)
     assert not diagnostics.is_stalled(healthy, max_consecutive_skipped=0)
-
-
-def test_an_axis_of_any_size_applies_a_good_step():
-    # In float32, 41 * (1 / 41) is less than 1, and XLA computes a mean like that.
-    tx = ols.skip_if(SGD, ols.Spike(), axis_name="i")
-    grads = jnp.ones((41, 2))
-    state = jax.vmap(tx.init)(grads)
-
-    @jax.jit
-    @functools.partial(jax.vmap, axis_name="i")
-    def step(grads, state):
-        return tx.update(grads, state, value=jnp.sum(grads))[1]
-
-    assert ols.applied(step(grads, state)).all()
-    assert not ols.applied(step(grads.at[20, 1].set(jnp.nan), state)).any()
 
 
 def test_a_measure_that_loops_sees_zeros_for_what_is_not_finite():
