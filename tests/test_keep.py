@@ -194,35 +194,26 @@ def test_an_update_that_traces_in_its_callers_trace_alone_is_called_there():
     assert_same_bits(kept, OLD)
 
 
-def test_leaves_that_are_not_arrays_stay_and_tracers_do_not_leak():
-    state = {"a": X, "name": "adam", "nothing": None, "float0": np.zeros(3, jax.dtypes.float0)}
+def test_keys_are_chosen_other_leaves_than_arrays_stay_and_tracers_do_not_leak():
+    rest = {"name": "adam", "nothing": None, "float0": np.zeros(3, jax.dtypes.float0)}
+    key = jax.random.key(3)
+    new_key, sample = jax.random.split(key)
 
     def update(_, old):
         assert old["name"] == "adam"
-        return {"u": old["a"], "label": "updates"}, {**old, "a": old["a"] + 1}
+        new_key, sample = jax.random.split(old["key"])
+        return {"sample": sample, "label": "updates"}, {**old, "a": old["a"] + 1, "key": new_key}
 
-    def step(pred, a):
-        out, new = update_where(pred, update, (), {**state, "a": a})
-        assert out["label"] == "updates"
+    def step(pred, a, key):
+        out, new = update_where(pred, update, (), {**rest, "a": a, "key": key})
+        assert out.pop("label") == "updates"
         assert new["name"] == "adam"
-        assert new["float0"] is state["float0"]
-        return new["a"]
+        assert new["float0"] is rest["float0"]
+        return out, new["a"], new["key"]
 
     with jax.check_tracer_leaks():
-        np.testing.assert_array_equal(jax.jit(step)(True, X), X + 1)
-        np.testing.assert_array_equal(jax.jit(step)(False, X), X)
-
-
-def test_prng_keys_are_chosen():
-    def update(key):
-        key, sample = jax.random.split(key)
-        return jax.random.bits(sample), key
-
-    key = jax.random.key(3)
-    step = jax.jit(lambda pred, key: where(pred, update, (key,)))
-    assert_same_bits(step(False, key)[1], (key,))
-    out, (new,) = step(True, key)
-    assert_same_bits((out, new), jax.jit(update)(key))
+        assert_same_bits(jax.jit(step)(True, X, key), ({"sample": sample}, X + 1, new_key))
+        assert_same_bits(jax.jit(step)(False, X, key)[1:], (X, key))
 
 
 @pytest.mark.parametrize(
