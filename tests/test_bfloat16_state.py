@@ -130,20 +130,15 @@ def test_keep_that_names_nothing_is_warned_of():
 # A part of the paths of the large arrays that stay in float32.
 COPIES = {
     "contrib.cocob": ".init_particles",
-    "contrib.dog": ".init_params",
-    "contrib.dowg": ".init_params",
-    "contrib.madgrad": ".x0",
-    "contrib.mechanize": ".x0",
+    **dict.fromkeys(("contrib.dog", "contrib.dowg"), ".init_params"),
+    **dict.fromkeys(("contrib.madgrad", "contrib.mechanize"), ".x0"),
     "contrib.prodigy": ".params0",
     "contrib.sam": ".cache",
     "contrib.schedule_free": ".z",
     "contrib.schedule_free_adamw": ".z",
     "contrib.schedule_free_sgd": ".z",
-    "lbfgs": "",  # all
-    "lbfgs: backtracking": "",
-    "lbfgs: learning rate": "",
+    **dict.fromkeys(("lbfgs", "lbfgs: backtracking", "lbfgs: learning rate"), ""),  # all
 }
-
 
 # One for each way to find them, and two without any.
 KINDS = [

@@ -20,10 +20,6 @@ BAD = np.inf, -np.inf, np.nan
 silent = pytest.mark.filterwarnings("ignore:The loss is float16")
 
 
-def state_of(loss_scale):
-    return ols.FixedLossScale(loss_scale).init()
-
-
 unscale = jax.jit(ols.unscale_and_check)
 
 
@@ -37,13 +33,13 @@ def test_losses_are_scaled_in_at_least_float32_leaf_by_leaf():
     shapes = [(), (3,), (0,)]
     expected = dict.fromkeys(SMALL_FLOATS, "float32") | {"float64": "float64"}
     losses = {dtype: [np.full(shape, 2).astype(dtype) for shape in shapes] for dtype in expected}
-    scaled = jax.jit(ols.scale_loss)({"a": losses, "b": [None]}, state_of(2.0**20))
+    scaled = jax.jit(ols.scale_loss)({"a": losses, "b": [None]}, ols.init(2.0**20))
     assert types_of(scaled["a"]) == {dtype: [(new, False)] * 3 for dtype, new in expected.items()}
     for values in scaled["a"].values():
         for value, shape in zip(values, shapes, strict=True):
             np.testing.assert_array_equal(value, np.full(shape, 2.0**21))
     assert scaled["b"] == [None]
-    number = ols.scale_loss(3.0, state_of(8))
+    number = ols.scale_loss(3.0, ols.init(8))
     assert (float(number), number.weak_type) == (24, False)
 
 
@@ -64,7 +60,7 @@ def test_gradients_are_unscaled_in_at_least_float32(run):
     grads = {dtype: np.ones(2, jnp.dtype(dtype)) for dtype in expected}
     grads |= {shape: np.ones(shape, np.float16) for shape in ((), (0, 3))}
     grads |= {"a number of NumPy": np.float32(1), "a number of Python": 1.0}
-    true, finite = run([*grads.values()], state_of(2.0**20))
+    true, finite = run([*grads.values()], ols.init(2.0**20))
     assert types_of(true) == [(expected.get(key, "float32"), False) for key in grads]
     for grad, given in zip(true, grads.values(), strict=True):
         np.testing.assert_array_equal(grad, np.full(np.shape(given), 2.0**-20))
@@ -73,7 +69,7 @@ def test_gradients_are_unscaled_in_at_least_float32(run):
 
 @pytest.mark.parametrize("leaf", NOT_NUMBERS.values(), ids=NOT_NUMBERS.keys())
 def test_a_leaf_without_floating_point_numbers_passes_through_and_counts_as_finite(leaf):
-    grads, finite = ols.unscale_and_check({"a": leaf, "w": np.ones(2, "f4")}, state_of(2))
+    grads, finite = ols.unscale_and_check({"a": leaf, "w": np.ones(2, "f4")}, ols.init(2))
     assert grads["a"] is leaf
     assert grads["w"].tolist() == [0.5, 0.5]
     assert bool(finite)
@@ -84,7 +80,7 @@ def test_gradients_that_overwrite_are_not_unscaled():
     fp8 = {name: {"Dense_0": {"k": [three]}}, "w": three}
     similar = {"overwrite_with_gradient": three, f"{name}_": three}
     grads = [fp8, flax.core.freeze({"layer": fp8}), {name: (three,)}, similar]
-    true, finite = unscale(grads, state_of(4))
+    true, finite = unscale(grads, ols.init(4))
     assert jax.tree.structure(true) == jax.tree.structure(grads)
     for path, leaf in jax.tree_util.tree_leaves_with_path(true):
         assert leaf == (3 if f"'{name}'" in jax.tree_util.keystr(path) else 0.75)
@@ -108,7 +104,7 @@ def test_gradients_that_overwrite_are_not_unscaled():
 )
 def test_a_gradient_is_finite_if_it_is_as_it_came_and_unscaled(grad, loss_scale, finite, dtype):
     grads = np.array([1, grad, 1], dtype)
-    true, found = unscale(grads, state_of(loss_scale))
+    true, found = unscale(grads, ols.init(loss_scale))
     assert bool(found) is finite
     if not np.isfinite(grad):
         np.testing.assert_array_equal(true.real[1], grad)
@@ -137,7 +133,7 @@ W = np.array([1.0, 2.0], np.float32)
 def test_the_value_is_true_and_the_gradients_are_scaled(runner):
     loss_and_grads = runner(ols.value_and_grad(square))
     for loss_scale in (1, 8, 0.5, 3, 2.0**24):
-        value, grads = loss_and_grads(state_of(loss_scale), W)
+        value, grads = loss_and_grads(ols.init(loss_scale), W)
         assert float(value) == 5
         assert grads.tolist() == [2 * loss_scale, 4 * loss_scale]
 
@@ -147,7 +143,7 @@ def test_aux_comes_back_as_it_is(container):
     def fun(w):
         return container([square(w), {"double": 2 * w, "text": "kept"}])
 
-    (value, aux), grads = ols.value_and_grad(fun, has_aux=True)(state_of(8), W)
+    (value, aux), grads = ols.value_and_grad(fun, has_aux=True)(ols.init(8), W)
     assert (float(value), grads.tolist()) == (5, [16, 32])
     assert (aux["double"].tolist(), aux["text"]) == ([2, 4], "kept")
 
@@ -180,7 +176,7 @@ def test_the_value_is_as_the_function_returned_it(dtype):
         assert returned.dtype == grad.dtype == dtype
         np.testing.assert_array_equal(returned.astype(np.float32), loss.astype(np.float32))
         assert float(grad) == 2.0**15
-    value, _ = loss_and_grads(state_of(2.0**24), np.float32(1e35))
+    value, _ = loss_and_grads(ols.init(2.0**24), np.float32(1e35))
     assert float(value) == float(np.float32(1e35))
 
 
@@ -192,7 +188,7 @@ def test_nnx_differentiates_with_aux_and_argnums():
 
     f = ols.value_and_grad(fun, 1, has_aux=True, transform=flax.nnx.value_and_grad)
     x = jnp.array([[1.0, 2.0]])
-    (value, aux), grads = f(state_of(8), x, model)
+    (value, aux), grads = f(ols.init(8), x, model)
     np.testing.assert_array_equal(value, jnp.sum(model(x)))
     assert aux == "aux"
     assert jax.tree.leaves(grads)[0].tolist() == [[8], [16]]
