@@ -106,13 +106,11 @@ def test_arrays_of_4096_elements_are_stored_in_two_bytes_unless_kept():
     assert types(state.rounding_count) == ((), jnp.uint32)
 
 
-class Model(nnx.Module):
-    def __init__(self):
-        self.w, self.b = nnx.Param(PARAMS["w"]), nnx.Param(PARAMS["b"])
+NNX = nnx.State(jax.tree.map(nnx.Param, PARAMS))
 
 
 @pytest.mark.parametrize(
-    "params", [PARAMS, FrozenDict(PARAMS), nnx.state(Model())], ids=["dict", "FrozenDict", "nnx"]
+    "params", [PARAMS, FrozenDict(PARAMS), NNX], ids=["dict", "FrozenDict", "nnx"]
 )
 def test_a_path_is_the_same_in_every_container(params):
     seen = []

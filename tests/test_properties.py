@@ -135,11 +135,6 @@ THROUGH = {
 }
 
 
-def draw_scale(rng):
-    power = 2.0 ** rng.integers(-126, 127)
-    return np.float32(rng.choice([power, rng.uniform(0.5, 2.0**17), power * 0.7 + 2.0**-126]))
-
-
 def promoted(array):
     return array.astype(np.float32) if part_dtype(array.dtype).itemsize < 4 else array
 
@@ -206,7 +201,9 @@ def test_every_number_of_any_tree_is_treated_as_numpy_says(seed, through):
         for where, negative in ((0.0, False), (rng.random(), True), (1.0, False))
     ]
     for spoil in [(), (), *bad]:
-        current, scale = dict(numbers), draw_scale(rng)
+        power = 2.0 ** rng.integers(-126, 127)
+        scale = rng.choice([power, rng.uniform(0.5, 2.0**17), power * 0.7 + 2.0**-126])
+        current, scale = dict(numbers), np.float32(scale)
         if spoil:
             path, where, negative = spoil
             current[path] = with_bad_number(numbers[path], where, rng, negative)
