@@ -77,10 +77,8 @@ def test_skipped_steps_leave_no_trace_in_the_derivative(name, derivative):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "derivative", [jax.grad, lambda f: jax.grad(jax.grad(f))], ids=["first", "second"]
-)
-def test_a_learning_rate_that_is_differentiated_is_closed_over(derivative):
+@pytest.mark.parametrize("order", [1, 2])
+def test_a_learning_rate_that_is_differentiated_is_closed_over(order):
     def last(learning_rate, added):
         tx = ols.with_loss_scaling(optax.adam(learning_rate), 8.0)
         params = jnp.array([1.0, -2.0, 0.5])
@@ -90,7 +88,7 @@ def test_a_learning_rate_that_is_differentiated_is_closed_over(derivative):
             params = optax.apply_updates(params, updates)
         return jnp.sum(params**2)
 
-    differentiate = jax.jit(derivative(last))
+    differentiate = jax.jit(jax.grad(last) if order == 1 else jax.grad(jax.grad(last)))
     added = jnp.array([jnp.inf, 0.0, jnp.nan, 0.0])
     found, expected = differentiate(0.1, added), differentiate(0.1, jnp.zeros(2))
     np.testing.assert_allclose(found, expected, rtol=1e-4)

@@ -219,9 +219,7 @@ def test_a_donated_step_copies_nothing():
 
 @each_kind
 def test_masters_are_sharded_like_the_parameters(remainders):
-    auto = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((4,), ("data",), axis_types=auto, devices=jax.devices()[:4])
-    sharding = NamedSharding(mesh, P("data"))
+    sharding = NamedSharding(jax.sharding.Mesh(jax.devices()[:4], ("data",)), P("data"))
     params = jax.device_put(jnp.ones((8, 4), jnp.bfloat16), sharding)
     tx = ols.with_master_weights(optax.sgd(0.1), remainders=remainders)
     state = tx.init(params)

@@ -103,9 +103,7 @@ def test_a_spike_is_what_the_written_rule_says_at_every_magnitude(of, arguments)
 
 def test_the_defaults_of_a_spike():
     twin = ols.Spike("value", window=128, sigmas=6.0, warmup=None)
-    assert {ols.Spike(), twin} == {twin}
-    with pytest.raises(AttributeError):
-        twin.window = 64
+    assert {ols.Spike(), twin} == {twin}  # frozen, and so hashable
     values = [1.0, 1.1] * 32 + [9.0]
     assert not spikes(ols.Spike(), values[2:])[1][-1]  # half the window is the warm-up
     assert spikes(ols.Spike(), values)[1].tolist() == [False] * 64 + [True]
@@ -214,12 +212,11 @@ def test_all_members_of_an_axis_skip_together_after_one_collective(rule, skipped
     def shard(grads, loss):
         return jax.tree.map(lambda x: x[None], step(grads[0], loss[0]))
 
-    auto = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((4,), ("i",), axis_types=auto, devices=jax.devices()[:4])
-    specs = {"mesh": mesh, "in_specs": P("i"), "out_specs": P("i")}
     if runner == "vmap":
         run = jax.jit(jax.vmap(step, axis_name="i"))
     else:
+        mesh = jax.sharding.Mesh(jax.devices()[:4], ("i",))
+        specs = {"mesh": mesh, "in_specs": P("i"), "out_specs": P("i")}
         run = jax.jit(jax.shard_map(shard, check_vma=runner == "check_vma", **specs))
         run = run.lower(jnp.ones((n, 2)), jnp.ones(n)).compile()
         assert run.as_text().count(" all-reduce(") == 1
