@@ -183,7 +183,10 @@ def test_a_policy_that_skips_nothing_checks_nothing_but_for_a_rule(policy, befor
     program = str(jax.make_jaxpr(tx.update)(X, state, value=1.0))
     assert not re.search("finite|pmin", program)
     tx = ols.with_loss_scaling(optax.identity(), policy, skip_if=lambda *_: False)
-    assert not ols.applied(tx.update(INF * X, tx.init(X))[1])
+    good, bad = (tx.update(g * X, tx.init(X))[1] for g in (1, INF))
+    assert (ols.applied(good), ols.applied(bad)) == (True, False)
+    # A fixed loss scale then counts as one that skips.
+    assert good.loss_scale_state.growth_count == (not isinstance(policy, CountsFlags))
 
 
 def test_skipped_updates_add_nothing_in_any_dtype_and_may_be_weakly_typed():
