@@ -29,10 +29,6 @@ def real_params():
     }
 
 
-def only(*names):
-    return {name: real_params()[name] for name in names}
-
-
 def loss(params, step):
     """Return the squared distance to a target that moves at each step."""
 
@@ -43,12 +39,11 @@ def loss(params, step):
     return sum(jax.tree.leaves(jax.tree.map(distance, params)))
 
 
-def mean_gradients(params, step):
-    return jax.grad(loss)(params, step)
+mean_gradients = jax.grad(loss)
 
 
 def gradients_per_example(params, step):
-    return jax.vmap(jax.grad(loss), in_axes=(None, 0))(params, jnp.arange(3) + step)
+    return jax.vmap(mean_gradients, in_axes=(None, 0))(params, jnp.arange(3) + step)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,8 +168,8 @@ PROBLEMS = {
     "polyak_sgd": VALUE,
     "scale_by_backtracking_linesearch": LINE_SEARCH,
     # DoG promotes ranks: an error under our settings, or a scalar that becomes a vector.
-    "scale_by_distance_over_gradients": {"params": lambda: only("b")},
-    "sm3": {"params": lambda: only("w", "b")},  # takes maxima over slices
+    "scale_by_distance_over_gradients": {"params": lambda: {"b": real_params()["b"]}},
+    "sm3": {"params": lambda: real_params() | {"s": None}},  # takes maxima over slices
 }
 
 # `monitor` has nothing to keep before its first update, and `measure_with_ema` returns nothing to

@@ -39,42 +39,38 @@ Step = Callable[[Reference, bool, bool], Reference]
 
 
 def float32(number: float) -> float:
-    """Round to the nearest float32."""
     with np.errstate(over="ignore", under="ignore"):
         return float(np.float32(number))
 
 
 def times(a: float, b: float) -> float:
-    """Multiply as float32 does: both operands and the product are rounded."""
-    with np.errstate(over="ignore", under="ignore"):
-        return float(np.float32(a) * np.float32(b))
+    """Multiply as float32 does. In float64, the product of two float32s is exact."""
+    return float32(float32(a) * float32(b))
 
 
 def add_one(count: int) -> int:
-    """Add one, and saturate at the largest int32."""
     return min(count + 1, INT32_MAX)
 
 
 def dynamic_step(**given) -> Step:
     """Return the dynamic rule with these hyper-parameters."""
     hyper = DYNAMIC_DEFAULTS | given
+    low, high = float32(hyper["min_scale"]), float32(hyper["max_scale"])
 
     def step(state: Reference, grads_finite: bool, loss_finite: bool = True) -> Reference:
         scale, growth, overflows, consecutive, total = state
-        low, high = float32(hyper["min_scale"]), float32(hyper["max_scale"])
         scale = low if math.isnan(scale) else min(max(scale, low), high)
-        if not loss_finite and consecutive + 1 < hyper["loss_patience"]:
-            return Reference(scale, 0, overflows, add_one(consecutive), add_one(total))
         if not (grads_finite and loss_finite):
-            overflows = min(overflows + 1, hyper["hysteresis"])
-            if overflows >= hyper["hysteresis"]:
-                scale = max(times(scale, hyper["backoff_factor"]), float32(hyper["min_scale"]))
+            if loss_finite or consecutive + 1 >= hyper["loss_patience"]:
+                overflows = min(overflows + 1, hyper["hysteresis"])
+                if overflows >= hyper["hysteresis"]:
+                    scale = max(times(scale, hyper["backoff_factor"]), low)
             return Reference(scale, 0, overflows, add_one(consecutive), add_one(total))
         growth = add_one(growth)
         if hyper["consecutive_hysteresis"]:
             overflows = 0
         if growth >= hyper["growth_interval"]:
-            scale = min(times(scale, hyper["growth_factor"]), float32(hyper["max_scale"]))
+            scale = min(times(scale, hyper["growth_factor"]), high)
             growth = overflows = 0
         return Reference(scale, growth, overflows, 0, total)
 

@@ -25,10 +25,7 @@ BF16, FLOAT32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
 STORE = optax.GradientTransformation(
     lambda params: jax.tree.map(jnp.zeros_like, params), lambda grads, *_: (grads, grads)
 )
-ADAM = ols.with_bfloat16_state(optax.adam(0.1))
-
-
-STORING = ols.with_bfloat16_state(STORE)
+ADAM, STORING = ols.with_bfloat16_state(optax.adam(0.1)), ols.with_bfloat16_state(STORE)
 store = jax.jit(lambda grads, state: STORING.update(grads, state)[1])
 
 
@@ -46,12 +43,8 @@ def words(array):
 
 def rounds_up(word, like, **kwargs):
     """Return where the float32 of a word, in arrays like these, is stored as the upper one."""
-    number = float(np.uint32(word).view(np.float32))
-    found = stored(jax.tree.map(lambda a: jnp.full_like(a, number), like), **kwargs)
-    return jax.tree.map(lambda a: words(a) != word >> 16, found)
-
-
-# Rounding.
+    given = optax.tree.full_like(like, np.uint32(word).view(np.float32))
+    return jax.tree.map(lambda a: words(a) != word >> 16, stored(given, **kwargs))
 
 
 @pytest.mark.slow
@@ -66,9 +59,8 @@ def test_what_is_stored_is_one_of_the_two_neighbours_and_special_numbers_stay():
     is_nan = np.isnan(x)
     assert np.isnan(found[is_nan].view(BF16).astype(np.float32)).all()
     is_normal = ~is_nan & ((np.abs(x) >= 2.0**-126) | (x == 0))
-    below = (given >> 16).astype(np.uint16)
+    below, is_exact = (given >> 16).astype(np.uint16), (given & 0xFFFF) == 0
     is_below, is_above = found == below, found == below + 1
-    is_exact = (given & 0xFFFF) == 0
     beyond = np.isfinite(x) & (np.abs(x) >= float(jnp.finfo(BF16).max))
     assert (is_below | (is_above & ~is_exact & ~beyond))[is_normal].all()
     assert 0.4 < is_above[is_normal].mean() < 0.6
@@ -104,20 +96,6 @@ def test_the_bits_are_uniform_and_of_each_step_array_and_element_on_its_own():
         assert np.abs(correlations).max() < 5 / np.sqrt(n)
 
 
-def test_a_long_decay_follows_float32():
-    tx = ols.with_bfloat16_state(
-        optax.GradientTransformation(lambda p: p * 1, lambda g, s, _: (g, 0.999 * s))
-    )
-    start = tx.init(jnp.ones(2 * LEAST))
-    end, _ = jax.lax.scan(lambda s, _: (tx.update(None, s, None)[1], None), start, length=1000)
-    mean = jnp.mean(end.inner_state.astype(jnp.float32))
-    np.testing.assert_allclose(mean, 0.999**1000, rtol=5e-3)
-    assert jnp.bfloat16(0.999 * jnp.ones((), BF16)) == 1  # to the nearest, it would not move
-
-
-# What is stored in two bytes.
-
-
 def test_arrays_of_4096_elements_are_stored_in_two_bytes_unless_kept():
     params = {"a": jnp.ones(LEAST), "b": jnp.ones(LEAST - 1), "norm": jnp.ones((LEAST, 1))}
     params |= {"f16": jnp.ones(LEAST, jnp.float16), "n": jnp.ones(LEAST, jnp.int32)}
@@ -128,13 +106,11 @@ def test_arrays_of_4096_elements_are_stored_in_two_bytes_unless_kept():
     assert types(state.rounding_count) == ((), jnp.uint32)
 
 
-class Model(nnx.Module):
-    def __init__(self):
-        self.w, self.b = nnx.Param(PARAMS["w"]), nnx.Param(PARAMS["b"])
+NNX = nnx.State(jax.tree.map(nnx.Param, PARAMS))
 
 
 @pytest.mark.parametrize(
-    "params", [PARAMS, FrozenDict(PARAMS), nnx.state(Model())], ids=["dict", "FrozenDict", "nnx"]
+    "params", [PARAMS, FrozenDict(PARAMS), NNX], ids=["dict", "FrozenDict", "nnx"]
 )
 def test_a_path_is_the_same_in_every_container(params):
     seen = []
@@ -152,29 +128,20 @@ def test_keep_that_names_nothing_is_warned_of():
 # A part of the paths of the large arrays that stay in float32.
 COPIES = {
     "contrib.cocob": ".init_particles",
-    "contrib.dog": ".init_params",
-    "contrib.dowg": ".init_params",
-    "contrib.madgrad": ".x0",
-    "contrib.mechanize": ".x0",
+    **dict.fromkeys(("contrib.dog", "contrib.dowg"), ".init_params"),
+    **dict.fromkeys(("contrib.madgrad", "contrib.mechanize"), ".x0"),
     "contrib.prodigy": ".params0",
     "contrib.sam": ".cache",
     "contrib.schedule_free": ".z",
     "contrib.schedule_free_adamw": ".z",
     "contrib.schedule_free_sgd": ".z",
-    "lbfgs": "",  # all
-    "lbfgs: backtracking": "",
-    "lbfgs: learning rate": "",
+    **dict.fromkeys(("lbfgs", "lbfgs: backtracking", "lbfgs: learning rate"), ""),  # all
 }
-
 
 # One for each way to find them, and two without any.
 KINDS = [
-    "contrib.dog",
-    "contrib.mechanize",
-    "contrib.schedule_free_adamw",
-    "lbfgs",
-    "adamw",
-    "lion",
+    *("contrib.dog", "contrib.mechanize", "contrib.schedule_free_adamw"),
+    *("lbfgs", "lbfgs: backtracking", "adamw", "lion"),
 ]
 
 
@@ -208,32 +175,10 @@ def test_any_optimizer_keeps_its_kinds_of_arrays_and_copies_of_parameters_in_flo
     assert bool(kept) == (name in COPIES)
 
 
-def test_a_line_search_hands_back_the_gradient_as_it_was():
-    def loss(w):
-        return jnp.sum((w - jnp.arange(LEAST) / LEAST) ** 2)
-
-    def last(tx):
-        @jax.jit
-        def step(params, state):
-            value, grad = optax.value_and_grad_from_state(loss)(params, state=state)
-            updates, state = tx.update(grad, state, params, value=value, grad=grad, value_fn=loss)
-            return optax.apply_updates(params, updates), state
-
-        carry = jnp.zeros(LEAST), tx.init(jnp.zeros(LEAST))
-        for _ in range(3):
-            carry = step(*carry)
-        return carry[0]
-
-    search = optax.scale_by_backtracking_linesearch(10, store_grad=True)
-    tx = optax.lbfgs(memory_size=2, linesearch=search)
-    assert_same_bits(last(ols.with_bfloat16_state(tx)), last(tx))
-
-
 def test_arrays_that_the_optimizer_itself_keeps_in_bfloat16_are_widened_for_it():
     seen = []
 
-    def update(grads, state, params=None):
-        del params
+    def update(grads, state, _):
         seen.append(state.dtype)
         return grads, 0.999 * state  # in float32, of which bfloat16 would keep nothing
 
@@ -244,24 +189,23 @@ def test_arrays_that_the_optimizer_itself_keeps_in_bfloat16_are_widened_for_it()
     assert 0 < jnp.sum(state != 1) < 64
 
 
-def test_init_takes_shapes():
+@pytest.mark.parametrize("remainders", [False, True])
+def test_init_takes_shapes_and_so_do_those_of_masters_and_of_a_guard(remainders):
     def fresh(param):
         is_shape = isinstance(param, jax.ShapeDtypeStruct)
         return jax.ShapeDtypeStruct(param.shape, param.dtype) if is_shape else jnp.zeros_like(param)
 
     params = {"w": jnp.ones((64, 64)), "h": jnp.ones((64, 64), BF16)}
+    params |= {"f": jnp.ones((64, 64), jnp.float16)}
     copy = optax.GradientTransformation(lambda params: params, STORE.update)
     moment = optax.GradientTransformation(lambda p: jax.tree.map(fresh, p), STORE.update)
     inner = ols.with_bfloat16_state(optax.chain(moment, copy))
-    init = ols.with_master_weights(inner, remainders=True).init
+    init = ols.skip_if(ols.with_master_weights(inner, remainders=remainders), ols.Spike()).init
     found = init(jax.eval_shape(lambda: params))
     assert types(found) == types(jax.eval_shape(init, params)) == types(init(params))
-    moments, copies = found.inner_state.inner_state
+    moments, copies = found.inner_state.inner_state.inner_state
     assert {a.dtype for a in jax.tree.leaves(moments)} == {BF16}
     assert {a.dtype for a in jax.tree.leaves(copies)} == {FLOAT32}
-
-
-# A pure function of the state.
 
 
 def after(tx, params):
@@ -274,11 +218,7 @@ def after(tx, params):
 
 @pytest.mark.parametrize(
     ("spec", "axis_type"),
-    [
-        (P("x"), AxisType.Auto),
-        (P("x", "y"), AxisType.Explicit),
-        pytest.param(P(None, "y"), AxisType.Auto, marks=pytest.mark.slow),
-    ],
+    [(P("x"), AxisType.Auto), (P("x", "y"), AxisType.Explicit), (P(None, "y"), AxisType.Auto)],
     ids=str,
 )
 def test_the_bits_are_those_of_any_sharding(spec, axis_type):
@@ -314,9 +254,6 @@ def test_a_skipped_step_leaves_state_and_count():
     grads = jax.tree.map(lambda p: p.at[0].set(jnp.inf), PARAMS)
     _, skipped = jax.jit(tx.update)(grads, state, PARAMS)
     assert_same_bits(skipped.inner_state, state.inner_state)
-    with pytest.raises(diagnostics.LossScaleStalledError, match="1 since"):
-        diagnostics.check_health(skipped, max_consecutive_skipped=0)
-    diagnostics.check_health(state)
     bad = state.inner_state.inner_state[0].nu["w"].at[0, 0].set(jnp.nan)
     with pytest.raises(ValueError, match=r"nu\['w'\]"):
         diagnostics.check_health(optax.tree.set(state, nu=PARAMS | {"w": bad}))
@@ -357,20 +294,6 @@ def test_a_state_made_outside_is_updated_inside_of_vmap(guard):
     if guard is None:
         alone = store(params[0], tx.init(params[0]))
         assert_same_bits(jax.tree.map(lambda a: a[2], stepped), alone)
-    # Of a state for all members, each has fewer elements than init leaves in float32.
-    grads = params[:, :1024]
-    state = tx.init(grads)
-    axes = jax.tree.map(lambda a: 0 if a.ndim == 2 else None, state)
-    step = jax.vmap(
-        lambda g, s: tx.update(g, s, g)[1], in_axes=(0, axes), out_axes=axes, axis_name="i"
-    )
-    assert types(jax.jit(step)(grads, state)) == types(state)
-
-
-def test_a_guard_inside_is_refused_with_the_line_to_write():
-    tx = ols.with_bfloat16_state(ols.skip_if(optax.sgd(0.1)))
-    with pytest.raises(ValueError, match=r"with_loss_scaling\(with_bfloat16_state\(inner\)\)"):
-        tx.init(jnp.ones(1))
 
 
 def test_a_step_is_exported_and_reported():

@@ -17,7 +17,6 @@ import optax_lossscale as ols
 check = jax.jit(lambda *args: ols.unscale_and_check(*args)[1])
 state = ols.init(8.0)
 rng = np.random.default_rng(0)
-checked = 0
 for dtype in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64, jnp.float8_e5m2):
     shapes = (), (4097,), (257, 300), (96, 31, 33)
     good = [np.asarray(rng.normal(size=shape), dtype) for shape in shapes]
@@ -28,11 +27,9 @@ for dtype in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64, jnp.float8_
             one_bad = [array.copy() for array in good]
             one_bad[i][where] = bad
             assert not check(one_bad, state), (dtype, shape, where, bad)
-            checked += 1
 # Finite as they came, infinite unscaled.
 big = jnp.full((128, 1024), 3e38, jnp.float32)
 assert check(big, ols.init(1.0)) and not check(big, ols.init(0.25))
-print(checked)
 
 @jax.jit
 def overflows(x, four):
@@ -62,4 +59,4 @@ def test_the_check_is_exact(flags):
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == [str(5 * 4 * 3), "400"]
+    assert result.stdout == "400\n"

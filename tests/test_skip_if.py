@@ -20,39 +20,11 @@ from optax_lossscale import diagnostics
 pytestmark = pytest.mark.integration
 
 PARAMS = {"w": jnp.linspace(-1, 1, 12).reshape(3, 4), "b": jnp.array([-0.0, 0.5])}
-STEPS = 24
 SGD = optax.sgd(1.0)
-LOSSES = 2 + 0.1 * np.sin(np.arange(STEPS, dtype=np.float32) ** 2)
-
-
-def train(tx, losses, grads):
-    """Return the parameters and state after all steps."""
-
-    def step(carry, given):
-        params, state = carry
-        loss, grad = given
-        grads = jax.tree.map(lambda p: grad * jnp.cos(p), PARAMS)
-        updates, state = tx.update(grads, state, params, value=loss)
-        return (optax.apply_updates(params, updates), state), None
-
-    return jax.lax.scan(step, (PARAMS, tx.init(PARAMS)), (losses, grads))[0]
 
 
 def above(limit):
     return lambda *_, value, **__: value > limit
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("inner", [optax.adamw(0.1), optax.MultiSteps(optax.adam(0.1), 2)])
-def test_a_nan_and_a_spike_are_two_skips_without_a_trace(inner):
-    losses, grads = LOSSES.copy(), np.linspace(-1, 2, STEPS, dtype=np.float32)
-    grads[18], losses[21] = np.nan, 40
-    tx = ols.skip_if(inner, ols.Spike(window=16))
-    params, state = train(tx, losses, grads)
-    assert state.loss_scale_state.total_skipped == 2
-    kept = np.delete(np.arange(STEPS), [18, 21])
-    expected, expected_state = train(tx, losses[kept], grads[kept])
-    assert_same_bits((params, state.inner_state), (expected, expected_state.inner_state))
 
 
 class Countdown:
@@ -68,33 +40,26 @@ class Countdown:
         return (state["left"] == 0) & (measure > 0), {**state, "left": state["left"] - 1}
 
 
-@pytest.mark.parametrize(("grad", "value"), [(jnp.inf, 1.0), (1.0, jnp.nan), (1.0, 1.0)])
-def test_a_rule_with_a_state_keeps_it_on_a_step_that_is_not_finite(grad, value):
-    tx = ols.skip_if(optax.sgd(1.0), Countdown())
-    state, update = tx.init(PARAMS), jax.jit(tx.update)
-    _, state = update({**PARAMS, "b": jnp.array([grad, 1])}, state, PARAMS, value=value)
-    finite = bool(np.isfinite(grad + value))
-    assert state.rule_state[0]["left"] == 2 - finite
-    skipped = []
-    for _ in range(3 - finite):
-        _, state = update(PARAMS, state, PARAMS, value=1.0)
-        skipped.append(int(state.loss_scale_state.consecutive_skipped))
-    assert skipped == [0, 0, 1][finite:]
-
-
-def spikes(rule, values, state=None):
-    """Return the last state, and for each value whether the rule skips it."""
-    state = rule.init(None) if state is None else state
-    return each_judged(rule, state, jnp.asarray(values, jnp.float32))
+def test_a_rule_with_a_state_keeps_it_on_a_step_that_is_not_finite():
+    tx = ols.skip_if(SGD, Countdown())
+    state, update, seen = tx.init(PARAMS), jax.jit(tx.update), []
+    for grad, value in ((np.inf, 1), (1, np.nan), (1, 1), (1, 1), (1, 1)):
+        grads = {**PARAMS, "b": jnp.array([grad, 1])}
+        _, state = update(grads, state, PARAMS, value=value)
+        seen.append((state.rule_state[0]["left"], state.loss_scale_state.consecutive_skipped))
+    assert seen == [(2, 1), (2, 2), (1, 0), (0, 0), (-1, 1)]
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def each_judged(rule, state, values):
+def spikes(rule, values, state=None):
+    """Return the last state, and for each value whether the rule skips it."""
+
     def step(state, value):
         measure = rule.measure({"w": value}, None, value=value, other=value)
         return rule.judge(state, measure)[::-1]
 
-    return jax.lax.scan(step, state, values)
+    start = rule.init(None) if state is None else state
+    return jax.lax.scan(step, start, jnp.asarray(values, jnp.float32))
 
 
 def written_rule(values, window=128, sigmas=6.0, warmup=None, max_consecutive_skipped=None):
@@ -122,23 +87,23 @@ def written_rule(values, window=128, sigmas=6.0, warmup=None, max_consecutive_sk
         ("value", {"window": 3, "sigmas": 1.6, "warmup": 1, "max_consecutive_skipped": 1}),
     ],
 )
-def test_a_spike_is_what_the_written_rule_says(of, arguments):
+def test_a_spike_is_what_the_written_rule_says_at_every_magnitude(of, arguments):
     random = np.random.default_rng(0)
     values = random.normal(3, 0.5, 300).clip(0.1)
     values[random.random(300) < 0.2] *= 4
     values[200:] += 8
-    state, skips = spikes(ols.Spike(of, **arguments), values)
-    expected, held = written_rule(values.astype(np.float32), **arguments)
-    assert skips.tolist() == expected
-    assert 0 < sum(expected) < 300
-    np.testing.assert_allclose(state.values, held, rtol=1e-5)  # rounded
+    for size in (1, 1e-37, 1e-30, 1e-20, 1e20, 1e30, 1e37):
+        if of != "grad_norm" or size == 1:  # of which the square must be a float32
+            state, skips = spikes(ols.Spike(of, **arguments), values * size)
+            expected, held = written_rule(np.float64(np.float32(values * size)), **arguments)
+            assert skips.tolist() == expected
+            assert 0 < sum(expected) < 300
+            np.testing.assert_allclose(state.values, held, rtol=1e-5)  # rounded
 
 
 def test_the_defaults_of_a_spike():
     twin = ols.Spike("value", window=128, sigmas=6.0, warmup=None)
-    assert {ols.Spike(), twin} == {twin}
-    with pytest.raises(AttributeError):
-        twin.window = 64
+    assert {ols.Spike(), twin} == {twin}  # frozen, and so hashable
     values = [1.0, 1.1] * 32 + [9.0]
     assert not spikes(ols.Spike(), values[2:])[1][-1]  # half the window is the warm-up
     assert spikes(ols.Spike(), values)[1].tolist() == [False] * 64 + [True]
@@ -174,14 +139,6 @@ def test_equal_values_are_no_spikes_in_spite_of_their_rounded_mean_but_one_above
         assert skips.tolist() == [False] * times + [True], value
 
 
-@pytest.mark.parametrize("size", [1e-37, 1e-30, 1e-20, 1e20, 1e30, 1e37])
-def test_it_works_at_every_magnitude(size):
-    values = 1 + 0.1 * np.random.default_rng(0).random(500)
-    values[[100, 300]] = 5
-    _, skips = spikes(ols.Spike(), values * size)
-    assert np.flatnonzero(skips).tolist() == [100, 300]
-
-
 @pytest.mark.parametrize("held", [-5, 9, 2**30])
 def test_a_damaged_count_is_repaired(held):
     rule = ols.Spike(window=8)
@@ -199,62 +156,45 @@ def test_a_measure_that_is_not_finite_is_skipped_and_never_remembered(bad):
     assert_same_bits(state, type(state)(values, jnp.int32(3), jnp.int32(0)))
 
 
-# A rule, its first state, and which of the seven steps it skips beside the two that are not finite.
-RULES = {
-    "none": (None, (), 0),
-    "function": (above(3), (optax.EmptyState(),), 2),
-    "spike": (ols.Spike(window=4), None, 0),
-    "a list": ([above(3), ols.Spike(window=4)], None, 2),
-}
+# Each with how many of the seven steps it skips beside the two that are not finite.
+RULES = [(None, 0), (above(3), 2), (ols.Spike(window=4), 0), ([above(3), ols.Spike(window=4)], 2)]
 
 
-@pytest.mark.parametrize("scaled", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("rule", "start", "more"), RULES.values(), ids=RULES)
-def test_both_guards_do_the_same_and_a_rule_does_not_lower_the_loss_scale(
-    rule, start, more, scaled
-):
-    policy = ols.DynamicLossScale(8.0, loss_patience=9) if scaled else None
+@pytest.mark.parametrize(("rule", "more"), RULES, ids=["none", "function", "spike", "a list"])
+def test_both_guards_do_the_same_and_a_rule_does_not_lower_the_loss_scale(rule, more):
+    policy = ols.DynamicLossScale(8.0, loss_patience=9)
     tx, other = ols.with_loss_scaling(SGD, policy, skip_if=rule), ols.skip_if(SGD, rule)
     state, other_state = tx.init(PARAMS), other.init(PARAMS)
-    if start is not None:
-        assert_same_bits(state.rule_state, start)
     step, other_step = (jax.jit(each.update, donate_argnums=1) for each in (tx, other))
-    checks = scaled or rule is not None
     for value, grad in ((1, 1), (5, 1), (np.nan, 1), (1, -np.inf), (1, 1), (4, 1), (1, 1)):
         grads = jax.tree.map(lambda p, g=grad: p * np.float32(g), PARAMS)
         found, state = step(ols.scale_loss(grads, state), state, PARAMS, value=value)
         expected, other_state = other_step(grads, other_state, PARAMS, value=value)
-        assert ols.applied(state) == (ols.applied(other_state) if checks else True)
-        if checks:
-            assert_same_bits((found, state.rule_state), (expected, other_state.rule_state))
+        assert ols.applied(state) == ols.applied(other_state)
+        assert_same_bits((found, state.rule_state), (expected, other_state.rule_state))
     scale, growth, _, *counts = state.loss_scale_state
     # A rule skips finite steps, which count towards growth; `skip_if` counts as `FixedLossScale`.
-    assert (scale, growth) == ((4, 3) if scaled else (1, 3 if checks else 0))
+    assert (scale, growth) == (4, 3)
     alone = other_state.loss_scale_state
-    if checks:
-        assert_same_bits(counts, list(alone[3:]))
+    assert_same_bits(counts, list(alone[3:]))
     assert (*alone[:3], alone.total_skipped) == (1, 3, 0, 2 + more)
 
 
-def test_a_step_is_skipped_if_any_rule_says_so_and_all_of_them_remember_it():
+def test_a_step_is_skipped_without_a_trace_if_any_rule_says_so_and_all_of_them_remember_it():
     rules = above(3), ols.Spike("other", window=4, warmup=2), lambda *_, other, **__: other < 0
-    tx = ols.skip_if(SGD, rules)
+    tx = ols.skip_if(optax.MultiSteps(optax.adamw(0.1), 2), rules)
     state, update, skipped = tx.init(PARAMS), jax.jit(tx.update), []
     for value, other in [(1, 1), (1, 1.1), (5, 1), (1, 9), (1, 1), (1, -1)]:
-        _, state = update(PARAMS, state, PARAMS, value=value, other=other)
+        before = state.inner_state
+        updates, state = update(PARAMS, state, PARAMS, value=value, other=other)
         skipped.append(not ols.applied(state))
+        if skipped[-1]:
+            nothing = jax.tree.map(lambda p: -jnp.zeros_like(p), PARAMS)
+            assert_same_bits((updates, state.inner_state), (nothing, before))
     assert skipped == [False, False, True, True, False, True]
     assert state.rule_state[1].values[0] == 1
     assert 1.1 < state.rule_state[1].values[1] < 9  # a spike, remembered lower
     assert_same_bits(state.rule_state[1].values[2:], jnp.array([1.0, -1.0]))
-
-
-def test_around_a_skip_multi_steps_accumulates_what_is_skipped():
-    tx = optax.MultiSteps(ols.skip_if(optax.sgd(1.0), ols.Spike(window=4)), 2)
-    params, state = train(tx, LOSSES, LOSSES)
-    expected, _ = train(optax.MultiSteps(optax.sgd(1.0), 2), LOSSES, LOSSES)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), params, expected)
-    assert state.inner_opt_state.loss_scale_state.total_skipped == 0
 
 
 @pytest.mark.slow
@@ -262,6 +202,8 @@ def test_around_a_skip_multi_steps_accumulates_what_is_skipped():
 @pytest.mark.parametrize(("rule", "skipped"), [(above(3), 1), (ols.Spike(window=2, warmup=1), 0)])
 def test_all_members_of_an_axis_skip_together_after_one_collective(rule, skipped, runner):
     tx = ols.skip_if(optax.sgd(1.0, momentum=0.9), rule, axis_name="i")
+    # In float32, 41 * (1 / 41) is less than 1, and XLA computes a mean like that.
+    n = 41 if runner == "vmap" else 4
 
     def step(grads, loss):
         params = jnp.zeros(2)
@@ -270,21 +212,20 @@ def test_all_members_of_an_axis_skip_together_after_one_collective(rule, skipped
     def shard(grads, loss):
         return jax.tree.map(lambda x: x[None], step(grads[0], loss[0]))
 
-    auto = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((4,), ("i",), axis_types=auto, devices=jax.devices()[:4])
-    specs = {"mesh": mesh, "in_specs": P("i"), "out_specs": P("i")}
     if runner == "vmap":
         run = jax.jit(jax.vmap(step, axis_name="i"))
     else:
+        mesh = jax.sharding.Mesh(jax.devices()[:4], ("i",))
+        specs = {"mesh": mesh, "in_specs": P("i"), "out_specs": P("i")}
         run = jax.jit(jax.shard_map(shard, check_vma=runner == "check_vma", **specs))
-        run = run.lower(jnp.ones((4, 2)), jnp.ones(4)).compile()
+        run = run.lower(jnp.ones((n, 2)), jnp.ones(n)).compile()
         assert run.as_text().count(" all-reduce(") == 1
-    bad = jnp.ones((4, 2)).at[2, 0].set(jnp.nan)
-    assert run(bad, jnp.ones(4)).loss_scale_state.total_skipped.tolist() == [1] * 4
-    state = run(jnp.ones((4, 2)), jnp.array([1.0, 2.0, 3.0, 6.0]))
-    assert state.loss_scale_state.total_skipped.tolist() == [skipped] * 4
+    bad = jnp.ones((n, 2)).at[2, 0].set(jnp.nan)
+    assert run(bad, jnp.ones(n)).loss_scale_state.total_skipped.tolist() == [1] * n
+    state = run(jnp.ones((n, 2)), jnp.full(n, 3.0).at[:2].set([0, 6]))
+    assert state.loss_scale_state.total_skipped.tolist() == [skipped] * n
     if isinstance(rule, ols.Spike):  # the mean of the losses
-        np.testing.assert_array_equal(state.rule_state[0].values, [[0, 3]] * 4)
+        np.testing.assert_allclose(state.rule_state[0].values, [[0, 3]] * n, rtol=1e-6)
 
 
 @pytest.mark.needs_xla
@@ -301,8 +242,8 @@ def test_a_step_takes_next_to_no_memory():
     assert theirs >= plain + nbytes(shapes)
 
 
-def test_metrics_health_and_the_flag_for_loops_count_the_skips():
-    healthy = ols.skip_if(optax.sgd(1.0), above(0)).init(PARAMS)
+def test_metrics_and_the_flag_for_loops_count_the_skips():
+    healthy = ols.skip_if(SGD, above(0)).init(PARAMS)
     counts = {"growth_count": 51, "consecutive_skipped": 51, "total_skipped": 52}
     stalled = optax.tree.set(healthy, **{name: jnp.int32(count) for name, count in counts.items()})
     assert diagnostics.metrics(stalled) == {"loss_scale": 1, "applied": False} | counts
@@ -310,26 +251,6 @@ def test_metrics_health_and_the_flag_for_loops_count_the_skips():
     assert (is_stalled(healthy), is_stalled(stalled)) == (False, True)
     assert not diagnostics.is_stalled(stalled, max_consecutive_skipped=51)
     assert not diagnostics.is_stalled(healthy, max_consecutive_skipped=0)
-    diagnostics.check_health(healthy)
-    diagnostics.check_health(stalled, max_consecutive_skipped=51)
-    match = r"(?s)last 51 steps were skipped \(52 .*A rule"
-    with pytest.raises(diagnostics.LossScaleStalledError, match=match):
-        diagnostics.check_health(stalled)
-
-
-def test_an_axis_of_any_size_applies_a_good_step():
-    # In float32, 41 * (1 / 41) is less than 1, and XLA computes a mean like that.
-    tx = ols.skip_if(optax.sgd(1.0), ols.Spike(), axis_name="i")
-    grads = jnp.ones((41, 2))
-    state = jax.vmap(tx.init)(grads)
-
-    @jax.jit
-    @functools.partial(jax.vmap, axis_name="i")
-    def step(grads, state):
-        return tx.update(grads, state, value=jnp.sum(grads))[1]
-
-    assert ols.applied(step(grads, state)).all()
-    assert not ols.applied(step(grads.at[20, 1].set(jnp.nan), state)).any()
 
 
 def test_a_measure_that_loops_sees_zeros_for_what_is_not_finite():
@@ -340,23 +261,20 @@ def test_a_measure_that_loops_sees_zeros_for_what_is_not_finite():
             return ()
 
         def measure(self, grads, _params):
-            def halve(carry):
-                return carry[0] / 2, carry[1] + 1
-
             start = jnp.max(grads), jnp.float32(0)
-            return jax.lax.while_loop(lambda carry: carry[0] > 1, halve, start)[1]
+            return jax.lax.while_loop(lambda c: c[0] > 1, lambda c: (c[0] / 2, c[1] + 1), start)[1]
 
         def judge(self, state, halvings):
             return halvings > self.limit, state
 
-    tx = ols.skip_if(optax.sgd(1.0), Halvings(3))
+    tx = ols.skip_if(SGD, Halvings(3))
     state, update = tx.init(jnp.ones(2)), jax.jit(tx.update)
     for largest, is_applied in ((8, True), (16, False), (jnp.inf, False)):
         assert ols.applied(update(jnp.array([1.0, largest]), state)[1]) == is_applied
 
 
 def test_the_norm_of_the_gradients_leaves_out_what_fp8_layers_keep_there():
-    tx = ols.skip_if(optax.sgd(1.0), ols.Spike("grad_norm", window=2))
+    tx = ols.skip_if(SGD, ols.Spike("grad_norm", window=2))
     grads = {"w": jnp.array([3.0, 4.0]), "_overwrite_with_gradient": {"scale": jnp.full(4, 1e4)}}
     _, state = jax.jit(tx.update)(grads, tx.init(grads))
     np.testing.assert_array_equal(state.rule_state[0].values, [0, 5])
@@ -365,24 +283,20 @@ def test_the_norm_of_the_gradients_leaves_out_what_fp8_layers_keep_there():
 
 @pytest.mark.usefixtures("x64")
 def test_a_spike_keeps_its_dtypes_with_64_bits_and_strict_promotion():
+    four, three, six = np.int64(4), np.int64(3), np.float64(6)
+    rule = ols.Spike(window=four, warmup=three, sigmas=six, max_consecutive_skipped=three)
+    tx, params = ols.skip_if(SGD, rule), jnp.ones(2, jnp.float32)
+    state = tx.init(params)
     with jax.numpy_dtype_promotion("strict"):
-        four, three, six = np.int64(4), np.int64(3), np.float64(6)
-        rule = ols.Spike(window=four, warmup=three, sigmas=six, max_consecutive_skipped=three)
-        tx = ols.skip_if(optax.sgd(0.5), rule)
-        params = jnp.ones(2, jnp.float32)
-        state = tx.init(params)
         after = jax.jit(tx.update)(params, state, params, value=jnp.float32(1))[1]
-        assert ols.applied(after)
-        assert types(after) == types(state)
+    assert ols.applied(after)
+    assert types(after) == types(state)
 
 
 def test_a_rule_that_changes_its_state_is_named():
-    rule = SimpleNamespace(
-        init=lambda _: jnp.float32(0),
-        measure=lambda *_: 0,
-        judge=lambda *_: (jnp.bool_(False), jnp.int32(0)),
-    )
-    tx = ols.skip_if(optax.sgd(1.0), rule)
+    judge = lambda *_: (jnp.bool_(False), jnp.int32(0))  # noqa: E731
+    rule = SimpleNamespace(init=lambda _: jnp.float32(0), measure=lambda *_: 0, judge=judge)
+    tx = ols.skip_if(SGD, rule)
     with pytest.raises(TypeError, match="one dtype in both trees") as raised:
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
     assert raised.value.__notes__[0].startswith("It is in the state of namespace(")
@@ -402,35 +316,19 @@ def test_a_good_step_is_the_inner_optimizers_to_the_bit_in_every_dtype(dtype):
 
 @pytest.mark.parametrize("loss_scale", [8.0, 0.25, 3.0])
 def test_the_state_of_a_guard_that_scales_is_unscaled_once(loss_scale):
-    tx, plain = ols.skip_if(optax.sgd(1.0)), optax.sgd(1.0)
+    tx, guard_that_scales = ols.skip_if(SGD), ols.with_loss_scaling(SGD, loss_scale)
     grads = jnp.array([1.5, -0.75], jnp.bfloat16)
-    scaled = start = ols.with_loss_scaling(plain, loss_scale).init(jnp.ones(2))
+    scaled = start = guard_that_scales.init(jnp.ones(2))
     for given in (grads * jnp.bfloat16(loss_scale), grads):
         updates, scaled = jax.jit(tx.update)(given, scaled)
-        assert_same_bits(updates, plain.update(grads, plain.init(grads))[0])
+        assert_same_bits(updates, SGD.update(grads, SGD.init(grads))[0])
         assert scaled.loss_scale_state.loss_scale == 1
     for before in (start, scaled):
         _, after = tx.update(jnp.full(2, jnp.inf, jnp.bfloat16), before)
         assert not ols.applied(after)
         assert after.loss_scale_state.loss_scale == 1
-    # No finite gradient becomes infinite, nor is the step skipped.
+    # Here no finite gradient becomes infinite, nor is the step skipped. The other guard skips it.
     updates, state = tx.update(jnp.float16(6e4), start)
     assert ols.applied(state)
     assert np.isfinite(updates)
-
-
-def test_a_gradient_that_only_unscaling_makes_infinite_is_skipped():
-    tx = ols.with_loss_scaling(optax.sgd(1.0), 0.25)
-    grad = jnp.float32(3e38)
-    assert not ols.applied(tx.update(grad, tx.init(grad))[1])
-
-
-def test_a_rule_brings_the_check_with_it_for_a_policy_of_ones_own():
-    class Unchecked:
-        skip_nonfinite = False
-        init = staticmethod(lambda: ols.init(4))
-        update = staticmethod(lambda state, *_, **__: state)
-
-    tx = ols.with_loss_scaling(optax.sgd(1.0), Unchecked(), skip_if=lambda *_: False)
-    grad = jnp.float32(jnp.inf)
-    assert not ols.applied(tx.update(grad, tx.init(grad))[1])
+    assert ols.applied(guard_that_scales.update(jnp.float32(3e38), start)[1]) == (loss_scale > 1)

@@ -86,14 +86,11 @@ def test_arrays_of_one_shape_are_checked_together_where_they_are_local_or_of_one
 def test_arrays_of_one_shape_are_checked_together_where_their_types_shard_them_alike(shape):
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
     shardings = [NamedSharding(mesh, spec) for spec in (P("a"), P("b"), P(), P("a"), P("b"))]
-    good, bad = np.ones(shape), np.full(shape, np.inf)
-    together = [jax.device_put(good, sharding) for sharding in shardings]
-    assert lowered(ols.all_finite, together, shardings, "cuda").count("stablehlo.reduce(") == 3
-    assert ols.all_finite(together)
-    for i, sharding in enumerate(shardings):
-        assert not ols.all_finite(
-            [*together[:i], jax.device_put(bad, sharding), *together[i + 1 :]]
-        )
+    for bad in (None, 0, 1, 2, 3, 4):
+        arrays = [np.full(shape, np.inf if i == bad else 1.0) for i in range(5)]
+        arrays = jax.device_put(arrays, shardings)
+        assert ols.all_finite(arrays) == (bad is None)
+    assert lowered(ols.all_finite, arrays, shardings, "cuda").count("stablehlo.reduce(") == 3
 
 
 @pytest.mark.parametrize(
