@@ -1,9 +1,7 @@
-"""Settings for every test, and the ways to run a function."""
+"""Settings for every test."""
 
 import jax
-import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
@@ -36,32 +34,3 @@ def _setting(name, value):
 x64 = _setting("jax_enable_x64", True)
 # As users compile, in quick runs too: the test counts what the compiler makes of it.
 optimized = _setting("jax_disable_most_optimizations", False)
-
-
-def _pmap(fun):
-    """Run on two devices with the same arguments, and return the result of the first."""
-    mapped = jax.pmap(fun, devices=jax.devices()[:2])
-
-    def run(*args):
-        results = mapped(*jax.tree.map(lambda x: np.stack([np.asarray(x)] * 2), args))
-        first, second = (jax.tree.map(lambda x, i=i: x[i], results) for i in range(2))
-        jax.tree.map(np.testing.assert_array_equal, first, second)
-        return first
-
-    return run
-
-
-def _shard_map(fun):
-    """Run on two devices with the same arguments and a replicated result."""
-    mesh = jax.make_mesh((2,), ("shards",), devices=jax.devices()[:2])
-    everywhere = PartitionSpec()
-    return jax.jit(jax.shard_map(fun, mesh=mesh, in_specs=everywhere, out_specs=everywhere))
-
-
-_RUNNERS = {"plain": lambda fun: fun, "jit": jax.jit, "pmap": _pmap, "shard_map": _shard_map}
-
-
-@pytest.fixture(params=_RUNNERS.values(), ids=_RUNNERS.keys())
-def runner(request):
-    """Each way to run a function of arrays: plain, jit, pmap and jit(shard_map)."""
-    return request.param

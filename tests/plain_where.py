@@ -26,9 +26,8 @@ def with_plain_where(inner, policy):
     def update(updates, state, params=None, **extra_args):
         reciprocal = 1 / state.loss_scale_state.loss_scale
         grads = jax.tree.map(lambda g: g * reciprocal, updates)
-        finite = functools.reduce(
-            operator.and_, [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]
-        )
+        flags = [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]
+        finite = functools.reduce(operator.and_, flags)
         loss_finite = jnp.all(jnp.isfinite(extra_args.get("value", 0.0)))
         applied = finite & loss_finite
 

@@ -133,10 +133,8 @@ def replicas(mesh):
     """Train under shard_map, with a replica of everything on each device of each process."""
     inside = optax.chain(optax.stateless(lambda g, _: jax.lax.pmean(g, "data")), INNER)
     tx = ols.with_loss_scaling(inside, POLICY, axis_name="data")
-    in_specs = P(), P(), P("data"), P("data")
-    step = jax.shard_map(
-        make_step(tx), mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=False
-    )
+    specs = {"in_specs": (P(), P(), P("data"), P("data")), "out_specs": P()}
+    step = jax.shard_map(make_step(tx), mesh=mesh, check_vma=False, **specs)
     everywhere = NamedSharding(mesh, P())
     start = jax.jit(lambda: (init_params(), tx.init(init_params())), out_shardings=everywhere)
     return train(mesh, jax.jit(step), start())

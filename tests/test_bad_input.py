@@ -350,7 +350,7 @@ TABLE = {
     ],
     "TypeError: `{}` must be a floating-point dtype of at most": given(exponents, "dtype", "f8"),
     "TypeError: `tree` must not hold a stateful flax.nnx object, got {}": [
-        *named("Average", lambda: ols.cast([nnx.metrics.Average()], "float16")),
+        *named("Average", lambda: ols.cast([nnx.metrics.Average()], "float16"))
     ],
     # -- losses
     "TypeError: `loss` must be floating-point, got {}": [

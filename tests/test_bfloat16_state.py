@@ -149,9 +149,8 @@ KINDS = [
 def test_any_optimizer_keeps_its_kinds_of_arrays_and_copies_of_parameters_in_float32(name):
     optimizer = OPTIMIZERS[name]
     small = optimizer.params()
-    if name == "contrib.split_real_and_imaginary" or not any(
-        a.ndim == 2 for a in jax.tree.leaves(small)
-    ):
+    has_matrix = any(a.ndim == 2 for a in jax.tree.leaves(small))
+    if name == "contrib.split_real_and_imaginary" or not has_matrix:
         pytest.skip("it has no float32 matrix")
     tx = ols.with_bfloat16_state(optimizer.make())
     params = jax.tree.map(lambda p: jnp.tile(p, (64, 32)) if p.ndim == 2 else p, small)

@@ -58,9 +58,8 @@ class Way(NamedTuple):
 
 def shard_mapped(*, check_vma):
     def transform(step, mesh, specs):
-        mapped = jax.shard_map(
-            step, mesh=mesh, in_specs=specs, out_specs=(*specs[:2], P()), check_vma=check_vma
-        )
+        both = {"in_specs": specs, "out_specs": (*specs[:2], P())}
+        mapped = jax.shard_map(step, mesh=mesh, check_vma=check_vma, **both)
         return jax.jit(mapped, donate_argnums=(0, 1))
 
     return transform
@@ -132,12 +131,8 @@ WAYS = {
 }
 
 # One of each kind. `make test-all` runs the others.
-REPRESENTATIVES = {
-    *("shard_map without check_vma", "shard_map", "manual FSDP over one axis of two", "jit, FSDP")
-}
-needs_pcast = pytest.mark.skipif(
-    not hasattr(jax.lax, "pcast"), reason="jax.lax.pcast is newer than this JAX"
-)
+KINDS = "shard_map without check_vma", "shard_map", "manual FSDP over one axis of two", "jit, FSDP"
+needs_pcast = pytest.mark.skipif(not hasattr(jax.lax, "pcast"), reason="this JAX is older")
 
 
 class Trainer:
@@ -199,7 +194,7 @@ def scaled(name, **changes):
 
 def ways():
     for name in WAYS:
-        marks = [pytest.mark.slow if name in REPRESENTATIVES else pytest.mark.exhaustive]
+        marks = [pytest.mark.slow if name in KINDS else pytest.mark.exhaustive]
         marks += [needs_pcast] * (name == "shard_map, summed in float32")
         yield pytest.param(name, marks=marks)
 

@@ -174,9 +174,8 @@ def test_it_can_be_a_tree_of_axes_or_of_shapes():
 
     stacked = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), Ours(scale=8.0))
     axes = jax.tree.map(lambda _: 0, stacked)
-    mapped = jax.vmap(
-        lambda ds, w: ds.value_and_grad(lambda w: w)(w).dynamic_scale, (axes, None), out_axes=axes
-    )
+    after = lambda ds, w: ds.value_and_grad(lambda w: w)(w).dynamic_scale  # noqa: E731
+    mapped = jax.vmap(after, (axes, None), out_axes=axes)
     assert jax.jit(mapped)(stacked, 1.0).scale.tolist() == [8, 16]
     shapes = jax.eval_shape(Ours)
     assert [type(leaf) for leaf in jax.tree.leaves(shapes)] == [jax.ShapeDtypeStruct] * 2

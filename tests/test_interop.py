@@ -89,12 +89,11 @@ def test_what_was_converted_moves_at_the_same_steps(peer, fields):
 
 
 def test_without_a_floor_it_gets_the_lowest_there_is():
-    theirs = (DynamicScale(minimum_scale=x) for x in (None, 0.0))
-    converted = [
-        interop.from_torch_state_dict(TORCH),
-        *map(interop.from_flax_dynamic_scale, theirs),
-    ]
-    assert {(policy.min_scale, policy.max_scale) for policy, _ in converted} == {(2**-126, 2**126)}
+    from_torch, _ = interop.from_torch_state_dict(TORCH)
+    for floor in (None, 0.0):
+        policy, _ = interop.from_flax_dynamic_scale(DynamicScale(minimum_scale=floor))
+        for each in (policy, from_torch):
+            assert (each.min_scale, each.max_scale) == (2**-126, 2**126)
 
 
 def test_a_loss_scale_below_its_floor_is_lifted_by_any_step_and_in_flax_by_an_overflow():

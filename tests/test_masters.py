@@ -44,9 +44,8 @@ def test_the_parameters_are_those_of_the_float32_run_rounded(name, dtype, remain
     def stepping(tx):
         @functools.partial(jax.jit, compiler_options=UNFUSED)
         def step(params, state, grads, number):
-            extra = optimizer.extra_args(
-                number, value=1.0 + number, grad=ols.cast(grads, jnp.float32)
-            )
+            wide = ols.cast(grads, jnp.float32)
+            extra = optimizer.extra_args(number, value=1.0 + number, grad=wide)
             updates, state = tx.update(grads, state, params, **extra)
             return optax.apply_updates(params, updates), state
 
@@ -60,9 +59,8 @@ def test_the_parameters_are_those_of_the_float32_run_rounded(name, dtype, remain
     half_state, single_state = tx.init(half), plain.init(single)
     for number in range(5):
         grads = ols.cast(gradients(single, number), dtype)
-        single, single_state = plain_step(
-            single, single_state, ols.cast(grads, jnp.float32), number
-        )
+        wide = ols.cast(grads, jnp.float32)
+        single, single_state = plain_step(single, single_state, wide, number)
         if dtype == "float16" and any(jnp.abs(x).max() > 65504 for x in jax.tree.leaves(single)):
             assert name == "scale_by_param_block_norm"  # which grows without limit
             return
@@ -270,9 +268,8 @@ def test_masters_of_some_parameters_are_found_among_all(mask, remainders):
 @pytest.mark.slow
 def test_a_model_of_nnx_is_exported_in_any_container():
     rngs = nnx.Rngs(0)
-    model = nnx.Sequential(
-        nnx.Linear(2, 3, param_dtype=jnp.bfloat16, rngs=rngs), nnx.BatchNorm(3, rngs=rngs)
-    )
+    linear = nnx.Linear(2, 3, param_dtype=jnp.bfloat16, rngs=rngs)
+    model = nnx.Sequential(linear, nnx.BatchNorm(3, rngs=rngs))
     inner = ols.with_master_weights(optax.sgd(2.0**-10), remainders=True)
     optimizer = nnx.Optimizer(model, ols.with_loss_scaling(inner, 8.0), wrt=nnx.Param)
     start = model.layers[0].kernel[...].astype(jnp.float32)
@@ -323,9 +320,7 @@ def test_masters_are_refused_but_in_what_is_known_to_hand_their_updates_through(
 
 def test_a_parameter_may_be_named_value():
     # The array in an nnx.Variable is at `.value`; attention has a layer of that name.
-    params = {
-        name: jnp.full(2, i, jnp.bfloat16) for i, name in enumerate(["key", "query", "value"])
-    }
+    params = {name: jnp.full(2, len(name), jnp.bfloat16) for name in ("key", "query", "value")}
     params |= {"inner": params | {"other": jnp.ones(3, jnp.bfloat16)}}
     tx = ols.with_master_weights(optax.sgd(2.0**-10), remainders=True)
     updates, state = tx.update(params, tx.init(params), params)

@@ -29,7 +29,7 @@ from optax_lossscale import diagnostics
 from optax_lossscale.flax import DynamicScale, TrainState
 from optax_lossscale.keras import loss_scale_optimizer
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("quickly_compiled")]
+pytestmark = pytest.mark.integration
 
 GOOD, OVERFLOW, SPIKE = range(3)
 KINDS = [GOOD, GOOD, GOOD, OVERFLOW, SPIKE, GOOD, GOOD, GOOD, OVERFLOW, SPIKE, GOOD, GOOD]
@@ -283,9 +283,8 @@ def optimizer(features, prefix):
     if "masked" in features:
         tx = optax.masked(tx, prefix(True, False))
     if "partition" in features:
-        tx = optax.partition(
-            {"trained": tx, "frozen": optax.set_to_zero()}, prefix("trained", "frozen")
-        )
+        groups = {"trained": tx, "frozen": optax.set_to_zero()}
+        tx = optax.partition(groups, prefix("trained", "frozen"))
     if "MultiSteps" in features:
         tx = optax.MultiSteps(tx, 2)
     return tx
@@ -393,10 +392,8 @@ def one_step(features, holder):
         mean = lambda grads: jax.lax.pmean(ols.cast(grads, jnp.float32), "i")  # noqa: E731
         return holder.step(carry, x, loss * (1 + sign / 8), mean=mean)
 
-    everywhere = {"in_specs": P(), "out_specs": P()}
-    return jax.shard_map(
-        on_each, mesh=mesh(features), axis_names={"i"}, check_vma=False, **everywhere
-    )
+    options = {"in_specs": P(), "out_specs": P(), "axis_names": {"i"}, "check_vma": False}
+    return jax.shard_map(on_each, mesh=mesh(features), **options)
 
 
 FEATURES = [

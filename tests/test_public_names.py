@@ -19,7 +19,7 @@ from optax_lossscale.testing import assert_scaled_once
 PACKAGE = Path(inspect.getfile(ols)).parent
 PUBLIC_ROOMS = [ols, ols.diagnostics, ols.flax, ols.keras]
 PUBLIC = {name for room in PUBLIC_ROOMS for name in room.__all__}
-MOST_NAMES, MOST_LINES = 28, 300
+MOST_NAMES, MOST_LINES, MOST_ARROWS = 28, 300, 30
 OPEN_ROOMS = {"_state", "_support", "_xla"}  # every other room may use their names
 sys.path.insert(0, str(PACKAGE.parent / "tools"))
 rooms = importlib.import_module("rooms")
@@ -152,4 +152,5 @@ def test_the_package_keeps_the_rules_and_the_picture_of_the_rooms_is_up_to_date(
     graphlib.TopologicalSorter(graph).prepare()  # a circle is a CycleError
     for path in MODULES.values():
         assert path.read_text("utf-8").count("\n") <= MOST_LINES, path
+    assert sum(map(len, rooms.arrows(PACKAGE).values())) <= MOST_ARROWS
     assert rooms.PICTURE.read_text("utf-8") == rooms.draw(PACKAGE)  # `python tools/rooms.py`

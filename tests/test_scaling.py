@@ -128,8 +128,9 @@ def square(w):
 W = np.array([1.0, 2.0], np.float32)
 
 
-def test_the_value_is_true_and_the_gradients_are_scaled(runner):
-    loss_and_grads = runner(ols.value_and_grad(square))
+@pytest.mark.parametrize("transform", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
+def test_the_value_is_true_and_the_gradients_are_scaled(transform):
+    loss_and_grads = transform(ols.value_and_grad(square))
     for loss_scale in (1, 8, 0.5, 3, 2.0**24):
         value, grads = loss_and_grads(ols.init(loss_scale), W)
         assert float(value) == 5

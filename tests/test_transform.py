@@ -38,9 +38,8 @@ def recording(seen):
 
     def update(updates, state, params=None, **extra_args):
         arrays = {name: x for name, x in extra_args.items() if not callable(x)}
-        jax.debug.callback(
-            lambda *given: seen.append(jax.tree.map(np.asarray, given)), updates, params, arrays
-        )
+        append = lambda *given: seen.append(jax.tree.map(np.asarray, given))  # noqa: E731
+        jax.debug.callback(append, updates, params, arrays)
         return updates, state
 
     return optax.GradientTransformationExtraArgs(lambda _: (), update)

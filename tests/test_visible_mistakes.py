@@ -167,9 +167,7 @@ def test_what_stays_in_float32_is_named_once(loss, run):
     ("columns", "dtype", "words"),
     [(4, "float32", ()), (6, "float32", ("large = x",)), (6, "bfloat16", ("large = x",))],
 )
-def test_less_than_half_of_the_operations_is_said_with_the_largest_other_product(
-    columns, dtype, words
-):
+def test_less_than_half_of_the_operations_is_said_with_the_largest_other(columns, dtype, words):
     def fun(w, x):
         half = x @ w[:, columns:]
         x, w = x.astype(dtype), w.astype(dtype)

@@ -112,9 +112,8 @@ def test_arrays_of_one_shape_are_checked_together_where_their_types_shard_them_a
     ],
 )
 def test_arrays_are_checked_together_as_suits_the_platform(platform, number, shape, reduced):
-    text = lowered(
-        ols.all_finite, [jax.ShapeDtypeStruct(shape, jnp.float32)] * number, None, platform
-    )
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32)] * number
+    text = lowered(ols.all_finite, arrays, None, platform)
     assert re.findall(r"stablehlo.reduce\(.*-> tensor<(.*)>", text) == reduced
 
 
@@ -126,9 +125,8 @@ def test_a_check_is_dispatched_once_in_eager_execution():
 def test_sharded_arrays_are_checked_one_by_one_and_stacked_on_a_tpu_and_chained_on_a_gpu():
     mesh = jax.make_mesh((2,), ("d",), (AxisType.Auto,), devices=jax.devices()[:2])
     arrays = [jax.ShapeDtypeStruct((2**13, 2), jnp.float32)] * 3
-    tpu, gpu = (
-        lowered(ols.all_finite, arrays, NamedSharding(mesh, P()), p) for p in ("tpu", "cuda")
-    )
+    replicated = NamedSharding(mesh, P())
+    tpu, gpu = (lowered(ols.all_finite, arrays, replicated, p) for p in ("tpu", "cuda"))
     assert gpu.count("stablehlo.reduce(") == 3
     assert ["stablehlo.concatenate" in text for text in (tpu, gpu)] == [True, False]
 

@@ -131,11 +131,8 @@ def tensorflow():
             runs.append((make, policy, steps))
         runs += [(make, *run) for run in draw_fixed(20 + seed, 4)]
     keras_name = "tf.keras" if keras is tf.keras else "tf_keras"
-    return {
-        "tensorflow": tf.__version__,
-        "numpy": np.__version__,
-        keras_name: keras.__version__,
-    }, runs
+    versions = {"tensorflow": tf.__version__, "numpy": np.__version__}
+    return {**versions, keras_name: keras.__version__}, runs
 
 
 def mindspore():

@@ -113,9 +113,7 @@ def test_masters_are_kept_as_by_hand():
             np.testing.assert_allclose(a, e, atol=2**-10 * 0.1)
 
 
-def test_who_is_left_out_is_reported_and_an_interrupted_run_keeps_its_results(
-    tmp_path, monkeypatch
-):
+def test_who_is_left_out_is_said_and_an_interrupted_run_keeps_its_results(tmp_path, monkeypatch):
     missing = dataclasses.replace(CONTENDERS["Jmp"], package="a package that nobody has")
     monkeypatch.setitem(CONTENDERS, "Jmp", missing)
     monkeypatch.delitem(cases.CASES, "deep")

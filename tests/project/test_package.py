@@ -74,9 +74,7 @@ def test_the_wheel_holds_the_package_and_its_description(wheel, files):
     assert sorted(metadata.provides_extra) == sorted(PROJECT["optional-dependencies"])
 
 
-def test_the_sdist_holds_what_git_does_and_makes_the_same_wheel(
-    files, wheel, sdist, build, tmp_path
-):
+def test_the_sdist_holds_what_git_does_and_makes_the_wheel(files, wheel, sdist, build, tmp_path):
     assert sdist.name == f"{STEM}.tar.gz"
     with tarfile.open(sdist) as archive:
         names = sorted(member.name for member in archive.getmembers())
@@ -144,9 +142,8 @@ def test_a_person_starts_a_release_and_nothing_but_the_build_runs_where_its_file
     assert workflow.count("id-token: write") == workflow.count("environment: release") == 1
     build = re.search(r"\n  build:\n(.*?)\n\n", workflow, re.DOTALL)[1]
     assert re.findall("run: (.*)", build) == ["make release"]
-    recipe = re.search(
-        r"^release: .*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE
-    )
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    recipe = re.search(r"^release: .*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
     assert recipe[1].splitlines()[1:] == ["\t$(NOX) --session build"]
     trial = workflow.index("  trial:\n    needs: build\n")
     assert trial < workflow.index("    needs: [test, trial]\n")
@@ -182,9 +179,8 @@ def pins(path, python):
     lines = (ROOT / path).read_text("utf-8").splitlines()
     requirements = [Requirement(line) for line in lines if not line.lstrip().startswith("#")]
     pinned = [r for r in requirements if r.marker is None or r.marker.evaluate(environment)]
-    versions = {
-        canonicalize_name(r.name): re.fullmatch(r"==([\w.]+)", str(r.specifier))[1] for r in pinned
-    }
+    version = re.compile(r"==([\w.]+)")
+    versions = {canonicalize_name(r.name): version.fullmatch(str(r.specifier))[1] for r in pinned}
     assert len(versions) == len(pinned)  # one version of each
     return versions
 
