@@ -114,7 +114,8 @@ def update(
     Args:
       state: The state that the loss was scaled with.
       grads_finite: Whether every gradient is finite, from `unscale_and_check`. `bool[]`.
-      policy: The policy that `state` was made with, `"dynamic"`, a dict from `get_config`, or None.
+      policy: The policy that `state` was made with, `"dynamic"`, a dict from `get_config`, or None
+        where `state` is that of `init(None)`.
       loss_finite: Whether the loss is finite; see `loss_patience` of `DynamicLossScale`. `bool[]`.
 
     Returns:

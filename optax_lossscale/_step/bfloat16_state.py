@@ -57,7 +57,8 @@ def with_bfloat16_state(
     Args:
       inner: Any Optax optimizer, or an `optax.MultiSteps`.
       keep: A function from a path in the inner optimizer's state, as `jax.tree_util.keystr` formats
-        it, to whether the array there stays in float32: `lambda path: ".ema" in path`.
+        it, to whether the array there stays in float32: `lambda path: ".ema" in path`. `init` asks
+        it of each array that would not stay.
 
     Returns:
       A gradient transformation whose state is a `Bfloat16State`, of which no dtype changes.
@@ -90,7 +91,7 @@ def with_bfloat16_state(
 
     def init_fn(params: optax.Params) -> Bfloat16State:
         inner_state = inner.init(params)
-        refuse_guard("inner", inner_state, "with_loss_scaling(with_bfloat16_state(inner))")
+        refuse_guard("inner", inner_state, "`with_loss_scaling(with_bfloat16_state(inner))`")
         for path, found in subtrees(inner_state, MasterWeightsState, Bfloat16State):
             raise ValueError(
                 f"`inner` must be the optimizer alone, got a {type(found).__name__} at "

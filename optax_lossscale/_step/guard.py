@@ -56,7 +56,8 @@ def with_loss_scaling(
       skip_if: A rule that skips steps which are finite, such as `Spike()`, or a tuple of rules: see
         the function `skip_if`. Such a step does not lower the loss scale. With a rule, steps that
         are not finite are skipped under every policy.
-      axis_name: The mapped axis, or a tuple of them, over which all must skip together.
+      axis_name: The mapped axis, or a tuple of them, over which all must skip together. See
+        `unscale_and_check`.
 
     Returns:
       A gradient transformation whose `update` takes gradients of the scaled loss (see `scale_loss`
@@ -100,7 +101,8 @@ def skip_if(
 
     Args:
       inner: Any Optax optimizer, or an `optax.MultiSteps`.
-      rule: Which steps to skip although they are finite, see below. Any of a tuple or list may.
+      rule: Which steps to skip although they are finite; see below. Of a tuple or list of rules,
+        any may skip a step. None for no rule.
       axis_name: The mapped axis, or a tuple of them, over which all must skip together. A rule's
         answer counts if it is true on any member; a measure is averaged. See `unscale_and_check`.
 

@@ -155,7 +155,8 @@ def suggest_scale(
 
     Args:
       exponents: From `gradient_exponents`, on the host; best the sum over many steps.
-      headroom: Powers of two to leave free above the largest gradient, which 0 may overflow.
+      headroom: Powers of two to leave free above the largest gradient so far. With 0, that one
+        itself may be rounded to infinity.
       dtype: The type that gradients are computed in.
 
     Returns:

@@ -51,7 +51,8 @@ def check_health(
         `Spike` with more values than its window; NaN or infinity in an array of the inner state.
 
     Warns:
-      UserWarning: If the loss scale has grown to its cap and no step was ever skipped.
+      UserWarning: If the loss scale has grown to its cap and no step was ever skipped: either the
+        loss need not be scaled, or the cap is too low.
 
     Examples:
       >>> import optax_lossscale as ols

@@ -70,7 +70,8 @@ def loss_scale_optimizer(
       TypeError: If an argument is of the wrong type.
       ValueError: If an argument is out of its bounds, contradicts another or has no effect; from
         `init`, if there is no rate for `weight_decay`, if the inner optimizer skips steps already,
-        or if it keeps master weights, which would undo `weight_decay` and `use_ema`.
+        or if it keeps master weights, which would undo `weight_decay` and `use_ema`; from `update`,
+        if `params` are needed and not given.
 
     Examples:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
