@@ -294,7 +294,7 @@ def test_a_step_exports_with_symbolic_dimensions_and_the_policy_is_dynamic_by_de
 
 
 INSTEAD = {  # of this, with any of the below
-    ols.with_bfloat16_state: ": with_loss_scaling(with_bfloat16_state(inner)).",
+    ols.with_bfloat16_state: ": `with_loss_scaling(with_bfloat16_state(inner))`.",
     ols.with_loss_scaling: "`with_loss_scaling(inner, skip_if=rule)`",
     ols.skip_if: "`skip_if(inner, (rule, another_rule))`",
 }
