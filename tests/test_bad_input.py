@@ -49,7 +49,7 @@ def returning(value):
 
 # Calls that lack only the tested argument.
 having, holding = STATE._replace, OPT_STATE._replace
-fixed_update, dynamic_update = FixedLossScale(8).update, DynamicLossScale().update
+updates = FixedLossScale(8).update, functools.partial(ols.update, policy="dynamic")
 scale_loss = functools.partial(ols.scale_loss, 1.0)
 choose = functools.partial(ols.tree_where, True)
 unscale = functools.partial(ols.unscale_and_check, PARAMS)
@@ -235,8 +235,8 @@ TABLE = {
     # -- flags and states
     "TypeError: `{}` must be a bool or a boolean array": [
         *given(ols.tree_where, "pred", None, "x", 1, jnp.float32(1), on_true=ONE, on_false=ONE),
-        *given((fixed_update, dynamic_update), "grads_finite", 1, state=STATE),
-        *given((fixed_update, dynamic_update), "loss_finite", 1, state=STATE, grads_finite=True),
+        *given(updates, "grads_finite", 1, state=STATE),
+        *given(updates, "loss_finite", 1, state=STATE, grads_finite=True),
         *named("rule", lambda: skip(returning(1))),
         *named("SimpleNamespace.judge", lambda: skip((rule_that(judge=returning((1, ()))),))),
     ],
@@ -255,7 +255,7 @@ TABLE = {
         *named("SimpleNamespace.measure", lambda: skip(rule_that(measure=returning(TWO)))),
     ],
     "TypeError: `state` must be a {}": [
-        *named("LossScaleState", lambda: fixed_update(tuple(STATE), True)),
+        *named("LossScaleState", lambda: updates[0](tuple(STATE), True)),
         *named("WithLossScalingState", lambda: TX.update(PARAMS, STATE)),
         *named("WithLossScalingState", lambda: SKIPS.update(PARAMS, STATE)),
         *named("MasterWeightsState", lambda: MASTERS.update(PARAMS, STATE)),
