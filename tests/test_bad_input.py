@@ -217,7 +217,7 @@ TABLE = {
     "TypeError: `{}` must be a policy": [
         *given(check_health, "policy", 8.0, True, opt_state=STATE),
         *given(ols.update, "policy", jnp.float32(8), state=STATE, grads_finite=True),
-        *given(ols.as_loss_scale, "loss_scale", True, 1j, [8], jnp.float32(8), FixedLossScale),
+        *given(ols.as_loss_scale, "loss_scale", True, 1j, [8], np.ones(2), FixedLossScale),
         *named("loss_scale", traced(ols.init)),
     ],
     "ValueError: `config` must describe a FixedLossScale, got class_name={}": [
@@ -263,7 +263,7 @@ TABLE = {
     ],
     "ValueError: `{}` must hold exactly one": [
         *named("state", lambda: scale_loss(None), lambda: unscale(tuple(STATE))),
-        *given((ols.loss_scale_state, *READERS), "opt_state", SGD, PARAMS),
+        *given((ols.loss_scale_state, *READERS), "opt_state", SGD, {"loss_scale": ONE}),
         *named("opt_state", lambda: to_torch(PARAMS), lambda: assert_scaled_once(apply, PARAMS)),
         *named("opt_state", lambda: keras.ema_params({}), lambda: ols.master_weights({}, PARAMS)),
     ],
@@ -373,7 +373,7 @@ TABLE = {
     ],
     # -- trees
     "ValueError: `on_true` must keep its structure, got another at {}": [
-        *named("`['a']`", lambda: choose({"a": None}, {"a": 1})),
+        *named("`['a']`", lambda: choose({"a": None}, {"a": 1}), lambda: choose(1, {"a": 1})),
         *named("`['a']`", lambda: choose({"a": [1]}, {"a": (1,)})),
         *named("`['b']`", lambda: choose({"a": 1, "b": 1}, {"a": 1})),
         *named("`['b'][0]`", lambda: choose({"a": [1], "b": [1]}, {"a": [1], "b": []})),
@@ -395,7 +395,7 @@ TABLE = {
     ],
     "ValueError: the leaf at {} must be an array in both trees or the same in both": [
         *named("`['a']`", lambda: choose({"a": "x"}, {"a": "y"})),
-        *named("the root of the tree", lambda: choose(1, 2), lambda: choose(1.0, jnp.float32(1))),
+        *named("the root of the tree", lambda: choose(1, 2), lambda: choose(jnp.float32(1), 1.0)),
     ],
     "TypeError: the leaf at {} must have one dtype in both trees": [
         *named("`['a']`", lambda: choose({"a": ONE}, {"a": HALF})),

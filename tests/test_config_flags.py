@@ -22,6 +22,7 @@ WEIGHTS[7] = np.nan
 # Already on the device: under some settings, moving NaN there is itself an error.
 BATCHES = list(zip(jnp.float16(X), jnp.asarray(WEIGHTS), strict=True))
 BAD_GRADS, BAD_LOSS = jnp.float32([np.nan, np.inf, -np.inf, 1]), jnp.float32([np.nan, np.inf])
+NOT_A_NUMBER = jnp.float32(np.nan)
 POLICY = ols.DynamicLossScale(2.0**8, growth_interval=3)
 TX = ols.with_loss_scaling(optax.chain(optax.trace(0.9), optax.sgd(2.0**-6)), POLICY)
 
@@ -113,16 +114,16 @@ def test_an_update_with_bad_gradients_and_loss_skips_and_raises_nothing(tx, tran
     assert_same_bits(updates, np.full_like(params, -0.0))
 
 
-def difference(grads, _):
-    return jnp.sum(grads**2) - jnp.sum(grads**2) > 0
+def difference(grads, _, other):
+    return jnp.sum(grads**2) - jnp.sum(grads**2) > other
 
 
 @pytest.mark.usefixtures("debugger")
-@pytest.mark.parametrize("rule", [ols.Spike("grad_norm"), difference], ids=["norm", "difference"])
-def test_a_measure_of_finite_gradients_may_overflow(rule):
+@pytest.mark.parametrize("rule", [ols.Spike("grad_norm"), ols.Spike("other"), difference])
+def test_a_measure_of_finite_gradients_may_overflow_or_be_nan(rule):
     grads = jnp.full(2, 1e30)
     tx = ols.skip_if(optax.sgd(1.0), rule)
-    _, state = tx.update(grads, tx.init(grads))
+    _, state = tx.update(grads, tx.init(grads), other=NOT_A_NUMBER)
     assert ols.applied(state) == (rule is difference)
 
 

@@ -383,15 +383,24 @@ def test_a_constant_that_a_cast_makes_infinite_is_named_with_its_line(fun, says)
     assert says is None or f"  constant: {says}" in str(found)
     part_of_a_row = masked(-1e30, mask=np.array([True, False]))
     assert first_nonfinite(part_of_a_row, {"w": ONE}, ONE) is None
+    computed = first_nonfinite(lambda x: jnp.sum(LARGE * x).astype(F16), ONE)
+    assert (computed.operation, computed.constant) == (CAST, None)
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_complex_constant_is_named_without_a_remedy():
+    x, huge = jnp.complex64(1), jnp.complex128(1e300j)
+    found = first_nonfinite(lambda x: x * huge.astype(x.dtype), x)
+    assert (found.operation, found.constant) == (CAST, None)
 
 
 def test_a_box_around_a_parameter_is_not_a_layer():
-    params = {"energy": {"w": nn.Partitioned(BIG, (None,))}, "head": {"w": ONE}}
+    params = {"net": {"energy": {"w": nn.Partitioned(BIG, (None,))}, "head": {"w": ONE}}}
 
     def fun(params, x):
-        return params["energy"]["w"].value * x * params["head"]["w"]
+        return params["net"]["energy"]["w"].value * x * params["net"]["head"]["w"]
 
-    assert first_nonfinite(fun, params, BIG).layer == "params['energy']"
+    assert first_nonfinite(fun, params, BIG).layer == "params['net']['energy']"
 
 
 def test_arguments_are_named_as_well_as_can_be():

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from plain_where import assert_same_bits
@@ -76,6 +77,14 @@ def warnings_of(*words):
     for each, word in zip(seen, words, strict=True):
         assert word in str(each.message)
         assert each.filename == __file__
+
+
+def test_a_warning_names_the_users_line_below_any_library():
+    for wrap in (jax.jit, nnx.jit, equinox.filter_jit, lambda fun: fun):
+        decorated = warnings_of("The loss is float16")(wrap(ols.scale_loss))  # by contextlib
+        decorated(jnp.float16(1), ols.init())
+    with warnings_of("`params` are float16"):
+        optax.chain(GUARD).init(jnp.float16(1))
 
 
 @pytest.mark.integration

@@ -194,10 +194,9 @@ def floating(name: str, dtype: DTypeLike | None, *, most_bits: int = 64) -> np.d
     except TypeError:  # text that names no dtype
         kind = None
     if kind is None or not jnp.issubdtype(kind, jnp.floating) or jnp.finfo(kind).bits > most_bits:
-        size = f" of at most {most_bits} bits" if most_bits < 64 else ""
         raise TypeError(
-            f"`{name}` must be a floating-point dtype{size}, got {dtype!r}. Use `jnp.float16` or "
-            "`jnp.bfloat16`."
+            f"`{name}` must be a floating-point dtype of at most {most_bits} bits, got {dtype!r}. "
+            "Use `jnp.float16` or `jnp.bfloat16`."
         )
     return kind
 
