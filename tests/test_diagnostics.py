@@ -250,9 +250,8 @@ def test_a_state_without_its_guard_or_with_the_policy_of_another_says_what_it_ca
 def test_of_two_spikes_the_one_that_skipped_last_is_blamed():
     guard = ols.skip_if(SGD, (ols.Spike(), ols.Spike())).init(jnp.ones(1))
     first, last = guard.rule_state
-    last = last._replace(consecutive_skipped=jnp.int32(60))
-    scale_state = state(consecutive=60, total=60)
-    stalled = guard._replace(loss_scale_state=scale_state, rule_state=(first, last))
+    rule_state = first, last._replace(consecutive_skipped=jnp.int32(60))
+    stalled = guard._replace(loss_scale_state=state(consecutive=60), rule_state=rule_state)
     assert_causes(stalled, [RULE])
 
 

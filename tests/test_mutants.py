@@ -10,7 +10,6 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TOOL = ROOT / "tools" / "mutants"
-
 sys.path.insert(0, str(TOOL))
 mutants_of = importlib.import_module("changes").mutants_of
 

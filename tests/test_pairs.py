@@ -141,9 +141,8 @@ class Linen(Plain):
 
     def start(self):
         given = {"skip_if": rules(self.features), "axis_name": axis_name(self.features)}
-        return TrainState.create(
-            apply_fn=loss_fn, params=self.initial(), tx=self.tx, loss_scale=POLICY, **given
-        )
+        given |= {"params": self.initial(), "tx": self.tx, "loss_scale": POLICY}
+        return TrainState.create(apply_fn=loss_fn, **given)
 
     def step(self, carry, x, loss, mean):
         loss, grads = self.value_and_grad(carry.apply_fn)(carry, carry.params, x, loss)

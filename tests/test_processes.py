@@ -36,15 +36,10 @@ def run(tmp_path_factory):
     orders = {"coordinator": coordinator, "processes": 2, "devices": 2, "directory": str(directory)}
 
     def work(process):
-        return subprocess.run(  # noqa: S603, our own script
-            [sys.executable, "-W", "error", str(WORKER), json.dumps(orders | {"process": process})],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            env=inherited,
-            timeout=TIMEOUT,
-            check=False,
-        )
+        order = json.dumps(orders | {"process": process})
+        command = [sys.executable, "-W", "error", str(WORKER), order]
+        options = {"capture_output": True, "text": True, "env": inherited, "timeout": TIMEOUT}
+        return subprocess.run(command, check=False, **options)  # noqa: S603, our own script
 
     with ThreadPoolExecutor() as pool:
         done = list(pool.map(work, range(2)))

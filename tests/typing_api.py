@@ -64,8 +64,7 @@ def pure_functions(params: Params, x: jax.Array) -> None:
     assert_type((grads, grads_finite), tuple[Params, jax.Array])
     assert_type(ols.update(state, grads_finite, "dynamic"), ols.LossScaleState)
     ols.update(state, grads_finite=True, policy=ols.DynamicLossScale(), loss_finite=False)
-    assert_type(ols.all_finite(grads), jax.Array)
-    assert_type(ols.applied(state), jax.Array)
+    assert_type((ols.all_finite(grads), ols.applied(state)), tuple[jax.Array, jax.Array])
     assert_type(ols.tree_where(grads_finite, grads, params), Params)
     assert_type(ols.value_and_grad(loss_fn), Callable[..., tuple[Any, Any]])
     ols.value_and_grad(loss_fn, argnums=(0, 1), has_aux=False, transform=jax.value_and_grad)
@@ -96,9 +95,9 @@ def wrappers(params: Params, x: jax.Array) -> None:
     assert_type(ols.master_weights(opt_state, params), Params)
     assert_type(ols.cast(params, jnp.float16, keep=lambda path: "norm" in path), Params)
     ols.grad(loss_fn, has_aux=True, compute_dtype="float16")(ols.init(), params, x)
-    assert_type(diagnostics.is_stalled(opt_state, max_consecutive_skipped=9), jax.Array)
+    is_stalled = diagnostics.is_stalled(opt_state, max_consecutive_skipped=9)
     assert isinstance(small_state, ols.Bfloat16State)
-    assert_type(small_state.rounding_count, jax.Array)
+    assert_type((is_stalled, small_state.rounding_count), tuple[jax.Array, jax.Array])
 
     ols.with_loss_scaling(optax.adam)  # pyright: ignore[reportArgumentType]
     ols.Spike(3)  # pyright: ignore[reportArgumentType]

@@ -39,7 +39,9 @@ class _Policy:
           100
         """
         if not isinstance(config, Mapping):
-            raise TypeError(f"`config` must be a dict from `get_config`, got {config!r}.")
+            raise TypeError(
+                f"`config` must be a dict from `get_config`, got {config!r}. See `as_loss_scale`."
+            )
         hyperparams = {**config}
         class_name = hyperparams.pop("class_name", cls.__name__)
         unknown = sorted({*hyperparams} - {*cls.__dataclass_fields__}, key=str)  # pyright: ignore[reportAttributeAccessIssue]

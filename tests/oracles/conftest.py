@@ -2,7 +2,6 @@
 
 import importlib.util
 
-# The script contains no tests, and needs libraries that no group installs.
-collect_ignore_glob = ["record.py"]
-if not importlib.util.find_spec("torch"):
-    collect_ignore_glob.append("test_torch.py")
+# `record.py` has no tests, and needs libraries that no group installs.
+has_torch = importlib.util.find_spec("torch") is not None
+collect_ignore_glob = ["record.py"] if has_torch else ["record.py", "test_torch.py"]

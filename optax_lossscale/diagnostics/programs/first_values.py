@@ -29,7 +29,8 @@ class FirstNonfinite:
       scope: Its `jax.named_scope`: the module's path in Flax's Linen, types of layers in Equinox.
       backward: Whether the operation belongs to the backward pass.
       source: The line of your own code that the operation comes from, with its file.
-      constant: The number in the code, such as the -1e30 of a mask, that a cast made infinite.
+      constant: The finite number in the code, such as the -1e30 of a mask, that a cast to this
+        dtype makes infinite. None otherwise.
     """
 
     layer: str
