@@ -215,7 +215,7 @@ def _apply(jaxpr: Jaxpr, eqn: Equation, operands: list[Value], place: _Place) ->
     if eqn.primitive.name == "select_n":  # those that are selected
         which, *cases = operands
         chosen = np.asarray(which.array)
-        reaching = [x for i, x in enumerate(cases) if kinds_of(np.where(chosen == i, x.array, 0))]
+        reaching = [x for i, x in enumerate(cases) if kinds_of(np.asarray(x.array)[chosen == i])]
     before = earliest(reaching)
 
     def result(array: Any) -> Value:
