@@ -80,9 +80,8 @@ def warnings_of(*words):
 
 
 def test_a_warning_names_the_users_line_below_any_library():
-    for wrap in (jax.jit, nnx.jit, equinox.filter_jit, lambda fun: fun):
-        decorated = warnings_of("The loss is float16")(wrap(ols.scale_loss))  # by contextlib
-        decorated(jnp.float16(1), ols.init())
+    for wrap in (jax.jit, nnx.jit, equinox.filter_jit, lambda fun: fun):  # and contextlib, below
+        warnings_of("The loss is float16")(wrap(ols.scale_loss))(jnp.float16(1), ols.init())
     with warnings_of("`params` are float16"):
         optax.chain(GUARD).init(jnp.float16(1))
 

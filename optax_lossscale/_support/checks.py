@@ -141,10 +141,10 @@ def same_structure(name: str, tree: Any, expected: Any, remedy: str) -> None:
 
 def same_shape(name: str, path: Any, leaf: Any, expected: Any, remedy: str) -> None:
     """Refuse a leaf of another shape, which would be broadcast."""
-    if np.shape(leaf) != np.shape(expected):
+    got, wanted = (getattr(x, "shape", ()) for x in (leaf, expected))
+    if got != wanted:
         raise ValueError(
-            f"`{name}` must keep its shapes, got {np.shape(leaf)} for {np.shape(expected)} at "
-            f"{path_name(path)}. {remedy}"
+            f"`{name}` must keep its shapes, got {got} for {wanted} at {path_name(path)}. {remedy}"
         )
 
 
