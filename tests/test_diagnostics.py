@@ -407,6 +407,7 @@ def assert_equal_counts(actual, expected):
 SMALL_DTYPES = np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [*SMALL_DTYPES, np.float32])
 def test_exponents_and_roundings_are_those_of_numpy(dtype):
     compiled = jax.jit(lambda scale: gradient_exponents(NUMBERS, dtype=dtype, loss_scale=scale))

@@ -27,7 +27,7 @@ MANY = [
 ]
 
 
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", [_anywhere, _on_cpu, _on_gpu, _on_tpu])
 def test_every_way_to_check_looks_at_every_element(way, devices):
     check = jax.jit(lambda arrays: way(*arrays, devices=devices))
