@@ -419,7 +419,7 @@ def test_arrays_of_every_kind_are_traced_and_nothing_else():
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
 
     def fun(key, mask, x, train, scale):
-        noise = jax.random.bits(key, (2,)).astype(F32)
+        noise = jax.random.bits(jnp.where(mask[0], key, key), (2,)).astype(F32)
         return jnp.where(mask, noise, jnp.log(x)) / (1 if train else 0) * scale
 
     def operation(x, train):

@@ -213,9 +213,9 @@ def _apply(jaxpr: Jaxpr, eqn: Equation, operands: list[Value], place: _Place) ->
     scope = "/".join(name for name in re.split(r"\w+\(|\)|/", place.scope) if name)
     reaching = operands
     if eqn.primitive.name == "select_n":  # those that are selected
-        which, *cases = operands
-        chosen = np.asarray(which.array)
-        reaching = [x for i, x in enumerate(cases) if kinds_of(np.asarray(x.array)[chosen == i])]
+        chosen = np.asarray(operands[0].array)
+        cases = ((i, x) for i, x in enumerate(operands[1:]) if x.kinds)  # PRNG keys have none
+        reaching = [x for i, x in cases if kinds_of(np.asarray(x.array)[chosen == i])]
     before = earliest(reaching)
 
     def result(array: Any) -> Value:
