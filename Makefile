@@ -10,7 +10,7 @@ PIP := $(RUN) -m pip --disable-pip-version-check
 # Each file runs in one worker, since the blocks of a document build on each other.
 PYTEST := $(RUN) -m pytest -n 2 --dist loadfile
 QUICKLY = JAX_DISABLE_MOST_OPTIMIZATIONS=true $(PYTEST)
-BEHAVIOUR := derivatives keep scaling skip_if transform
+BEHAVIOUR := derivatives keep scaling transform with_skipping
 # It sees every Python that pyenv has installed.
 NOX = PYENV_VERSION="$${PYENV_VERSION:-$$(pyenv versions --bare 2>/dev/null | paste -sd: -)}" \
   $(RUN) -m nox

@@ -113,7 +113,7 @@ def place(step: Step, spread: str, devices: list[Any]) -> tuple[Step, Any]:
     def placed(path: Any, leaf: Any) -> Any:
         sharding: Any = SingleDeviceSharding(devices[0])
         if spread:
-            is_rule = "rule_state" in jax.tree_util.keystr(path)  # the same on every device
+            is_rule = "rule_states" in jax.tree_util.keystr(path)  # the same on every device
             sharding = NamedSharding(mesh, P() if is_rule else spec(leaf.shape, spread))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 

@@ -339,6 +339,12 @@ _REMAINDERS = functools.partial(ols.with_master_weights, remainders=True)
 _TWO_BYTES = lambda tx: _REMAINDERS(ols.with_bfloat16_state(tx))  # noqa: E731
 _IF_FINITE = functools.partial(optax.apply_if_finite, max_consecutive_errors=100)
 _LIBRARY = {"scales": True, "skips": True}
+
+
+def _spike(of: str = "value") -> Callable[[Optimizer], Optimizer]:
+    return lambda tx: ols.with_skipping(tx, ols.Spike(of))
+
+
 _VALUE = {"arguments": lambda _grads, loss: {"value": loss}}
 _LOSS = {"arguments": lambda _grads, loss: {"loss": loss}}
 _LOSS_AND_NORM = {"arguments": lambda g, loss: {"loss": loss, "grad_norm": optax.tree.norm(g)}}
@@ -360,11 +366,9 @@ CONTENDERS: dict[str, Contender] = {
     "Functional": Functional("ours, pure functions and tree_where", **_LIBRARY),
     # Without loss scaling.
     "Bfloat16State": Ours("ours, state in two bytes", ols.with_bfloat16_state),
-    "SkipIf": Ours("ours, skip_if", ols.skip_if, skips=True),
-    "Spike": Ours("ours, Spike()", lambda t: ols.skip_if(t, ols.Spike()), skips=True, **_VALUE),
-    "SpikeNorm": Ours(
-        'ours, Spike("grad_norm")', lambda tx: ols.skip_if(tx, ols.Spike("grad_norm")), skips=True
-    ),
+    "SkipIf": Ours("ours, with_skipping", ols.with_skipping, skips=True),
+    "Spike": Ours("ours, Spike()", _spike(), skips=True, **_VALUE),
+    "SpikeNorm": Ours('ours, Spike("grad_norm")', _spike("grad_norm"), skips=True),
     "MaxText": Contender("MaxText, spikes of both", guards.maxtext, **_LOSS_AND_NORM),
     "Levanter": Contender("Levanter, spikes of both", guards.levanter, **_LOSS),
     # For parameters in half precision.
@@ -375,12 +379,14 @@ CONTENDERS: dict[str, Contender] = {
     ),
     "Remainders": Ours("ours, remainders", _REMAINDERS),
     "SkipIfRemainders": Ours(
-        "ours, skip_if and remainders", lambda tx: ols.skip_if(_REMAINDERS(tx)), skips=True
+        "ours, with_skipping and remainders",
+        lambda tx: ols.with_skipping(_REMAINDERS(tx)),
+        skips=True,
     ),
     "RemaindersBfloat16State": Ours("ours, remainders and state in two bytes", _TWO_BYTES),
     "SpikeRemaindersBfloat16State": Ours(
         "the same with Spike()",
-        lambda tx: ols.skip_if(_TWO_BYTES(tx), ols.Spike()),
+        lambda tx: ols.with_skipping(_TWO_BYTES(tx), ols.Spike()),
         skips=True,
         **_VALUE,
     ),

@@ -32,8 +32,10 @@ def rule(wrap: Callable[..., Any], **arguments: Callable) -> Callable[[np.ndarra
 
 
 RULES = {
-    "`Spike()`": rule(partial(ols.skip_if, rule=ols.Spike()), value=jnp.asarray),
-    '`Spike("log_loss")`': rule(partial(ols.skip_if, rule=ols.Spike("log_loss")), log_loss=jnp.log),
+    "`Spike()`": rule(partial(ols.with_skipping, skip_if=ols.Spike()), value=jnp.asarray),
+    '`Spike("log_loss")`': rule(
+        partial(ols.with_skipping, skip_if=ols.Spike("log_loss")), log_loss=jnp.log
+    ),
     "MaxText": rule(guards.maxtext, loss=jnp.asarray),
     "Levanter": rule(guards.levanter, loss=jnp.asarray),
 }

@@ -13,9 +13,7 @@ from sphinx.transforms import SphinxTransform
 
 import optax_lossscale
 import optax_lossscale.flax
-import optax_lossscale.interop
 import optax_lossscale.keras
-import optax_lossscale.testing
 
 sys.path.insert(0, str(Path(__file__).parent))
 import notebooks
@@ -87,7 +85,7 @@ for room in (
 
 # What is linked wherever it stands in backticks: `ols.init`, and `scale_loss` without more; but not
 # `init` or `update` alone, which are words of every page.
-_TOP = [name for name in optax_lossscale.__all__ if name != "diagnostics"]
+_TOP = [name for name in optax_lossscale.__all__ if name not in ("diagnostics", "testing")]
 _PUBLIC = {name: f"optax_lossscale.{name}" for name in _TOP}
 _PUBLIC |= {
     f"diagnostics.{name}": f"optax_lossscale.diagnostics.{name}"

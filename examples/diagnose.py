@@ -94,8 +94,8 @@ def main(argv: list[str] | None = None) -> dict[str, tuple]:
     grads, _ = jax.grad(loss_fn, has_aux=True)(failed[0], images, labels, weight=1e-6)
     counts = ols.diagnostics.gradient_exponents(grads)
     print(f"gradient_exponents: float16 rounds {counts.flushed / counts.size:.0%} to zero")
-    scale = ols.diagnostics.suggest_scale(counts)
-    fixed = train(f"suggest_scale, {scale:,.0f}", args.steps, data, scale, weight=1e-6)
+    scale = ols.diagnostics.suggest_loss_scale(counts)
+    fixed = train(f"suggest_loss_scale, {scale:,.0f}", args.steps, data, scale, weight=1e-6)
     runs = {"small gradients": (failed, fixed)}
 
     print("\n2. Every step is skipped at the lowest loss scale")
@@ -109,7 +109,7 @@ def main(argv: list[str] | None = None) -> dict[str, tuple]:
     data = (images - mean) / deviation, (test_images - mean) / deviation, labels, test_labels
     failed = train("standardized images", args.steps, data)
     report = ols.diagnostics.nonfinite_report({"images": data[0]})
-    print(ols.diagnostics.format_nonfinite_report(report))
+    print(report)
     data = *(jnp.where(deviation > 0, x, 0) for x in data[:2]), *data[2:]
     runs["NaN in the data"] = failed, train("0 for these pixels", args.steps, data)
     draw(runs, args.output)

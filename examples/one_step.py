@@ -19,8 +19,8 @@ import optax_lossscale as ols
 Params = dict[str, jax.Array]
 ADAMW = optax.adamw(3e-3)
 OPTIMIZERS = {
-    "float32": ols.skip_if(ADAMW),
-    "bfloat16": ols.skip_if(ADAMW),
+    "float32": ols.with_skipping(ADAMW),
+    "bfloat16": ols.with_skipping(ADAMW),
     "float16": ols.with_loss_scaling(ADAMW),
 }
 BROKEN_STEP = 5

@@ -1,12 +1,12 @@
 """Training in half precision for JAX, around any Optax optimizer: small, exact, functional."""
 
-from optax_lossscale import diagnostics
+from optax_lossscale import diagnostics, testing
 from optax_lossscale._policy.convert import LossScale, LossScaleLike, as_loss_scale, init, update
 from optax_lossscale._policy.policies import DynamicLossScale, FixedLossScale
 from optax_lossscale._state import (
+    GuardState,
     LossScaleState,
     SpikeState,
-    WithLossScalingState,
     applied,
     loss_scale_state,
 )
@@ -14,7 +14,7 @@ from optax_lossscale._step.bfloat16_state import Bfloat16State, with_bfloat16_st
 from optax_lossscale._step.cast import cast
 from optax_lossscale._step.differentiate import grad, value_and_grad
 from optax_lossscale._step.finite import all_finite
-from optax_lossscale._step.guard import skip_if, with_loss_scaling
+from optax_lossscale._step.guard import with_loss_scaling, with_skipping
 from optax_lossscale._step.masters import MasterWeightsState, master_weights, with_master_weights
 from optax_lossscale._step.rules import Spike
 from optax_lossscale._step.scale import scale_loss, unscale_and_check
@@ -26,13 +26,13 @@ __all__ = [
     "Bfloat16State",
     "DynamicLossScale",
     "FixedLossScale",
+    "GuardState",
     "LossScale",
     "LossScaleLike",
     "LossScaleState",
     "MasterWeightsState",
     "Spike",
     "SpikeState",
-    "WithLossScalingState",
     "all_finite",
     "applied",
     "as_loss_scale",
@@ -43,7 +43,7 @@ __all__ = [
     "loss_scale_state",
     "master_weights",
     "scale_loss",
-    "skip_if",
+    "testing",
     "tree_where",
     "unscale_and_check",
     "update",
@@ -51,4 +51,5 @@ __all__ = [
     "with_bfloat16_state",
     "with_loss_scaling",
     "with_master_weights",
+    "with_skipping",
 ]

@@ -39,17 +39,17 @@ class LossScaleState(NamedTuple):
     total_skipped: jax.Array
 
 
-class WithLossScalingState(NamedTuple):
-    """The state of a guard: `with_loss_scaling`, or `skip_if`.
+class GuardState(NamedTuple):
+    """The state of a guard: `with_loss_scaling`, or `with_skipping`.
 
     Attributes:
-      loss_scale_state: The loss scale, which is 1 in `skip_if`, and the counts of steps.
-      rule_state: A tuple with the state of each rule, in the order in which they were given.
+      loss_scale_state: The loss scale, which is 1 in `with_skipping`, and the counts of steps.
+      rule_states: A tuple with the state of each rule, in the order in which they were given.
       inner_state: The inner optimizer's own state: a plain optimizer's checkpoint goes in and out.
     """
 
     loss_scale_state: LossScaleState
-    rule_state: tuple[PyTree, ...]
+    rule_states: tuple[PyTree, ...]
     inner_state: optax.OptState
 
 
@@ -71,7 +71,7 @@ class Guard(optax.GradientTransformationExtraArgs):
     """An optimizer that decides about each step, and whose state says how: `applied`."""
 
 
-ONE_GUARD = "`with_loss_scaling(inner, skip_if=rule)` or `skip_if(inner, (rule, another_rule))`"
+ONE_GUARD = "`with_loss_scaling(inner, skip_if=rule)` or `with_skipping(inner, skip_if=rule)`"
 
 
 def refuse_guard(name: str, inner_state: optax.OptState, instead: str = ONE_GUARD) -> None:
@@ -164,7 +164,7 @@ def loss_scale_state(opt_state: PyTree) -> LossScaleState:
 
     Args:
       opt_state: A `LossScaleState`, or any pytree that holds exactly one, however deep: the state
-        of `with_loss_scaling` or `skip_if`, alone or in that of `optax.chain`, `masked`,
+        of `with_loss_scaling` or `with_skipping`, alone or in that of `optax.chain`, `masked`,
         `partition`, `MultiSteps` or `inject_hyperparams`, a Flax TrainState, an `nnx.Optimizer`.
         It may be a mapping of the fields, as `nnx.split` and Orbax without a target make it.
 
@@ -211,13 +211,13 @@ _CHAINS = (tuple, collections.OrderedDict)  # of `chain` and of `named_chain`
 
 def warn_of_what_stands_outside(opt_state: PyTree) -> None:
     """Warn if a state shows transformations around the guard or beside it."""
-    for path, _ in subtrees(opt_state, WithLossScalingState):
+    for path, _ in subtrees(opt_state, GuardState):
         if inside := next(_found_outside(opt_state, path), None):
             checks.warn(
                 "Transformations stand outside of the guard. If any of them is more than an "
                 "identity, it sees scaled gradients, or moves on skipped steps. Write "
-                f"`with_loss_scaling({inside})`, or the same with `skip_if`. To silence this, pass "
-                "`loss_scale_state(opt_state)`."
+                f"`with_loss_scaling({inside})`, or the same with `with_skipping`. To silence "
+                "this, pass `loss_scale_state(opt_state)`."
             )
             return
 
@@ -253,5 +253,5 @@ def _is_of_optax(state: Any) -> bool:
     return type(state).__module__.startswith("optax")
 
 
-for _state in (LossScaleState, WithLossScalingState, SpikeState):
+for _state in (LossScaleState, GuardState, SpikeState):
     _state.__module__ = "optax_lossscale"  # the name in pickles, which outlives that of this file

@@ -46,10 +46,9 @@ def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any
 
     Examples:
       >>> import jax.numpy as jnp, optax_lossscale as ols
-      >>> from optax_lossscale.testing import assert_scaled_once
       >>> def grad_fn(state, w):
       ...     return ols.value_and_grad(lambda w: jnp.sum(w**2))(state, w)[1]
-      >>> assert_scaled_once(grad_fn, ols.init(), jnp.ones(3))
+      >>> ols.testing.assert_scaled_once(grad_fn, ols.init(), jnp.ones(3))
     """
     old = loss_scale_state(state).loss_scale
 

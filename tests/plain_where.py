@@ -21,7 +21,7 @@ def with_plain_where(inner, policy):
     inner = optax.with_extra_args_support(inner)
 
     def init(params):
-        return ols.WithLossScalingState(policy.init(), (), inner.init(params))
+        return ols.GuardState(policy.init(), (), inner.init(params))
 
     def update(updates, state, params=None, **extra_args):
         reciprocal = 1 / state.loss_scale_state.loss_scale
@@ -39,9 +39,9 @@ def with_plain_where(inner, policy):
         )
         return (
             jax.tree.map(lambda u: jnp.where(applied, u, -jnp.zeros_like(u)), new_updates),
-            ols.WithLossScalingState(
+            ols.GuardState(
                 policy.update(state.loss_scale_state, finite, loss_finite=loss_finite),
-                state.rule_state,
+                state.rule_states,
                 jax.tree.map(
                     lambda new, old: jnp.where(applied, new, old), new_inner, state.inner_state
                 ),

@@ -9,15 +9,13 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import jmp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.training.dynamic_scale import DynamicScale as TheirDynamicScale
 
 import optax_lossscale as ols
-from optax_lossscale import DynamicLossScale, FixedLossScale, interop, keras
+from optax_lossscale import DynamicLossScale, FixedLossScale, keras
 from optax_lossscale import diagnostics as diag
 from optax_lossscale.flax import DynamicScale, TrainState
 from optax_lossscale.testing import assert_scaled_once
@@ -28,18 +26,16 @@ ONE, TWO, HALF = jnp.ones(1), jnp.ones(2), jnp.ones(1, jnp.float16)
 PARAMS, SGD = {"w": ONE}, optax.sgd(0.1)
 MANY = {"held": jnp.int32(129)}
 INJECTED = optax.chain(*[optax.inject_hyperparams(optax.sgd)(0.1)] * 2)
-TX, SKIPS, MASTERS = ols.with_loss_scaling(SGD), ols.skip_if(SGD), ols.with_master_weights(SGD)
-SMALL = ols.with_bfloat16_state(SGD)
+TX, SKIPS = ols.with_loss_scaling(SGD), ols.with_skipping(SGD)
+MASTERS, SMALL = ols.with_master_weights(SGD), ols.with_bfloat16_state(SGD)
 STATE, OPT_STATE, SPIKES = ols.init(8.0), TX.init(PARAMS), ols.Spike().init(PARAMS)
 COUNTS, FULL = STATE._fields[1:], SPIKES._replace(held=jnp.int32(128))
 EXPONENTS, NO_EXPONENTS = map(diag.gradient_exponents, (PARAMS, [0.0, NAN, INF]))
 STATES, STACKED = jax.tree.map(lambda x: jnp.stack([x, x]), (STATE, EXPONENTS))
-TORCH = interop.to_torch_state_dict(DynamicLossScale(), STATE)
 DECAY, EMA = {"weight_decay": 0.1, "learning_rate": 0.1}, {"use_ema": True}
-FORGIVING = DynamicLossScale(hysteresis=2)
 SHAPE = jax.ShapeDtypeStruct((2**16, 2**15), jnp.float16)
-WRAPPERS = ols.with_loss_scaling, ols.skip_if, ols.with_bfloat16_state
-EXPONENTS_READERS = diag.suggest_scale, diag.plot_gradient_exponents
+WRAPPERS = ols.with_loss_scaling, ols.with_skipping, ols.with_bfloat16_state
+EXPONENTS_READERS = diag.suggest_loss_scale, diag.plot_gradient_exponents
 READERS = diag.metrics, diag.check_health, diag.is_stalled, ols.applied
 
 
@@ -54,7 +50,7 @@ scale_loss = functools.partial(ols.scale_loss, 1.0)
 choose = functools.partial(ols.tree_where, True)
 unscale = functools.partial(ols.unscale_and_check, PARAMS)
 check_health, configured = diag.check_health, FixedLossScale.from_config
-suggest_scale = functools.partial(diag.suggest_scale, EXPONENTS)
+suggest_loss_scale = functools.partial(diag.suggest_loss_scale, EXPONENTS)
 plot = functools.partial(diag.plot_gradient_exponents, EXPONENTS)
 exponents = functools.partial(diag.gradient_exponents, PARAMS)
 train_state = functools.partial(TrainState.create, apply_fn=None, params=PARAMS)
@@ -62,20 +58,10 @@ optimizer = functools.partial(keras.loss_scale_optimizer, SGD)
 rule_that = functools.partial(
     SimpleNamespace, init=returning(()), measure=returning(0.0), judge=returning((False, ()))
 )
-from_torch, to_dict = interop.from_torch_state_dict, interop.to_torch_state_dict
-to_torch = functools.partial(to_dict, DynamicLossScale())
 
 
 def traced(call):
     return lambda: jax.jit(call)(8.0)
-
-
-def from_flax(**values):
-    return interop.from_flax_dynamic_scale(TheirDynamicScale(**values))
-
-
-def from_jmp(**values):
-    return interop.from_jmp(jmp.DynamicLossScale(**{"loss_scale": jnp.float16(8)} | values))
 
 
 def health(**fields):
@@ -104,10 +90,10 @@ NO_RULES = (
 )
 
 
-def skip(rule, rule_state=None, **extra_args):
-    tx = ols.skip_if(SGD, rule)
+def skip(rule, rule_states=None, **extra_args):
+    tx = ols.with_skipping(SGD, rule)
     state = tx.init(PARAMS)
-    state = state if rule_state is None else state._replace(rule_state=rule_state)
+    state = state if rule_states is None else state._replace(rule_states=rule_states)
     return tx.update(PARAMS, state, PARAMS, **extra_args)
 
 
@@ -164,14 +150,13 @@ TABLE = {
     "ValueError: `{}` must be finite in float32": [
         *given(FixedLossScale, "scale", NAN, INF, -INF, HUGE, 2 * FLOAT32_MAX),
         *given(DynamicLossScale, "growth_factor", INF),
-        *named("min_scale", lambda: from_flax(minimum_scale=NAN)),
+        *given(DynamicLossScale, "min_scale", NAN),
         *given(exponents, "loss_scale", NAN, INF),
     ],
     "ValueError: `{}` must lie between": [
         *given(FixedLossScale, "scale", -1.0, 0, 2.0**-127, 2.0**127),
         *given(DynamicLossScale, "initial_scale min_scale max_scale", 0),
         *given(DynamicLossScale, "backoff_factor", -0.5, 0.0, 1.0, 1 - 1e-9, 2.0**-127),
-        *named("backoff_factor", lambda: from_torch(TORCH | {"backoff_factor": 1.0})),
         *given(ols.as_loss_scale, "loss_scale", 0),
         *given(optimizer, "initial_scale", 0, 2.0**127),
         *given(optimizer, "loss_scale_factor", -1),
@@ -188,26 +173,24 @@ TABLE = {
     ],
     "ValueError: `growth_factor` must be greater than 1": [
         *given(DynamicLossScale, "growth_factor", -2.0, 0.0, 1.0, 1 + 1e-9),
-        *(lambda: from_torch(TORCH | {"growth_factor": 1.0}), lambda: from_jmp(factor=0)),
     ],
     "TypeError: `{}` must be an integer": [
         *given(DynamicLossScale, "growth_interval", None, "x", True, 1.5, jnp.int32(4)),
         *given(DynamicLossScale, "hysteresis loss_patience", 1.5),
         *given(ols.Spike, "window warmup max_consecutive_skipped", 1.5),
         *given(READERS[1:3], "max_consecutive_skipped", True, opt_state=STATE),
-        *given(suggest_scale, "headroom", 1.5),
+        *given(suggest_loss_scale, "headroom", 1.5),
         *given(optimizer, "dynamic_growth_steps gradient_accumulation_steps", 2.5),
         *given(optimizer, "ema_overwrite_frequency", 1.5, use_ema=True),
         *named("state.growth_count", lambda: diag.metrics(having(growth_count=1.5))),
     ],
     "ValueError: `{}` must be at least": [
         *given(DynamicLossScale, "growth_interval", 0, -1, 2**31, HUGE),
-        *named("growth_interval", lambda: from_torch(TORCH | {"growth_interval": 0})),
         *given(DynamicLossScale, "hysteresis loss_patience", 0),
         *given(ols.Spike, "window", 1),
         *given(ols.Spike, "warmup max_consecutive_skipped", 0),
         *given(READERS[1:3], "max_consecutive_skipped", -1, opt_state=STATE),
-        *given(suggest_scale, "headroom", -1),
+        *given(suggest_loss_scale, "headroom", -1),
         *given(optimizer, "dynamic_growth_steps", 0),
         *given(optimizer, "gradient_accumulation_steps", 1),
         *given(optimizer, "ema_overwrite_frequency", 0, use_ema=True),
@@ -237,7 +220,7 @@ TABLE = {
         *given(ols.tree_where, "pred", None, "x", 1, jnp.float32(1), on_true=ONE, on_false=ONE),
         *given(updates, "grads_finite", 1, state=STATE),
         *given(updates, "loss_finite", 1, state=STATE, grads_finite=True),
-        *named("rule", lambda: skip(returning(1))),
+        *named("skip_if", lambda: skip(returning(1))),
         *named("SimpleNamespace.judge", lambda: skip((rule_that(judge=returning((1, ()))),))),
     ],
     "TypeError: `{}` must be a number, an array or a tree": given(
@@ -248,23 +231,20 @@ TABLE = {
         *given(exponents, "loss_scale", TWO),
         *((f"opt_state.{n}", lambda n=n: check_health(having(**{n: TWO}))) for n in STATE._fields),
         *named("state.loss_scale", lambda: scale_loss(STATES), lambda: take(STATES)),
-        *named("state.loss_scale", lambda: to_torch(STATES)),
-        *named("ds.scale", lambda: from_flax(scale=TWO)),
-        *named("ds.minimum_scale", lambda: from_flax(minimum_scale=TWO)),
         *named("value", lambda: skip(ols.Spike(), value=TWO)),
         *named("SimpleNamespace.measure", lambda: skip(rule_that(measure=returning(TWO)))),
     ],
     "TypeError: `state` must be a {}": [
         *named("LossScaleState", lambda: updates[0](tuple(STATE), True)),
-        *named("WithLossScalingState", lambda: TX.update(PARAMS, STATE)),
-        *named("WithLossScalingState", lambda: SKIPS.update(PARAMS, STATE)),
+        *named("GuardState", lambda: TX.update(PARAMS, STATE)),
+        *named("GuardState", lambda: SKIPS.update(PARAMS, STATE)),
         *named("MasterWeightsState", lambda: MASTERS.update(PARAMS, STATE)),
         *named("Bfloat16State", lambda: SMALL.update(PARAMS, STATE)),
     ],
     "ValueError: `{}` must hold exactly one": [
         *named("state", lambda: scale_loss(None), lambda: unscale(tuple(STATE))),
         *given((ols.loss_scale_state, *READERS), "opt_state", SGD, {"loss_scale": ONE}),
-        *named("opt_state", lambda: to_torch(PARAMS), lambda: assert_scaled_once(apply, PARAMS)),
+        *named("opt_state", lambda: assert_scaled_once(apply, PARAMS)),
         *named("opt_state", lambda: keras.ema_params({}), lambda: ols.master_weights({}, PARAMS)),
     ],
     "ValueError: `opt_state` must hold exactly one LossScaleState, got 2 in a dict, found at: "
@@ -276,7 +256,7 @@ TABLE = {
     # -- axes, optimizers, rules
     "TypeError: `{}` must be the name of a mapped axis": [
         *given(unscale, "axis_name", 3, True, ["x"], ("x", 0), ONE, state=STATE),
-        *given((ols.with_loss_scaling, ols.skip_if), "axis_name", 3, inner=SGD),
+        *given((ols.with_loss_scaling, ols.with_skipping), "axis_name", 3, inner=SGD),
         *given(DynamicScale().value_and_grad, "axis_name", 3, fun=jnp.sum),
     ],
     "ValueError: `{}` must be the name of a mapped axis": [
@@ -292,7 +272,7 @@ TABLE = {
     ],
     "TypeError: `{}` must be what": given(apply, "tx", SGD, optax.chain(TX), grads=PARAMS),
     "TypeError: `{}` must be a function": [
-        *given(ols.skip_if, "rule", *NO_RULES, (ols.Spike(), 3), inner=SGD),
+        *given(ols.with_skipping, "skip_if", *NO_RULES, (ols.Spike(), 3), inner=SGD),
         *given(ols.with_loss_scaling, "skip_if", 3, [(ols.Spike(),)], inner=SGD),
         *given(train_state, "skip_if", 3, tx=SGD),
         *given(ols.cast, "keep", "bias", 3, tree=PARAMS, dtype="float16"),
@@ -303,12 +283,12 @@ TABLE = {
         *named("fun", lambda: diag.precision_report(np.asarray, ONE)),
         *named("fun", lambda: diag.precision_report(lambda x: ONE[x > 0], ONE)),
     ],
-    "ValueError: `state.rule_state` must be a tuple with the state of each of {} rules": [
+    "ValueError: `state.rule_states` must be a tuple with the state of each of {} rules": [
         *named("0", lambda: skip(None, (SPIKES,))),
         *named("1", *(lambda x=x: skip(ols.Spike(), x, value=1.0) for x in ((), {"0": SPIKES}))),
         *named("2", lambda: skip((ols.Spike(), returning(False)), (SPIKES,), value=1.0)),
     ],
-    "TypeError: `state.rule_state` must be a {}": [
+    "TypeError: `state.rule_states` must be a {}": [
         *named("EmptyState", lambda: skip(returning(True), (SPIKES,))),
         *named("SpikeState", lambda: skip(ols.Spike(), (optax.EmptyState(),), value=1.0)),
     ],
@@ -334,7 +314,7 @@ TABLE = {
     ],
     "TypeError: `opt_state` must hold float32 masters": [lambda: master_step(PARAMS)],
     "ValueError: `inner` must leave the updates of `with_master_weights` as they are": [
-        lambda: ols.skip_if(optax.chain(MASTERS, optax.scale(-1.0))).init({"w": HALF}),
+        lambda: ols.with_skipping(optax.chain(MASTERS, optax.scale(-1.0))).init({"w": HALF}),
         lambda: started(MASTERS, **DECAY),
         lambda: started(optax.chain(MASTERS), **EMA),
     ],
@@ -346,7 +326,7 @@ TABLE = {
         *given(ols.cast, "dtype", "int8", None, "complex64", "bf16", tree=PARAMS),
         *given(ols.value_and_grad, "compute_dtype", "int8", "bf16", fun=jnp.sum),
         *given(exponents, "dtype", "int8", "complex64"),
-        *given((suggest_scale, plot), "dtype", "int8"),
+        *given((suggest_loss_scale, plot), "dtype", "int8"),
     ],
     "TypeError: `{}` must be a floating-point dtype of at most": given(exponents, "dtype", "f8"),
     "TypeError: `tree` must not hold a stateful flax.nnx object, got {}": [
@@ -414,7 +394,7 @@ TABLE = {
         *named("a loss scale", lambda: check_health(having(loss_scale=0.5), policy="dynamic")),
         *named("a loss scale", lambda: check_health(STATE, policy=FixedLossScale(16))),
         *(
-            ("a Spike", lambda x=x: check_health(holding(rule_state=(SPIKES._replace(**x),))))
+            ("a Spike", lambda x=x: check_health(holding(rule_states=(SPIKES._replace(**x),))))
             for x in (MANY, {"held": jnp.int32(-1)}, {"consecutive_skipped": jnp.int32(-1)})
         ),
         *named("counts", lambda: check_health(holding(inner_state={"count": jnp.int32(-1)}))),
@@ -425,51 +405,23 @@ TABLE = {
     ],
     "TypeError: `{}` must hold values, got traced arrays": [
         *named("opt_state", traced(lambda n: health(growth_count=n))),
-        *named("exponents", traced(lambda n: diag.suggest_scale(EXPONENTS._replace(zero=n)))),
+        *named("exponents", traced(lambda n: diag.suggest_loss_scale(EXPONENTS._replace(zero=n)))),
         *named("exponents", traced(diag.plot_gradient_exponents)),
-        *named("report", traced(lambda n: diag.format_nonfinite_report({"": (n, 0)}))),
         *named("args", traced(lambda n: diag.first_nonfinite(jnp.sin, n))),
         *named("grad_fn", traced(lambda n: assert_scaled_once(returning([ONE, n]), STATE))),
     ],
     "TypeError: `{}` must be a GradientExponents": given(EXPONENTS_READERS, "exponents", PARAMS),
-    "TypeError: `{}` must be a dict": [
-        *given(configured, "config", None, []),
-        *given(diag.format_nonfinite_report, "report", PARAMS, diag.NonfiniteCounts(0, 0, 1)),
-        *given(diag.format_precision_report, "report", jnp.sum),
-    ],
+    "TypeError: `{}` must be a dict": given(configured, "config", None, []),
     "ValueError: `grads` must have at most": [lambda: jax.eval_shape(exponents.func, SHAPE)],
     "ValueError: `{}` must hold one histogram": given(EXPONENTS_READERS, "exponents", STACKED),
     "ValueError: `exponents` must hold counts, got negative ones": [
-        lambda x=x: diag.suggest_scale(EXPONENTS._replace(histogram=x))
+        lambda x=x: diag.suggest_loss_scale(EXPONENTS._replace(histogram=x))
         for x in (-EXPONENTS.histogram, np.full(277, NAN))
     ],
-    "ValueError: `{}` must count at": given(diag.suggest_scale, "exponents", NO_EXPONENTS),
+    "ValueError: `{}` must count at": given(diag.suggest_loss_scale, "exponents", NO_EXPONENTS),
     "ValueError: `grad_fn` must return gradients that are finite and not all zero": [
         lambda x=x: assert_scaled_once(returning(x), STATE) for x in (None, "x", 0.0, NAN, INF)
     ],
-    # -- states of other libraries
-    "TypeError: `{}` lacks": [
-        *given(interop.from_flax_dynamic_scale, "ds", None),
-        *given(interop.from_jmp, "ls", jmp.NoOpLossScale()),
-        *given(from_torch, "d", 3, {"scale": 2.0}),
-    ],
-    "TypeError: `{}` must hold concrete numbers": [
-        *named("ds", lambda: from_flax(minimum_scale="x"), traced(lambda x: from_flax(scale=x))),
-        *named("ls", lambda: from_jmp(period=1j)),
-        *given(from_torch, "d", TORCH | {"scale": "x"}),
-        *named("state", lambda: to_torch(having(growth_count="x"))),
-        *named("state", traced(lambda x: to_torch(having(loss_scale=x)))),
-    ],
-    "ValueError: `{}` must hold a loss scale between": [
-        *given(from_torch, "d", *(TORCH | {"scale": x} for x in (NAN, 2.0**-127, 2.0**127))),
-        *given(from_torch, "d", *(TORCH | {"_growth_tracker": x} for x in (-1, NAN))),
-        *named("ds", lambda: from_flax(scale=0.0)),
-        *named("ls", lambda: from_jmp(counter=-1)),
-        *named("state", lambda: to_torch(having(loss_scale=0))),
-        *named("state", lambda: to_torch(having(growth_count=1.5))),
-    ],
-    "TypeError: `policy` must be a DynamicLossScale": [lambda: to_dict(FixedLossScale(8), STATE)],
-    "ValueError: `{}` must have hysteresis=1": given(to_dict, "policy", FORGIVING, state=STATE),
     # -- Keras' arguments
     "ValueError: only one of `clipnorm`": [lambda: optimizer(clipvalue=1, global_clipnorm=2)],
     "ValueError: `{}` must be None": [
@@ -509,13 +461,12 @@ ACCEPTED = [
     *given(optimizer, "ema_momentum", 0, 1),
     *given(optimizer, "ema_overwrite_frequency", 1, INT32_MAX, use_ema=True),
     *given(optimizer, "gradient_accumulation_steps", 2, INT32_MAX),
-    *given(from_torch, "d", *(TORCH | {"scale": x} for x in (2.0**-126, 2.0**126))),
     *given(health, "loss_scale", 2.0**-126, 2.0**126),
     *given(health, " ".join(COUNTS), 0),
     *given(ols.Spike, "sigmas", 1.5 + 2.0**-22, FLOAT32_MAX),
-    *(("held", lambda x=x: check_health(holding(rule_state=(x,)))) for x in (SPIKES, FULL)),
+    *(("held", lambda x=x: check_health(holding(rule_states=(x,)))) for x in (SPIKES, FULL)),
     *given(check_health, "max_consecutive_skipped", 0, opt_state=STATE),
-    *given(suggest_scale, "headroom", np.int64(0)),
+    *given(suggest_loss_scale, "headroom", np.int64(0)),
     *given(exponents, "dtype", "float32"),
     *given(lambda leaf: choose(leaf, leaf), "leaf", type("Opaque", (), {"__array__": None})()),
     *given(take, "value", None, 1, True, np.float16(1), {"a": jnp.int32(1)}),

@@ -199,7 +199,9 @@ def test_init_takes_shapes_and_so_do_those_of_masters_and_of_a_guard(remainders)
     copy = optax.GradientTransformation(lambda params: params, STORE.update)
     moment = optax.GradientTransformation(lambda p: jax.tree.map(fresh, p), STORE.update)
     inner = ols.with_bfloat16_state(optax.chain(moment, copy))
-    init = ols.skip_if(ols.with_master_weights(inner, remainders=remainders), ols.Spike()).init
+    init = ols.with_skipping(
+        ols.with_master_weights(inner, remainders=remainders), ols.Spike()
+    ).init
     found = init(jax.eval_shape(lambda: params))
     assert types(found) == types(jax.eval_shape(init, params)) == types(init(params))
     moments, copies = found.inner_state.inner_state.inner_state

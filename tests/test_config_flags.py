@@ -98,7 +98,7 @@ def test_a_compiled_step_skips_and_raises_nothing(expected):
     assert_same_bits(run(), expected)
 
 
-BY_NORM = ols.skip_if(optax.sgd(1.0), ols.Spike("grad_norm"))
+BY_NORM = ols.with_skipping(optax.sgd(1.0), ols.Spike("grad_norm"))
 
 
 @pytest.mark.slow
@@ -122,7 +122,7 @@ def difference(grads, _, other):
 @pytest.mark.parametrize("rule", [ols.Spike("grad_norm"), ols.Spike("other"), difference])
 def test_a_measure_of_finite_gradients_may_overflow_or_be_nan(rule):
     grads = jnp.full(2, 1e30)
-    tx = ols.skip_if(optax.sgd(1.0), rule)
+    tx = ols.with_skipping(optax.sgd(1.0), rule)
     _, state = tx.update(grads, tx.init(grads), other=NOT_A_NUMBER)
     assert ols.applied(state) == (rule is difference)
 

@@ -72,7 +72,7 @@ def test_params_and_state_are_updated_in_place(name):
 
 def with_pure_functions(inner):
     """Scale the loss without the wrapper, as docs/jax.md does."""
-    guard = ols.skip_if(inner)
+    guard = ols.with_skipping(inner)
     policy = ols.DynamicLossScale()
 
     def update(grads, state, params):

@@ -99,7 +99,7 @@ def test_a_learning_rate_that_is_differentiated_is_closed_over(order):
 @pytest.mark.parametrize("of", ["value", "grad_norm"])
 def test_what_a_rule_remembers_has_no_derivative(of):
     # The root of a deviation of zero has an infinite derivative, and 0 times infinity is NaN.
-    tx = ols.skip_if(optax.sgd(0.1), ols.Spike(of, window=4))
+    tx = ols.with_skipping(optax.sgd(0.1), ols.Spike(of, window=4))
 
     def total(params, state):
         leaves = jax.tree.leaves(tx.update(params, state, value=jnp.sum(params**2)))
@@ -110,7 +110,7 @@ def test_what_a_rule_remembers_has_no_derivative(of):
     for _ in range(2):  # which remember two values without a deviation
         _, state = tx.update(params, state, value=jnp.sum(params**2))
     by_state = jax.jit(jax.grad(total, 1, allow_int=True))(params, state)
-    np.testing.assert_array_equal(by_state.rule_state[0].values, 0)
+    np.testing.assert_array_equal(by_state.rule_states[0].values, 0)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@
 import contextlib
 import re
 import types
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +46,7 @@ def test_metrics_are_those_of_the_contract_for_every_guard():
         "consecutive_skipped": ("int32", 0),
         "total_skipped": ("int32", 7),
     }
-    skipped = trained(ols.skip_if(SGD), [NAN])
+    skipped = trained(ols.with_skipping(SGD), [NAN])
     assert [value.item() for value in diag.metrics(skipped).values()] == [1, False, 0, 1, 1]
     assert not diag.metrics(state()._replace(loss_scale=8.0))["loss_scale"].weak_type
 
@@ -74,7 +75,7 @@ def own_policy(**members):
 
 
 def guarded(inner_state):
-    return ols.WithLossScalingState(state(), (), inner_state)
+    return ols.GuardState(state(), (), inner_state)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def guarded(inner_state):
         (state(2.0**24, total=1), DYNAMIC),  # at the cap, which overflowed before
         (state(2.0**24), ols.DynamicLossScale(2.0**24)),  # started there
         (state(0.1), ols.FixedLossScale(0.1).get_config()),  # a float32 is not 0.1
-        (ols.skip_if(SGD).init(jnp.ones(2)), DYNAMIC),
+        (ols.with_skipping(SGD).init(jnp.ones(2)), DYNAMIC),
         (state(2.0**126), None),  # the cap is unknown
         (state(2.0**-126), ols.DynamicLossScale(min_scale=2.0**-126)),
         (state(2.0**126, total=1), ols.DynamicLossScale(max_scale=2.0**126)),
@@ -95,7 +96,7 @@ def guarded(inner_state):
         (state(4.0), own_policy(min_scale=8.0)),
         (state(16.0), own_policy(max_scale=8.0)),
         # A scalar may be infinite.
-        (ols.skip_if(optax.contrib.reduce_on_plateau()).init(jnp.ones(2)), None),
+        (ols.with_skipping(optax.contrib.reduce_on_plateau()).init(jnp.ones(2)), None),
         # A restored state may hold arrays of NumPy, and texts.
         (guarded([np.ones(2), "adam"]), None),
         # A count is one integer, and has the name of a count.
@@ -243,15 +244,15 @@ def test_a_state_without_its_guard_or_with_the_policy_of_another_says_what_it_ca
     assert_causes(state(consecutive=1), [*OTHERS, UNKNOWN], max_consecutive_skipped=0)
     assert_causes(state(growth=51, consecutive=51), [RULE])
     assert_causes(state(growth=1, consecutive=51), [RULE, *OTHERS, UNKNOWN])
-    unscaled = trained(ols.skip_if(SGD, above_two), *NANS)
+    unscaled = trained(ols.with_skipping(SGD, above_two), *NANS)
     assert_causes(unscaled, [*OTHERS, LARGE, RULE], policy="dynamic")
 
 
 def test_of_two_spikes_the_one_that_skipped_last_is_blamed():
-    guard = ols.skip_if(SGD, (ols.Spike(), ols.Spike())).init(jnp.ones(1))
-    first, last = guard.rule_state
-    rule_state = first, last._replace(consecutive_skipped=jnp.int32(60))
-    stalled = guard._replace(loss_scale_state=state(consecutive=60), rule_state=rule_state)
+    guard = ols.with_skipping(SGD, (ols.Spike(), ols.Spike())).init(jnp.ones(1))
+    first, last = guard.rule_states
+    rule_states = first, last._replace(consecutive_skipped=jnp.int32(60))
+    stalled = guard._replace(loss_scale_state=state(consecutive=60), rule_states=rule_states)
     assert_causes(stalled, [RULE])
 
 
@@ -277,7 +278,7 @@ def test_a_negative_count_of_the_inner_optimizer_is_refused(damaged):
 def test_arrays_that_are_spread_over_devices_are_read_where_they_lie(processes, monkeypatch):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     spread = NamedSharding(mesh, P("data"))
-    opt_state = ols.skip_if(optax.adam(0.1)).init(jax.device_put(jnp.zeros(16), spread))
+    opt_state = ols.with_skipping(optax.adam(0.1)).init(jax.device_put(jnp.zeros(16), spread))
     bad = jax.device_put(jnp.zeros(16).at[15].set(NAN), spread)
     if processes == 2:  # as if other processes had other parts
         alone = property(lambda array: len(array.sharding.device_set) == 1)
@@ -340,20 +341,75 @@ def test_arrays_of_symbolic_shape_are_counted():
     assert [int(count) for count in exponents[1:]] == [1, 1, 0, 2, 6]
 
 
-def test_the_worst_array_comes_first():
-    def lines(**report):
-        counts = {n: diag.NonfiniteCounts(*map(jnp.int32, each)) for n, each in report.items()}
-        return diag.format_nonfinite_report(counts).splitlines()
+def array_of(nan, inf, size):
+    return np.array([NAN] * nan + [INF] * inf + [0.0] * (size - nan - inf), np.float32)
 
-    assert lines(a=(1, 0, 4), b=(0, 0, 3), c=(1, 1, 3), d=(1, 0, 10)) == [
-        "3 of 4 arrays are not finite:",
-        "  c: 1 NaN and 1 infinite of 3 elements (66.7 %)",
-        "  a: 1 NaN and 0 infinite of 4 elements (25 %)",
-        "  d: 1 NaN and 0 infinite of 10 elements (10 %)",
-    ]
+
+def test_a_report_prints_the_worst_array_first():
+    sizes = {"a": (1, 0, 4), "b": (0, 0, 3), "c": (1, 1, 3), "d": (1, 0, 10)}
+    report = jax.jit(nonfinite_report)({name: array_of(*size) for name, size in sizes.items()})
+    assert (
+        str(report)
+        == repr(report)
+        == """3 of 4 arrays are not finite:
+  ['c']: 1 NaN and 1 infinite of 3 elements (66.7 %)
+  ['a']: 1 NaN and 0 infinite of 4 elements (25 %)
+  ['d']: 1 NaN and 0 infinite of 10 elements (10 %)"""
+    )
     root = "  the root of the tree: 0 NaN and 2 infinite of 3 elements (66.7 %)"
-    assert lines(**{"": (0, 2, 3)}) == ["1 of 1 arrays are not finite:", root]
-    assert lines(a=(0, 0, 3), b=(0, 0, 0)) == ["0 of 2 arrays are not finite."]
+    assert str(nonfinite_report(array_of(0, 2, 3))) == f"1 of 1 arrays are not finite:\n{root}"
+    finite = nonfinite_report([array_of(0, 0, 3), array_of(0, 0, 0)])
+    assert str(finite) == "0 of 2 arrays are not finite."
+
+
+def test_a_report_is_a_mapping_that_comes_out_of_transformations_in_its_order():
+    tree = {"z": jnp.ones((2, 3)), "a": jnp.array([[NAN, 1.0], [INF, NAN]])}
+
+    def scanned(tree):
+        return jax.lax.scan(lambda _, x: (None, nonfinite_report(x)), None, tree)[1]
+
+    report = nonfinite_report(jax.tree.map(lambda x: x[1], tree))
+    assert isinstance(report, Mapping)
+    assert not isinstance(report, dict)
+    for transformed in jax.vmap(nonfinite_report), jax.jit(jax.vmap(nonfinite_report)), scanned:
+        last = jax.tree.map(lambda x: x[1], transformed(tree))
+        assert list(last) == list(report) == ["['a']", "['z']"]
+        assert last == report
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(report)]
+    assert paths[1] == (jax.tree_util.DictKey("['a']"), jax.tree_util.GetAttrKey("inf"))
+
+
+@pytest.mark.parametrize("report", [nonfinite_report, gradient_exponents])
+def test_printing_never_raises_and_shows_shapes_where_numbers_cannot_be_read(report):
+    x = {"w": jnp.ones((2, 3))}
+    assert "int32[" not in repr(report(x))
+
+    def shown_while_traced(x):
+        found = report(x)
+        assert "int32[]" in repr(found) == str(found)
+        return found
+
+    assert "int32[]" in repr(jax.eval_shape(shown_while_traced, x))
+    stacked = jax.vmap(report)(x)
+    assert "int32[2]" in repr(stacked)
+    donated = report(x)
+    jax.tree.map(lambda x: x.delete(), donated)
+    assert "int32[]" in repr(donated)
+    assert "str" in repr(jax.tree.map(lambda _: "x", donated))
+    assert repr(jax.tree.map(lambda _: None, donated))
+
+
+def test_exponents_print_as_shares_of_all_elements():
+    grads = jnp.array([0.0, 1e-9, 1e-6, 1.0, 1e6, NAN, INF, 2.0])
+    assert (
+        str(gradient_exponents(grads))
+        == """8 elements, magnitudes from 2**-30 to 2**19:
+  zero: 1 (12.5 %)
+  flushed: 1 (12.5 %)
+  subnormal: 1 (12.5 %)
+  overflow: 2 (25 %)"""
+    )
+    assert str(gradient_exponents([])).startswith("0 elements:\n  zero: 0 (0 %)")
 
 
 # --- gradient_exponents: how large are the gradients, and does the loss scale fit them?
@@ -458,7 +514,7 @@ def test_counts_of_an_array_on_eight_devices_are_those_of_the_whole(kind, spec):
     assert counts.histogram.sharding.is_fully_replicated
 
 
-# --- suggest_scale: which loss scale fits?
+# --- suggest_loss_scale: which loss scale fits?
 
 
 @pytest.mark.parametrize("headroom", [1, 8])
@@ -468,7 +524,7 @@ def test_at_the_suggested_scale_nothing_overflows_and_the_headroom_is_left(dtype
     top = int(ml_dtypes.finfo(dtype).maxexp) - 1
     for power in rng.integers(top - 110, 60, size=5):  # the loss scale stays within 2**126
         x = np.float32(rng.lognormal(0, 3, size=100) * 2.0**power)
-        scale = diag.suggest_scale(counts_of(*x), headroom=headroom, dtype=dtype)
+        scale = diag.suggest_loss_scale(counts_of(*x), headroom=headroom, dtype=dtype)
         assert int(counts_of(*x, dtype=dtype, loss_scale=scale).overflow) == 0
         assert np.frexp(scale)[0] == 0.5
         assert np.frexp(np.max(x.astype(np.float64) * scale))[1] - 1 == top - headroom
@@ -490,7 +546,7 @@ def test_at_the_suggested_scale_nothing_overflows_and_the_headroom_is_left(dtype
 )
 def test_the_suggested_scale_is_one_that_a_policy_takes(value, settings, scale, message):
     with pytest.warns(UserWarning, match=message) if message else contextlib.nullcontext():
-        suggested = diag.suggest_scale(counts_of(value, value / 1024), **settings)
+        suggested = diag.suggest_loss_scale(counts_of(value, value / 1024), **settings)
     assert isinstance(suggested, float)
     assert suggested == ols.FixedLossScale(suggested).scale == scale
 
@@ -520,7 +576,7 @@ def test_the_plot_shows_the_part_of_the_gradients_that_the_dtype_loses(tmp_path)
 
 def test_counts_added_on_the_host_may_exceed_int32():
     counts = jax.tree.map(lambda n: np.int64(n) * 2**33, counts_of(2.0**-10, 0.0))
-    assert diag.suggest_scale(counts) == 2.0**21
+    assert diag.suggest_loss_scale(counts) == 2.0**21
     assert diag.plot_gradient_exponents(counts).get_title().startswith("50.0 %")
 
 

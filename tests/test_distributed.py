@@ -148,7 +148,7 @@ class Trainer:
         )
         self.specs = way.specs, state_specs, way.batch, way.batch
         # The plain optimizer's state has no loss scale.
-        is_scaled = isinstance(shapes, ols.WithLossScalingState)
+        is_scaled = isinstance(shapes, ols.GuardState)
 
         def step(params, state, x, y):
             scale = state.loss_scale_state if is_scaled else ols.init(None)

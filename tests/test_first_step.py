@@ -36,7 +36,7 @@ for _ in range(3):
 print(seen.count("trace"), seen.count("/jax/core/compile/backend_compile_duration"))
 """
 MASTERS = "ols.with_master_weights(optax.adamw(1e-2), remainders=True)"
-SKIPPING = f"ols.skip_if({MASTERS}, ols.Spike())"
+SKIPPING = f"ols.with_skipping({MASTERS}, ols.Spike())"
 ONCE = {"loss scaling": f"ols.with_loss_scaling({MASTERS})", "skipping": SKIPPING}
 
 

@@ -208,7 +208,7 @@ def test_a_donated_step_copies_nothing():
     masters = ols.with_master_weights(optax.adamw(1e-3))
     scaling = ols.with_loss_scaling(masters, skip_if=lambda *_: False)
     # XLA:CPU writes gradients that are unscaled in bfloat16, and a mask of a sixteenth of them.
-    for tx, gradients in ((masters, 0), (scaling, 0), (ols.skip_if(masters), 1)):
+    for tx, gradients in ((masters, 0), (scaling, 0), (ols.with_skipping(masters), 1)):
         memory = compiled_step(tx, shapes).memory_analysis()
         assert memory.temp_size_in_bytes <= (0.04 + gradients) * nbytes(shapes)
         in_place = nbytes((shapes, jax.eval_shape(tx.init, shapes)))
@@ -226,7 +226,7 @@ def test_masters_are_sharded_like_the_parameters(remainders):
         assert array.sharding.is_equivalent_to(sharding, 2)
 
 
-@pytest.mark.parametrize("guard", [ols.with_loss_scaling, ols.skip_if])
+@pytest.mark.parametrize("guard", [ols.with_loss_scaling, ols.with_skipping])
 @pytest.mark.parametrize(
     ("dtypes", "least"), [("float16", 4096), ("bfloat16", 512), ("bfloat16 and float16", 512)]
 )
@@ -291,7 +291,7 @@ def test_tied_weights_of_nnx_stay_tied():
             self.b.kernel = self.a.kernel
 
     model = Tied(nnx.Rngs(0))
-    tx = ols.skip_if(ols.with_master_weights(optax.sgd(1.0)))
+    tx = ols.with_skipping(ols.with_master_weights(optax.sgd(1.0)))
     full = ols.master_weights(nnx.Optimizer(model, tx, wrt=nnx.Param).opt_state, model)
     assert full.a.kernel is full.b.kernel
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(full))} == {jnp.dtype("float32")}
@@ -315,7 +315,7 @@ def test_masters_are_refused_but_in_what_is_known_to_hand_their_updates_through(
     match = f"inside of a {around}\\. .*`with_master_weig"
     for inner in (tx, optax.masked(tx, True)) if around else (tx,):
         with pytest.raises(ValueError, match=match) if around else contextlib.nullcontext():
-            ols.skip_if(inner).init({"w": jnp.ones(2, jnp.float16)})
+            ols.with_skipping(inner).init({"w": jnp.ones(2, jnp.float16)})
 
 
 def test_a_parameter_may_be_named_value():

@@ -29,7 +29,7 @@ def test_apply_if_finite_hides_overflows_until_it_gives_up_and_applies_nan_where
         assert ols.loss_scale_state(opt_state).loss_scale == loss_scale
     alone, steps = optax.apply_if_finite(SGD, 2), (1, np.nan, np.nan, np.nan)
     np.testing.assert_array_equal(updated(alone, *steps)[0], [-1, 0, 0, np.nan])
-    assert updated(ols.skip_if(SGD), *steps)[0] == [-1, 0, 0, 0]
+    assert updated(ols.with_skipping(SGD), *steps)[0] == [-1, 0, 0, 0]
 
 
 def test_masked_outside_leaves_other_gradients_scaled():
@@ -75,10 +75,10 @@ def test_parameters_are_not_checked():
 @pytest.mark.integration
 def test_a_huge_gradient_makes_adams_second_moment_infinite_unless_it_is_clipped():
     adam = optax.adam(1e-1)
-    assert updated(ols.skip_if(adam), 1e25, 1, 1)[0] == [0.0] * 3
-    tx, params = ols.skip_if(adam), jnp.ones(2)
+    assert updated(ols.with_skipping(adam), 1e25, 1, 1)[0] == [0.0] * 3
+    tx, params = ols.with_skipping(adam), jnp.ones(2)
     _, opt_state = jax.jit(tx.update)(jnp.array([1e25, 1.0]), tx.init(params), params)
     with pytest.raises(ValueError, match=r"`\[0\].nu` of the inner state"):
         ols.diagnostics.check_health(opt_state)
     clipped = optax.chain(optax.clip_by_global_norm(1.0), adam)
-    assert updated(ols.skip_if(clipped), 1e25, 1, 1)[0][-1] < -0.01
+    assert updated(ols.with_skipping(clipped), 1e25, 1, 1)[0][-1] < -0.01

@@ -42,9 +42,9 @@ class Step(NamedTuple):
     """One step: what it starts from, and the results of the wrapper and of the inner optimizer."""
 
     params: Any
-    before: ols.WithLossScalingState
+    before: ols.GuardState
     updates: Any
-    after: ols.WithLossScalingState
+    after: ols.GuardState
     plain: tuple[Any, Any] | None
 
 

@@ -293,7 +293,7 @@ def guarded(features, inner):
     """Return the optimizer that the holder takes."""
     given = {"axis_name": axis_name(features)}
     if keras := set(KERAS) & set(features):
-        inner = ols.skip_if(inner, rules(features)) if rules(features) else inner
+        inner = ols.with_skipping(inner, rules(features)) if rules(features) else inner
         decay = DECAY if KERAS[1] in keras else {}
         fixed = {"initial_scale": 1, "dynamic": False}
         scale = fixed if "DynamicScale" in features else {"initial_scale": 8}
@@ -301,7 +301,7 @@ def guarded(features, inner):
     if "TrainState" in features:
         return inner
     if "DynamicScale" in features:
-        return ols.skip_if(inner, rules(features), **given)
+        return ols.with_skipping(inner, rules(features), **given)
     return ols.with_loss_scaling(inner, POLICY, skip_if=rules(features), **given)
 
 

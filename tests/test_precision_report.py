@@ -16,7 +16,7 @@ from jax.experimental import pallas
 from jax.sharding import PartitionSpec
 
 from optax_lossscale._support.jaxprs import products_of
-from optax_lossscale.diagnostics import MatrixProducts, format_precision_report, precision_report
+from optax_lossscale.diagnostics import MatrixProducts, precision_report
 
 # Programs of users rely on promotion, and the report says where it leads.
 pytestmark = pytest.mark.integration
@@ -223,7 +223,7 @@ def test_the_dtype_with_the_most_operations_comes_first_and_is_written_first():
 
     report = precision_report(fun, X, w=W)
     assert list(report) == ["float32", "float16"]
-    assert format_precision_report(report).splitlines()[:-1] == [
+    assert str(report).splitlines()[:-1] == [
         "float32: 1 matrix product, 512 operations (66.7 %)",
         f"  the largest at {line_of('# in float32')}",
         "float16: 2 matrix products, 256 operations (33.3 %)",
@@ -238,11 +238,11 @@ def test_products_that_are_scaled_by_blocks_are_counted():
 
 
 def test_words_without_products_or_lines():
-    assert format_precision_report({}) == "No matrix products or convolutions."
+    assert str(precision_report(jnp.sum, X)) == "No matrix products or convolutions."
     empty = precision_report(jnp.dot, np.zeros((0, 8)), np.zeros((8, 2)))
-    assert "0 operations (0 %)" in format_precision_report(empty)
-    report = {"float16": MatrixProducts(count=1, flops=2, source="")}
-    assert format_precision_report(report) == "float16: 1 matrix product, 2 operations (100 %)"
+    assert "0 operations (0 %)" in str(empty)
+    report = type(empty)({"float16": MatrixProducts(count=1, flops=2, source="")})
+    assert repr(report) == "float16: 1 matrix product, 2 operations (100 %)"
     with pytest.raises(dataclasses.FrozenInstanceError):
         report["float16"].count = 2
 

@@ -67,7 +67,7 @@ def test_one_program_takes_every_step_and_overwrites_the_state(policy):
 
 
 def test_numbers_of_python_that_were_set_become_arrays():
-    tx = ols.skip_if(optax.sgd(0.1))
+    tx = ols.with_skipping(optax.sgd(0.1))
     state = optax.tree.set(tx.init(jnp.ones(2)), total_skipped=3, consecutive_skipped=0)
     after = tx.update(jnp.ones(2), state)[1]
     assert types(after) == types(tx.init(jnp.ones(2)))
@@ -173,7 +173,7 @@ def _skipped(tx):
 
 
 @pytest.mark.parametrize(
-    "tx", [EVERYTHING, ols.skip_if(optax.sgd(0.1))], ids=["everything", "skip_if"]
+    "tx", [EVERYTHING, ols.with_skipping(optax.sgd(0.1))], ids=["everything", "with_skipping"]
 )
 @pytest.mark.integration
 @pytest.mark.parametrize("skipped", [_skipped, _skipped_in_nnx])

@@ -107,7 +107,7 @@ def test_a_constant_stays_what_it_is_under_jit(rate):
         rate = given["rate"]
         return given["count"] * (-rate if rate < 0 else rate) * updates, state  # if it is no tracer
 
-    tx = ols.skip_if(optax.GradientTransformationExtraArgs(lambda _: (), update))
+    tx = ols.with_skipping(optax.GradientTransformationExtraArgs(lambda _: (), update))
 
     def step(grads, count):  # beside an array that is traced
         return tx.update(grads, tx.init(grads), given={"rate": rate, "count": count})[0]
@@ -122,7 +122,7 @@ def test_an_update_may_write_into_what_it_is_given(run):
         log["updates"] = updates
         return updates, state
 
-    tx = ols.skip_if(optax.GradientTransformationExtraArgs(lambda _: (), update))
+    tx = ols.with_skipping(optax.GradientTransformationExtraArgs(lambda _: (), update))
     seen, log = nnx.Variable(jnp.zeros(())), {}
     run(lambda seen: tx.update(X, tx.init(X), seen=seen, log=log)[0])(seen)
     assert (float(seen[...]), list(log)) == (1.0, ["updates"])
@@ -296,11 +296,11 @@ def test_a_step_exports_with_symbolic_dimensions_and_the_policy_is_dynamic_by_de
 INSTEAD = {  # of this, with any of the below
     ols.with_bfloat16_state: ": `with_loss_scaling(with_bfloat16_state(inner))`.",
     ols.with_loss_scaling: "`with_loss_scaling(inner, skip_if=rule)`",
-    ols.skip_if: "`skip_if(inner, (rule, another_rule))`",
+    ols.with_skipping: "`with_skipping(inner, skip_if=rule)`",
 }
 
 
-@pytest.mark.parametrize("inside", [ols.with_loss_scaling, ols.skip_if])
+@pytest.mark.parametrize("inside", [ols.with_loss_scaling, ols.with_skipping])
 @pytest.mark.parametrize("outside", INSTEAD)
 def test_a_guard_inside_a_guard_is_refused_with_the_line_to_write(outside, inside):
     instead = next(line for each, line in INSTEAD.items() if each in (outside, inside))

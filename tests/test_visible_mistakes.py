@@ -32,7 +32,10 @@ OUTSIDE = {
     "clip": (optax.chain(optax.clip_by_global_norm(1.0), GUARD), "optax.chain("),
     "a chain in a chain": (optax.chain(GUARD, optax.adam(0.1)), "optax.chain("),
     "named": (optax.named_chain(("decay", optax.add_decayed_weights(0.1)), ("g", GUARD)), "chain("),
-    "MultiSteps": (optax.MultiSteps(ols.skip_if(optax.sgd(0.1)), 2), "optax.MultiSteps(inner, k)"),
+    "MultiSteps": (
+        optax.MultiSteps(ols.with_skipping(optax.sgd(0.1)), 2),
+        "optax.MultiSteps(inner, k)",
+    ),
     "apply_if_finite": (optax.apply_if_finite(GUARD, 3), "with_loss_scaling(inner)"),
     "masked": (MASKED, "optax.masked("),
     "deep": (optax.MultiSteps(optax.chain(optax.clip(1.0), GUARD), 2), "optax.MultiSteps("),

@@ -63,7 +63,7 @@ def autoencoder(*, batch: int = 128, features: int = 256, steps: int = 6000) -> 
 
 def stack(tx: Any) -> Any:
     """Keep the masters of bfloat16 parameters as remainders, and skip spikes of the loss."""
-    return ols.skip_if(ols.with_master_weights(tx, remainders=True), ols.Spike())
+    return ols.with_skipping(ols.with_master_weights(tx, remainders=True), ols.Spike())
 
 
 def train(task: Task, tx: Any, seeds: range, *, params_dtype: Any = jnp.float32) -> np.ndarray:

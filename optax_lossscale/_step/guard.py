@@ -1,7 +1,8 @@
 """The guard around an optimizer: each step is either applied, or leaves no trace.
 
 It checks the gradients and the loss once, asks the rules, decides once for all devices, takes the
-new state or keeps the old one, and counts: `with_loss_scaling`, and without a loss scale `skip_if`.
+new state or keeps the old one, and counts: `with_loss_scaling`, and
+without a loss scale `with_skipping`.
 """
 
 from typing import Any
@@ -12,7 +13,7 @@ import optax
 
 from optax_lossscale._policy.convert import LossScale, LossScaleLike, as_loss_scale, init
 from optax_lossscale._policy.policies import FixedLossScale
-from optax_lossscale._state import Guard, WithLossScalingState, count_step, refuse_guard, scale_in
+from optax_lossscale._state import Guard, GuardState, count_step, refuse_guard, scale_in
 from optax_lossscale._step.finite import agree, all_finite
 from optax_lossscale._step.keep import as_arrays, step_where, take_step
 from optax_lossscale._step.masters import refuse_changed_updates, warn_without_masters
@@ -54,14 +55,14 @@ def with_loss_scaling(
       inner: Any Optax optimizer, or an `optax.MultiSteps`.
       loss_scale: `"dynamic"`, a number (fixed), a policy, or what else `as_loss_scale` takes.
       skip_if: A rule that skips steps which are finite, such as `Spike()`, or a tuple of rules: see
-        the function `skip_if`. Such a step does not lower the loss scale. With a rule, steps that
-        are not finite are skipped under every policy.
+        `with_skipping`. Such a step does not lower the loss scale. With a rule, steps that are not
+        finite are skipped under every policy.
       axis_name: The mapped axis, or a tuple of them, over which all must skip together. See
         `unscale_and_check`.
 
     Returns:
       A gradient transformation whose `update` takes gradients of the scaled loss (see `scale_loss`
-      and `value_and_grad`) and whose state is a `WithLossScalingState`.
+      and `value_and_grad`) and whose state is a `GuardState`.
 
     Raises:
       TypeError: If an argument is of the wrong type, the state that `update` is given included;
@@ -83,13 +84,12 @@ def with_loss_scaling(
       Array([0., 0.], dtype=float32)
     """
     policy = as_loss_scale(loss_scale)
-    rules = as_rules("skip_if", skip_if)
-    return _guard(inner, policy, rules, axis_name, is_scaled=True)
+    return _guard(inner, policy, as_rules(skip_if), axis_name, is_scaled=True)
 
 
-def skip_if(
+def with_skipping(
     inner: optax.GradientTransformation | optax.MultiSteps,
-    rule: Any = None,
+    skip_if: Any = None,
     *,
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -101,13 +101,13 @@ def skip_if(
 
     Args:
       inner: Any Optax optimizer, or an `optax.MultiSteps`.
-      rule: Which steps to skip although they are finite; see below. Of a tuple or list of rules,
-        any may skip a step. None for no rule.
+      skip_if: The rule that says which finite steps to skip, see below, or a tuple or list of
+        rules, of which any may skip a step. None for no rule.
       axis_name: The mapped axis, or a tuple of them, over which all must skip together. A rule's
         answer counts if it is true on any member; a measure is averaged. See `unscale_and_check`.
 
     Returns:
-      A gradient transformation whose state is a `WithLossScalingState` with a loss scale of 1. The
+      A gradient transformation whose state is a `GuardState` with a loss scale of 1. The
       gradients keep their dtype. The loss is the extra argument `value`; where it is given, it must
       be finite, too. A state that was restored from a guard with a loss scale works: the first step
       divides by that loss scale, and leaves 1.
@@ -122,14 +122,14 @@ def skip_if(
 
     Examples:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
-      >>> tx = ols.skip_if(optax.sgd(1.0), lambda grads, params, *, value: value > 10)
+      >>> tx = ols.with_skipping(optax.sgd(1.0), lambda grads, params, *, value: value > 10)
       >>> params = jnp.array([1.0, 2.0])
       >>> opt_state = tx.init(params)
       >>> updates, opt_state = tx.update(params, opt_state, params, value=11.0)
       >>> print(updates, ols.applied(opt_state))
       [-0. -0.] False
     """
-    return _guard(inner, FixedLossScale(1), as_rules("rule", rule), axis_name, is_scaled=False)
+    return _guard(inner, FixedLossScale(1), as_rules(skip_if), axis_name, is_scaled=False)
 
 
 def _guard(
@@ -145,20 +145,20 @@ def _guard(
     if rules and isinstance(policy, FixedLossScale):
         policy = FixedLossScale(policy.scale)  # a rule brings the check with it
 
-    def init_fn(params: optax.Params) -> WithLossScalingState:
+    def init_fn(params: optax.Params) -> GuardState:
         inner_state = inner.init(params)
         refuse_guard("inner", inner_state)
         refuse_changed_updates(inner_state)
         warn_without_masters(params, inner_state)
-        rule_state = tuple(rule.init(params) for rule in rules)
-        return WithLossScalingState(init(policy), rule_state, inner_state)
+        rule_states = tuple(rule.init(params) for rule in rules)
+        return GuardState(init(policy), rule_states, inner_state)
 
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[optax.Updates, WithLossScalingState]:
-        state = checks.expect_state(state, WithLossScalingState)
+    ) -> tuple[optax.Updates, GuardState]:
+        state = checks.expect_state(state, GuardState)
         scale_state = state.loss_scale_state
-        rule_state, inner_state = as_arrays(state.rule_state), as_arrays(state.inner_state)
+        rule_states, inner_state = as_arrays(state.rule_states), as_arrays(state.inner_state)
         loss_scale = scale_in("state", scale_state)
         grads = unscale_by(updates, loss_scale, keep_dtypes=not is_scaled)
         if policy.skip_nonfinite or rules:
@@ -169,7 +169,7 @@ def _guard(
             measures = measures_of(rules, flags[0] & flags[1], grads, params, extra_args)
             (grads_finite, loss_finite), measures = agree(flags, axis_name, measures)
             finite = grads_finite & loss_finite
-            keeps, rule_state = judge(rules, rule_state, measures, finite)
+            keeps, rule_states = judge(rules, rule_states, measures, finite)
             applied = all_true([finite, *keeps]) if rules else finite
             updates, inner_state = step_where(
                 applied, inner, grads, inner_state, params, extra_args=extra_args
@@ -183,6 +183,6 @@ def _guard(
             # Counts are never negative. On a GPU, a constant takes a kernel of its own.
             one = jnp.where(scale_state.growth_count < 0, loss_scale, 1)
             scale_state = scale_state._replace(loss_scale=one)
-        return updates, WithLossScalingState(scale_state, rule_state, inner_state)
+        return updates, GuardState(scale_state, rule_states, inner_state)
 
     return Guard(init_fn, update_fn)

@@ -18,7 +18,7 @@ from optax_lossscale._support.tree import PyTree, at_least_float32, is_fp8_metad
 
 @runtime_checkable
 class Rule(Protocol):
-    """A rule with a state: it measures one number, and judges it. See `skip_if`."""
+    """A rule with a state: it measures one number, and judges it. See `with_skipping`."""
 
     def init(self, params: optax.Params) -> PyTree: ...
 
@@ -33,7 +33,6 @@ class Rule(Protocol):
 class Function:
     """A function as a rule: it measures 1 where it skips."""
 
-    argument: str
     function: Callable[..., Any]
 
     def init(self, params: optax.Params) -> optax.EmptyState:
@@ -41,24 +40,26 @@ class Function:
         return optax.EmptyState()
 
     def measure(self, grads: Any, params: Any, **extra_args: Any) -> jax.Array:
-        skips = checks.flag(self.argument, self.function(grads, params, **extra_args))
+        skips = checks.flag("skip_if", self.function(grads, params, **extra_args))
         return skips.astype(jnp.float32)
 
     def judge(self, state: Any, measure: jax.Array) -> tuple[jax.Array, optax.EmptyState]:
-        return measure > 0, checks.expect_state(state, optax.EmptyState, "state.rule_state")
+        return measure > 0, checks.expect_state(state, optax.EmptyState, "state.rule_states")
 
 
-def as_rules(argument: str, given: Any) -> tuple[Rule, ...]:
-    """Return the rules in an argument: a rule, a tuple or list of them, or None."""
+def as_rules(skip_if: Any) -> tuple[Rule, ...]:
+    """Return the rules in `skip_if`: a rule, a tuple or list of them, or None."""
+    if skip_if is None:
+        return ()
     rules: list[Rule] = []
-    for rule in given if type(given) in (tuple, list) else () if given is None else (given,):
+    for rule in skip_if if type(skip_if) in (tuple, list) else (skip_if,):
         if isinstance(rule, Rule) and not isinstance(rule, type):
             rules.append(rule)
         elif callable(rule) and not isinstance(rule, (type, optax.MultiSteps)):
-            rules.append(Function(argument, rule))
+            rules.append(Function(rule))
         else:
             raise TypeError(
-                f"`{argument}` must be a function of the gradients and parameters, an object with "
+                "`skip_if` must be a function of the gradients and parameters, an object with "
                 f"`init`, `measure` and `judge`, or a tuple of these, got {rule!r}. Use `Spike()`."
             )
     return tuple(rules)
@@ -90,19 +91,20 @@ def measures_of(
 
 def judge(
     rules: tuple[Rule, ...],
-    rule_state: tuple[PyTree, ...],
+    rule_states: tuple[PyTree, ...],
     measures: list[jax.Array],
     finite: jax.Array,
 ) -> tuple[list[jax.Array], tuple[PyTree, ...]]:
     """Return whether each rule keeps the step, and its state after a step that is finite."""
-    if not isinstance(rule_state, (tuple, list)) or len(rule_state) != len(rules):
+    if not isinstance(rule_states, (tuple, list)) or len(rule_states) != len(rules):
         raise ValueError(
-            f"`state.rule_state` must be a tuple with the state of each of {len(rules)} rules, got "
-            f"{rule_state!r}. Add or drop one: `state._replace(rule_state=(rule.init(params),))`."
+            f"`state.rule_states` must be a tuple with the state of each of {len(rules)} rules, "
+            f"got {rule_states!r}. Add or drop one: "
+            "`state._replace(rule_states=(rule.init(params),))`."
         )
     keeps: list[jax.Array] = []
     kept: list[PyTree] = []
-    for rule, old, measure in zip(rules, rule_state, measures, strict=True):
+    for rule, old, measure in zip(rules, rule_states, measures, strict=True):
         with jax.debug_nans(False), jax.debug_infs(False):
             skip, new = rule.judge(old, measure)
         keeps.append(~checks.flag(f"{type(rule).__name__}.judge", skip))
@@ -143,7 +145,7 @@ class Spike:
 
     Examples:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
-      >>> tx = ols.skip_if(optax.sgd(1.0), ols.Spike(window=8))
+      >>> tx = ols.with_skipping(optax.sgd(1.0), ols.Spike(window=8))
       >>> opt_state = tx.init(jnp.zeros(2))
       >>> for loss in [1.0, 1.1, 0.9, 1.0, 1.1, 7.0, 1.0]:
       ...     _, opt_state = tx.update(jnp.ones(2), opt_state, value=loss)
@@ -202,7 +204,7 @@ class Spike:
 
     def judge(self, state: SpikeState, measure: jax.Array) -> tuple[jax.Array, SpikeState]:
         """Return whether a measure is too high, and the state that remembers it."""
-        checks.expect_state(state, SpikeState, "state.rule_state")
+        checks.expect_state(state, SpikeState, "state.rule_states")
         # Numbers of NumPy would widen the state, where JAX has 64 bits.
         window, sigmas = int(self.window), float(self.sigmas)
         remedy = "Start anew with `init`: it was made with another `window`."

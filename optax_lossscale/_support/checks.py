@@ -5,7 +5,7 @@ import inspect
 import math
 import numbers
 import warnings
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from typing import Any, TypeAlias
 
 import jax
@@ -224,13 +224,3 @@ def transformation(
             f"{optimizer!r}. Call the optimizer's factory first, for example `optax.adam(1e-3)`."
         )
     return optax.with_extra_args_support(optimizer)
-
-
-def report(name: str, value: object, kind: type, remedy: str) -> None:
-    """Refuse anything but a dict of a `kind`."""
-    wrong = value
-    if isinstance(value, Mapping):
-        wrong = next((entry for entry in value.values() if not isinstance(entry, kind)), None)
-    if wrong is not None:
-        got = type(wrong).__name__
-        raise TypeError(f"`{name}` must be a dict of {kind.__name__}, got {got}. {remedy}")

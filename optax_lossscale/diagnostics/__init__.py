@@ -2,29 +2,25 @@
 
 There is one function for each question: which layer overflowed, is the loss scale too small, is the
 loss itself broken, why does nothing learn, which part runs in float16. Functions of gradients run
-inside `jax.jit` and never wait for the device; those that return text or draw run on the host.
+inside `jax.jit` and never wait for the device; those that search, draw or raise run on the host.
+What they return prints as a table.
 """
 
 from optax_lossscale.diagnostics.exponents import (
     GradientExponents,
     gradient_exponents,
     plot_gradient_exponents,
-    suggest_scale,
+    suggest_loss_scale,
 )
 from optax_lossscale.diagnostics.health import LossScaleStalledError, check_health
 from optax_lossscale.diagnostics.logs import (
     NonfiniteCounts,
-    format_nonfinite_report,
     is_stalled,
     metrics,
     nonfinite_report,
 )
 from optax_lossscale.diagnostics.programs.first import FirstNonfinite, first_nonfinite
-from optax_lossscale.diagnostics.programs.precision import (
-    MatrixProducts,
-    format_precision_report,
-    precision_report,
-)
+from optax_lossscale.diagnostics.programs.precision import MatrixProducts, precision_report
 
 __all__ = [
     "FirstNonfinite",
@@ -34,13 +30,11 @@ __all__ = [
     "NonfiniteCounts",
     "check_health",
     "first_nonfinite",
-    "format_nonfinite_report",
-    "format_precision_report",
     "gradient_exponents",
     "is_stalled",
     "metrics",
     "nonfinite_report",
     "plot_gradient_exponents",
     "precision_report",
-    "suggest_scale",
+    "suggest_loss_scale",
 ]

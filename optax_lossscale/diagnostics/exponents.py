@@ -13,6 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import INT32_MAX
 from optax_lossscale._support.tree import PyTree, is_array, is_inexact, is_symbolic, readable
+from optax_lossscale.diagnostics.reports import table_or_shapes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,6 +24,8 @@ EXPONENTS = np.arange(-149, 128)
 
 class GradientExponents(NamedTuple):
     """The exponents of gradients, from `gradient_exponents`. Add two with `jax.tree.map`.
+
+    They print as a table.
 
     Attributes:
       histogram: Finite elements by floor(log2(|g|)), from -149 to 127, no zeros. `int32[277]`.
@@ -39,6 +42,19 @@ class GradientExponents(NamedTuple):
     subnormal: jax.Array
     overflow: jax.Array
     size: jax.Array
+
+    def __repr__(self) -> str:
+        """Return the counts as a table."""
+        return table_or_shapes(self._table, self._asdict())
+
+    def _table(self) -> str:
+        size, seen = int(self.size), EXPONENTS[np.asarray(self.histogram) > 0]
+        span = f", magnitudes from 2**{seen[0]} to 2**{seen[-1]}" if seen.size else ""
+        lines = [f"{size:,} elements{span}:"]
+        for name in ("zero", "flushed", "subnormal", "overflow"):
+            count = int(getattr(self, name))
+            lines.append(f"  {name}: {count:,} ({100 * count / max(size, 1):.3g} %)")
+        return "\n".join(lines)
 
 
 def gradient_exponents(
@@ -67,8 +83,12 @@ def gradient_exponents(
       >>> import jax.numpy as jnp, optax_lossscale as ols
       >>> grads = {"w": jnp.array([0.0, 1e-9, 1e-6, 1.0])}
       >>> counts = ols.diagnostics.gradient_exponents(grads)
-      >>> int(counts.zero), int(counts.flushed), int(counts.subnormal), int(counts.overflow)
-      (1, 1, 1, 0)
+      >>> print(counts)
+      4 elements, magnitudes from 2**-30 to 2**0:
+        zero: 1 (25 %)
+        flushed: 1 (25 %)
+        subnormal: 1 (25 %)
+        overflow: 0 (0 %)
       >>> int(ols.diagnostics.gradient_exponents(grads, loss_scale=2.0**15).flushed)
       0
 
@@ -148,7 +168,7 @@ def _histogram(exponent: jax.Array, is_number: jax.Array) -> jax.Array:
     return count(bins)
 
 
-def suggest_scale(
+def suggest_loss_scale(
     exponents: GradientExponents, *, headroom: int = 4, dtype: DTypeLike = jnp.float16
 ) -> float:
     """Return the power of two that moves the histogram to the upper end of the range of `dtype`.
@@ -173,7 +193,7 @@ def suggest_scale(
     Examples:
       >>> import jax.numpy as jnp, optax_lossscale as ols
       >>> exponents = ols.diagnostics.gradient_exponents(jnp.array([1e-6, 2.0**-10]))
-      >>> ols.diagnostics.suggest_scale(exponents)
+      >>> ols.diagnostics.suggest_loss_scale(exponents)
       2097152.0
     """
     headroom = checks.count("headroom", headroom, least=0)
@@ -222,7 +242,7 @@ def plot_gradient_exponents(
     Needs matplotlib, the extra `plot`.
 
     Args:
-      exponents: As for `suggest_scale`. Count scaled gradients to see those that training computes.
+      exponents: As for `suggest_loss_scale`. Count scaled gradients to see what training computes.
       ax: The axes to draw into, by default those of a new figure.
       dtype: The type whose limits are drawn.
 
@@ -230,7 +250,7 @@ def plot_gradient_exponents(
       The axes, of which `ax.figure.savefig(path)` saves the picture.
 
     Raises:
-      TypeError, ValueError: As `suggest_scale`, but for an empty histogram.
+      TypeError, ValueError: As `suggest_loss_scale`, but for an empty histogram.
     """
     info = jnp.finfo(checks.floating("dtype", dtype, most_bits=32))
     histogram = _histogram_of(exponents)

@@ -11,7 +11,7 @@ import numpy as np
 
 from optax_lossscale._policy.convert import LossScale, as_loss_scale, init
 from optax_lossscale._policy.policies import FixedLossScale
-from optax_lossscale._state import SpikeState, WithLossScalingState, as_field, loss_scale_state
+from optax_lossscale._state import GuardState, SpikeState, as_field, loss_scale_state
 from optax_lossscale._step.finite import all_finite
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import LARGEST_SCALE, SMALLEST_SCALE, as_float32
@@ -63,14 +63,14 @@ def check_health(
     known = None if policy is None else as_loss_scale(policy)
     low, high, moves = _range_of(known)
     state = _read(loss_scale_state(opt_state)._asdict())
-    guards = [guard for _, guard in subtrees(opt_state, WithLossScalingState)]
-    rule_state, inner_state = guards[0][1:] if guards else ((), ())
-    _refuse_impossible(state, rule_state, inner_state, low, high)
+    guards = [guard for _, guard in subtrees(opt_state, GuardState)]
+    rule_states, inner_state = guards[0][1:] if guards else ((), ())
+    _refuse_impossible(state, rule_states, inner_state, low, high)
     scale, skipped = state["loss_scale"], state["consecutive_skipped"]
     if skipped > limit:
-        spikes = [_read_spike(spike) for _, spike in subtrees(rule_state, SpikeState)]
+        spikes = [_read_spike(spike) for _, spike in subtrees(rule_states, SpikeState)]
         in_a_row = max((spike["consecutive_skipped"] for spike in spikes), default=0)
-        causes = _likely_causes(state, bool(rule_state), in_a_row, known)
+        causes = _likely_causes(state, bool(rule_states), in_a_row, known)
         where = f", {'at' if scale <= low else 'above'} its floor of {low:g}" if moves else ""
         raise LossScaleStalledError(
             f"The last {skipped} steps were skipped ({state['total_skipped']} since the start), "
@@ -114,7 +114,7 @@ _CAUSES = (
         ruled_out=lambda run: not run.moves or run.is_low or run.is_loss,
     ),
     _Cause(
-        "The loss scale is too large, and does not move. Take the one that `suggest_scale` "
+        "The loss scale is too large, and does not move. Take the one that `suggest_loss_scale` "
         "returns, or a `DynamicLossScale`.",
         ruled_out=lambda run: run.moves is not False or run.scale <= 1,
     ),
@@ -206,7 +206,7 @@ def _read_spike(spike: SpikeState) -> dict[str, float]:
 
 
 def _refuse_impossible(
-    state: dict[str, float], rule_state: PyTree, inner_state: PyTree, low: float, high: float
+    state: dict[str, float], rule_states: PyTree, inner_state: PyTree, low: float, high: float
 ) -> None:
     """Refuse a state to which no training leads, but damage or an edit by hand does.
 
@@ -214,7 +214,7 @@ def _refuse_impossible(
     """
     if not low <= state["loss_scale"] <= high or min(state.values()) < 0:
         raise _impossible(f"a loss scale from {low:g} to {high:g}, and counts of at least 0", state)
-    for path, spike in subtrees(rule_state, SpikeState):
+    for path, spike in subtrees(rule_states, SpikeState):
         numbers, window = _read_spike(spike), jax.tree.leaves(spike)[0].shape[0]
         if numbers["held"] > window or min(numbers.values()) < 0:
             expected = f"a Spike with at most {window} values, and counts of at least 0"

@@ -1,7 +1,7 @@
 """Numbers to log: how training goes, and which arrays are not finite."""
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from optax_lossscale._state import loss_scale_state, typed_state, warn_of_what_s
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import INT32_MAX
 from optax_lossscale._support.tree import PyTree, is_inexact, is_symbolic, readable
+from optax_lossscale.diagnostics.reports import Report, table_or_shapes
 
 
 def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
@@ -21,8 +22,8 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
       opt_state: As for `loss_scale_state`.
 
     Returns:
-      `loss_scale` (float32[], 1 for `skip_if`), `applied` (bool[]: the last step), `growth_count`,
-      `consecutive_skipped` and `total_skipped` (int32[]).
+      `loss_scale` (float32[], 1 for `with_skipping`), `applied` (bool[]: the last step),
+      `growth_count`, `consecutive_skipped` and `total_skipped` (int32[]).
 
     Raises:
       ValueError: If `opt_state` holds no such state, or several.
@@ -85,7 +86,35 @@ class NonfiniteCounts(NamedTuple):
     size: jax.Array
 
 
-def nonfinite_report(grads: PyTree) -> dict[str, NonfiniteCounts]:
+@jax.tree_util.register_pytree_with_keys_class
+class NonfiniteReport(Report[NonfiniteCounts]):
+    """The counts of arrays by key path. It comes out of `jit`, `vmap` and `scan`."""
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+        """Return the counts with their keys, and the names."""
+        return [(jax.tree_util.DictKey(name), self[name]) for name in self], tuple(self)
+
+    @classmethod
+    def tree_unflatten(cls, names: tuple[str, ...], counts: Sequence[Any]) -> Self:
+        """Return a report of these names with other counts."""
+        return cls(dict(zip(names, counts, strict=True)))
+
+    def __repr__(self) -> str:
+        """Return the table, the array with the largest share of bad elements first."""
+        return table_or_shapes(self._table, self)
+
+    def _table(self) -> str:
+        counts = {name: [int(count) for count in each] for name, each in self.items()}
+        bad = {name: (nan + inf) / size for name, (nan, inf, size) in counts.items() if nan + inf}
+        lines = [f"{len(bad)} of {len(counts)} arrays are not finite" + (":" if bad else ".")]
+        for name, share in sorted(bad.items(), key=lambda item: -item[1]):
+            nan, inf, size = counts[name]
+            where, percent = name or "the root of the tree", f"{100 * share:.3g} %"
+            lines.append(f"  {where}: {nan} NaN and {inf} infinite of {size} elements ({percent})")
+        return "\n".join(lines)
+
+
+def nonfinite_report(grads: PyTree) -> Mapping[str, NonfiniteCounts]:
     """Count the NaN and infinite elements of each array.
 
     Gradients alone do not name the layer that overflowed, since NaN spreads to all layers before it
@@ -96,14 +125,18 @@ def nonfinite_report(grads: PyTree) -> dict[str, NonfiniteCounts]:
         numbers are left out. A complex element counts once, as NaN if either part is.
 
     Returns:
-      The counts, by the key path of the array as `jax.tree_util.keystr` writes it. Counts of an
-      array with more than 2**31 - 1 elements are approximate, and stop there.
+      The counts, by the key path of the array as `jax.tree_util.keystr` writes it. They print as
+      a table. Counts of an array with more than 2**31 - 1 elements are approximate, and stop there.
 
     Examples:
       >>> import jax.numpy as jnp, optax_lossscale as ols
       >>> grads = {"dense": jnp.array([1.0, jnp.nan]), "head": jnp.ones(3)}
-      >>> ols.diagnostics.nonfinite_report(grads)["['dense']"].nan
-      Array(1, dtype=int32)
+      >>> report = ols.diagnostics.nonfinite_report(grads)
+      >>> print(report)
+      1 of 2 arrays are not finite:
+        ['dense']: 1 NaN and 0 infinite of 2 elements (50 %)
+      >>> int(report["['dense']"].nan)
+      1
     """
 
     def counts(array: jax.Array) -> NonfiniteCounts:
@@ -117,37 +150,5 @@ def nonfinite_report(grads: PyTree) -> dict[str, NonfiniteCounts]:
         return NonfiniteCounts(*(jnp.asarray(x, jnp.int32) for x in (nan, inf, size)))
 
     leaves = jax.tree_util.tree_leaves_with_path(grads)
-    return {jax.tree_util.keystr(path): counts(readable(x)) for path, x in leaves if is_inexact(x)}
-
-
-def format_nonfinite_report(report: Mapping[str, NonfiniteCounts]) -> str:
-    """Write a report in words, the worst array first.
-
-    Args:
-      report: From `nonfinite_report`, on the host.
-
-    Returns:
-      A line that counts the arrays that are not finite, and one for each of them, the largest share
-      of bad elements first.
-
-    Raises:
-      TypeError: If `report` is no dict of `NonfiniteCounts`, or traced, or of several devices.
-
-    Examples:
-      >>> import jax.numpy as jnp, optax_lossscale as ols
-      >>> grads = {"dense": jnp.array([1.0, jnp.nan]), "head": jnp.ones(3)}
-      >>> report = ols.diagnostics.nonfinite_report(grads)
-      >>> print(ols.diagnostics.format_nonfinite_report(report))
-      1 of 2 arrays are not finite:
-        ['dense']: 1 NaN and 0 infinite of 2 elements (50 %)
-    """
-    checks.concrete("report", report, "Return it from the compiled step, and format it outside.")
-    checks.report("report", report, NonfiniteCounts, "Make it with `nonfinite_report`.")
-    counts = {name: [int(count) for count in each] for name, each in report.items()}
-    bad = {name: (nan + inf) / size for name, (nan, inf, size) in counts.items() if nan + inf}
-    lines = [f"{len(bad)} of {len(counts)} arrays are not finite" + (":" if bad else ".")]
-    for name, share in sorted(bad.items(), key=lambda item: -item[1]):
-        nan, inf, size = counts[name]
-        where, percent = name or "the root of the tree", f"{100 * share:.3g} %"
-        lines.append(f"  {where}: {nan} NaN and {inf} infinite of {size} elements ({percent})")
-    return "\n".join(lines)
+    arrays = {jax.tree_util.keystr(path): readable(x) for path, x in leaves if is_inexact(x)}
+    return NonfiniteReport({name: counts(array) for name, array in arrays.items()})

@@ -64,7 +64,7 @@ def loss_scale_optimizer(
       axis_name: The mapped axis, or a tuple of them, over which all must skip together.
 
     Returns:
-      An optimizer whose state is a `WithLossScalingState`.
+      An optimizer whose state is a `GuardState`.
 
     Raises:
       TypeError: If an argument is of the wrong type.

@@ -1,5 +1,8 @@
 """A comparison with torch's GradScaler on the CPU. `make oracles` installs torch and runs this."""
 
+import re
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,9 +11,15 @@ import pytest
 import torch
 
 import optax_lossscale as ols
-from optax_lossscale import interop
 
 pytestmark = pytest.mark.integration
+
+# The recipe of the page, which is run there on numbers, is run here on a live `GradScaler`.
+PAGE = Path(__file__).parents[2] / "docs/migration/torch.md"
+BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+RECIPE = {"jnp": jnp, "ols": ols}
+exec(next(block for block in BLOCKS if "def from_grad_scaler" in block), RECIPE)  # noqa: S102
+from_grad_scaler, to_grad_scaler = RECIPE["from_grad_scaler"], RECIPE["to_grad_scaler"]
 
 
 def scaler_with(**arguments):
@@ -55,12 +64,12 @@ def test_torch_and_what_it_became_move_at_the_same_step_there_and_back(seed):
     flags = rng.random(400) < 0.5 ** (1 / interval)
     run_torch(scaler, flags[: rng.integers(1, 40)])
     d = scaler.state_dict()
-    policy, state = interop.from_torch_state_dict(d)
-    assert interop.to_torch_state_dict(policy, state) == d
+    policy, state = from_grad_scaler(d)
+    assert to_grad_scaler(policy, state) == d
     state, _ = run_ours(policy, state, flags[:37])
     run_torch(scaler, flags[:37])
     loaded = scaler_with()
-    loaded.load_state_dict(interop.to_torch_state_dict(policy, state))
+    loaded.load_state_dict(to_grad_scaler(policy, state))
     _, ours = run_ours(policy, state, flags)
     for each in (scaler, loaded):
         theirs = run_torch(each, flags)
@@ -73,7 +82,7 @@ def test_torch_and_what_it_became_move_at_the_same_step_there_and_back(seed):
 
 
 def run_both(scaler, flags):
-    ours = run_ours(*interop.from_torch_state_dict(scaler.state_dict()), flags)[1]
+    ours = run_ours(*from_grad_scaler(scaler.state_dict()), flags)[1]
     return run_torch(scaler, flags)[:, 0].tolist(), ours[:, 0].tolist()
 
 
@@ -161,7 +170,7 @@ def train_torch(problem, make_optimizer):
 
 def train_ours(problem, make_optimizer):
     """Return the same for the wrapper, with the same inputs as torch."""
-    policy, start = interop.from_torch_state_dict(problem.scaler.state_dict())
+    policy, start = from_grad_scaler(problem.scaler.state_dict())
     tx = ols.with_loss_scaling(make_optimizer(), policy)
 
     def rounded(x):

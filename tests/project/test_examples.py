@@ -126,7 +126,7 @@ def test_diagnose_finds_and_fixes_three_failures_and_draws_them(tmp_path, capsys
         assert (bad[-1] < 0.2, good[-1] > 0.9) == (True, True)
     sections = re.split(r"\n\d\. ", capsys.readouterr().out)
     found = [
-        ["gradient_exponents: float16 rounds ", "suggest_scale, "],
+        ["gradient_exponents: float16 rounds ", "suggest_loss_scale, "],
         ["at its floor of 1. Likely", "1. The forward pass", "layer: params['second']"],
         ["at its floor of 1. Likely", "3. The batch or the parameters", "['images']: 4311 NaN"],
     ]

@@ -117,7 +117,7 @@ sys.modules["flax"] = sys.modules["matplotlib"] = None  # as if they were not in
 
 import jax.numpy as jnp, optax
 import optax_lossscale as ols
-import optax_lossscale.interop, optax_lossscale.keras, optax_lossscale.testing
+import optax_lossscale.keras
 
 tx = ols.with_loss_scaling(optax.adam(0.1))
 grads = jnp.array([jnp.inf, 1.0])

@@ -10,11 +10,11 @@ import numpy as np
 from optax_lossscale._support.tree import is_inexact
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class FirstNonfinite:
     """Where the first NaN or infinity comes from, as `first_nonfinite` found it.
 
-    `str` writes it in words.
+    It prints in words.
 
     Attributes:
       layer: The key path, in the arguments of the function, of the layer whose parameters were read
@@ -44,7 +44,7 @@ class FirstNonfinite:
     source: str = ""
     constant: float | None = None
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """Return the finding in words, one fact a line."""
         counts = f"{self.nan} NaN and {self.inf} infinite of {self.size} elements ({self.dtype})"
         if self.operation is None:

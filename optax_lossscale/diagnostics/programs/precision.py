@@ -9,6 +9,7 @@ import jax
 from optax_lossscale._support import checks
 from optax_lossscale._support.jaxprs import Product, products_of, total_flops, trace
 from optax_lossscale._support.tree import PyTree
+from optax_lossscale.diagnostics.reports import Report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,9 +28,25 @@ class MatrixProducts:
     source: str
 
 
+class PrecisionReport(Report[MatrixProducts]):
+    """The products of a program by the dtype of their operands."""
+
+    def __repr__(self) -> str:
+        """Return the table, the dtype with the most operations first."""
+        total = max(1, sum(products.flops for products in self.values()))
+        lines = []
+        for dtype, products in self.items():
+            count = f"{products.count:,} matrix product" + ("s" if products.count != 1 else "")
+            share = f"{100 * products.flops / total:.3g} %"
+            lines.append(f"{dtype}: {count}, {products.flops:,} operations ({share})")
+            if products.source:
+                lines.append(f"  the largest at {products.source}")
+        return "\n".join(lines) or "No matrix products or convolutions."
+
+
 def precision_report(
     fun: Callable[..., PyTree], *args: Any, **kwargs: Any
-) -> dict[str, MatrixProducts]:
+) -> Mapping[str, MatrixProducts]:
     """Count the matrix products and convolutions by the dtypes of their operands.
 
     One float32 array makes all that is computed from it float32: a model whose own
@@ -47,8 +64,9 @@ def precision_report(
       **kwargs: Its keyword arguments, likewise.
 
     Returns:
-      The counts by dtype, that with the most operations first. Of two operands, the wider dtype
-      counts; if they are as wide, both are named: `"float8_e4m3fn x float8_e5m2"`.
+      The counts by dtype, the one with the most operations first. They print as a table. Of two
+      operands, the wider dtype counts; if they are as wide, both are named: `"float8_e4m3fn x
+      float8_e5m2"`.
 
     Raises:
       TypeError: If `fun` is not a function that JAX can trace.
@@ -64,6 +82,8 @@ def precision_report(
       >>> report = ols.diagnostics.precision_report(step, ols.init(), params, x)
       >>> {dtype: products.count for dtype, products in report.items()}
       {'float16': 2, 'float32': 2}
+      >>> print(str(report).splitlines()[0])
+      float16: 2 matrix products, 1,024 operations (88.9 %)
     """
     checks.function("fun", fun, "Give its arguments after it.")
     try:
@@ -84,35 +104,4 @@ def precision_report(
         )
         for dtype, products in by_dtype.items()
     }
-    return dict(sorted(report.items(), key=lambda item: -item[1].flops))
-
-
-def format_precision_report(report: Mapping[str, MatrixProducts]) -> str:
-    """Write a report in words, the dtype with the most operations first.
-
-    Args:
-      report: From `precision_report`.
-
-    Returns:
-      For each dtype, the number of products, their share of operations, and the largest's source.
-
-    Raises:
-      TypeError: If `report` is not a dict of `MatrixProducts`.
-
-    Examples:
-      >>> import jax.numpy as jnp, optax_lossscale as ols
-      >>> x, w = jnp.ones((4, 8)), jnp.ones((8, 2))
-      >>> report = ols.diagnostics.precision_report(jnp.dot, x, w)
-      >>> print(ols.diagnostics.format_precision_report(report).splitlines()[0])
-      float32: 1 matrix product, 128 operations (100 %)
-    """
-    checks.report("report", report, MatrixProducts, "Make it with `precision_report`.")
-    total = max(1, sum(products.flops for products in report.values()))
-    lines = []
-    for dtype, products in report.items():
-        count = f"{products.count:,} matrix product" + ("s" if products.count != 1 else "")
-        share = f"{100 * products.flops / total:.3g} %"
-        lines.append(f"{dtype}: {count}, {products.flops:,} operations ({share})")
-        if products.source:
-            lines.append(f"  the largest at {products.source}")
-    return "\n".join(lines) or "No matrix products or convolutions."
+    return PrecisionReport(dict(sorted(report.items(), key=lambda item: -item[1].flops)))

@@ -41,12 +41,12 @@ class Countdown:
 
 
 def test_a_rule_with_a_state_keeps_it_on_a_step_that_is_not_finite():
-    tx = ols.skip_if(SGD, Countdown())
+    tx = ols.with_skipping(SGD, Countdown())
     state, update, seen = tx.init(PARAMS), jax.jit(tx.update), []
     for grad, value in ((np.inf, 1), (1, np.nan), (1, 1), (1, 1), (1, 1)):
         grads = {**PARAMS, "b": jnp.array([grad, 1])}
         _, state = update(grads, state, PARAMS, value=value)
-        seen.append((state.rule_state[0]["left"], state.loss_scale_state.consecutive_skipped))
+        seen.append((state.rule_states[0]["left"], state.loss_scale_state.consecutive_skipped))
     assert seen == [(2, 1), (2, 2), (1, 0), (0, 0), (-1, 1)]
 
 
@@ -163,7 +163,7 @@ RULES = [(None, 0), (above(3), 2), (ols.Spike(window=4), 0), ([above(3), ols.Spi
 @pytest.mark.parametrize(("rule", "more"), RULES, ids=["none", "function", "spike", "a list"])
 def test_both_guards_do_the_same_and_a_rule_does_not_lower_the_loss_scale(rule, more):
     policy = ols.DynamicLossScale(8.0, loss_patience=9)
-    tx, other = ols.with_loss_scaling(SGD, policy, skip_if=rule), ols.skip_if(SGD, rule)
+    tx, other = ols.with_loss_scaling(SGD, policy, skip_if=rule), ols.with_skipping(SGD, rule)
     state, other_state = tx.init(PARAMS), other.init(PARAMS)
     step, other_step = (jax.jit(each.update, donate_argnums=1) for each in (tx, other))
     for value, grad in ((1, 1), (5, 1), (np.nan, 1), (1, -np.inf), (1, 1), (4, 1), (1, 1)):
@@ -171,9 +171,10 @@ def test_both_guards_do_the_same_and_a_rule_does_not_lower_the_loss_scale(rule, 
         found, state = step(ols.scale_loss(grads, state), state, PARAMS, value=value)
         expected, other_state = other_step(grads, other_state, PARAMS, value=value)
         assert ols.applied(state) == ols.applied(other_state)
-        assert_same_bits((found, state.rule_state), (expected, other_state.rule_state))
+        assert_same_bits((found, state.rule_states), (expected, other_state.rule_states))
     scale, growth, _, *counts = state.loss_scale_state
-    # A rule skips finite steps, which count towards growth; `skip_if` counts as `FixedLossScale`.
+    # A rule skips finite steps, which count towards growth; `with_skipping` counts as
+    # `FixedLossScale`.
     assert (scale, growth) == (4, 3)
     alone = other_state.loss_scale_state
     assert_same_bits(counts, list(alone[3:]))
@@ -182,7 +183,7 @@ def test_both_guards_do_the_same_and_a_rule_does_not_lower_the_loss_scale(rule, 
 
 def test_a_step_is_skipped_without_a_trace_if_any_rule_says_so_and_all_of_them_remember_it():
     rules = above(3), ols.Spike("other", window=4, warmup=2), lambda *_, other, **__: other < 0
-    tx = ols.skip_if(optax.MultiSteps(optax.adamw(0.1), 2), rules)
+    tx = ols.with_skipping(optax.MultiSteps(optax.adamw(0.1), 2), rules)
     state, update, skipped = tx.init(PARAMS), jax.jit(tx.update), []
     for value, other in [(1, 1), (1, 1.1), (5, 1), (1, 9), (1, 1), (1, -1)]:
         before = state.inner_state
@@ -192,16 +193,16 @@ def test_a_step_is_skipped_without_a_trace_if_any_rule_says_so_and_all_of_them_r
             nothing = jax.tree.map(lambda p: -jnp.zeros_like(p), PARAMS)
             assert_same_bits((updates, state.inner_state), (nothing, before))
     assert skipped == [False, False, True, True, False, True]
-    assert state.rule_state[1].values[0] == 1
-    assert 1.1 < state.rule_state[1].values[1] < 9  # a spike, remembered lower
-    assert_same_bits(state.rule_state[1].values[2:], jnp.array([1.0, -1.0]))
+    assert state.rule_states[1].values[0] == 1
+    assert 1.1 < state.rule_states[1].values[1] < 9  # a spike, remembered lower
+    assert_same_bits(state.rule_states[1].values[2:], jnp.array([1.0, -1.0]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("runner", ["vmap", "shard_map", "check_vma"])
 @pytest.mark.parametrize(("rule", "skipped"), [(above(3), 1), (ols.Spike(window=2, warmup=1), 0)])
 def test_all_members_of_an_axis_skip_together_after_one_collective(rule, skipped, runner):
-    tx = ols.skip_if(optax.sgd(1.0, momentum=0.9), rule, axis_name="i")
+    tx = ols.with_skipping(optax.sgd(1.0, momentum=0.9), rule, axis_name="i")
     # In float32, 41 * (1 / 41) is less than 1, and XLA computes a mean like that.
     n = 41 if runner == "vmap" else 4
 
@@ -225,7 +226,7 @@ def test_all_members_of_an_axis_skip_together_after_one_collective(rule, skipped
     state = run(jnp.ones((n, 2)), jnp.full(n, 3.0).at[:2].set([0, 6]))
     assert state.loss_scale_state.total_skipped.tolist() == [skipped] * n
     if isinstance(rule, ols.Spike):  # the mean of the losses
-        np.testing.assert_allclose(state.rule_state[0].values, [[0, 3]] * n, rtol=1e-6)
+        np.testing.assert_allclose(state.rule_states[0].values, [[0, 3]] * n, rtol=1e-6)
 
 
 @pytest.mark.needs_xla
@@ -236,14 +237,14 @@ def test_a_step_takes_next_to_no_memory():
     adamw = optax.adamw(1e-3)
     plain = temporaries(compiled_step(adamw, shapes))
     for rule, gradients in ((None, 0), (ols.Spike(), 0), (ols.Spike("grad_norm"), 1)):
-        ours = temporaries(compiled_step(ols.skip_if(adamw, rule), shapes, value=LOSS))
+        ours = temporaries(compiled_step(ols.with_skipping(adamw, rule), shapes, value=LOSS))
         assert ours <= plain + (0.02 + gradients) * nbytes(shapes)
     theirs = temporaries(compiled_step(optax.apply_if_finite(adamw, 3), shapes))
     assert theirs >= plain + nbytes(shapes)
 
 
 def test_metrics_and_the_flag_for_loops_count_the_skips():
-    healthy = ols.skip_if(SGD, above(0)).init(PARAMS)
+    healthy = ols.with_skipping(SGD, above(0)).init(PARAMS)
     counts = {"growth_count": 51, "consecutive_skipped": 51, "total_skipped": 52}
     stalled = optax.tree.set(healthy, **{name: jnp.int32(count) for name, count in counts.items()})
     assert diagnostics.metrics(stalled) == {"loss_scale": 1, "applied": False} | counts
@@ -267,17 +268,17 @@ def test_a_measure_that_loops_sees_zeros_for_what_is_not_finite():
         def judge(self, state, halvings):
             return halvings > self.limit, state
 
-    tx = ols.skip_if(SGD, Halvings(3))
+    tx = ols.with_skipping(SGD, Halvings(3))
     state, update = tx.init(jnp.ones(2)), jax.jit(tx.update)
     for largest, is_applied in ((8, True), (16, False), (jnp.inf, False)):
         assert ols.applied(update(jnp.array([1.0, largest]), state)[1]) == is_applied
 
 
 def test_the_norm_of_the_gradients_leaves_out_what_fp8_layers_keep_there():
-    tx = ols.skip_if(SGD, ols.Spike("grad_norm", window=2))
+    tx = ols.with_skipping(SGD, ols.Spike("grad_norm", window=2))
     grads = {"w": jnp.array([3.0, 4.0]), "_overwrite_with_gradient": {"scale": jnp.full(4, 1e4)}}
     _, state = jax.jit(tx.update)(grads, tx.init(grads))
-    np.testing.assert_array_equal(state.rule_state[0].values, [0, 5])
+    np.testing.assert_array_equal(state.rule_states[0].values, [0, 5])
     assert ols.Spike("grad_norm").measure(grads | {"count": jnp.arange(3)}) == 5
 
 
@@ -285,7 +286,7 @@ def test_the_norm_of_the_gradients_leaves_out_what_fp8_layers_keep_there():
 def test_a_spike_keeps_its_dtypes_with_64_bits_and_strict_promotion():
     four, three, six = np.int64(4), np.int64(3), np.float64(6)
     rule = ols.Spike(window=four, warmup=three, sigmas=six, max_consecutive_skipped=three)
-    tx, params = ols.skip_if(SGD, rule), jnp.ones(2, jnp.float32)
+    tx, params = ols.with_skipping(SGD, rule), jnp.ones(2, jnp.float32)
     state = tx.init(params)
     with jax.numpy_dtype_promotion("strict"):
         after = jax.jit(tx.update)(params, state, params, value=jnp.float32(1))[1]
@@ -296,7 +297,7 @@ def test_a_spike_keeps_its_dtypes_with_64_bits_and_strict_promotion():
 def test_a_rule_that_changes_its_state_is_named():
     judge = lambda *_: (jnp.bool_(False), jnp.int32(0))  # noqa: E731
     rule = SimpleNamespace(init=lambda _: jnp.float32(0), measure=lambda *_: 0, judge=judge)
-    tx = ols.skip_if(SGD, rule)
+    tx = ols.with_skipping(SGD, rule)
     with pytest.raises(TypeError, match="one dtype in both trees") as raised:
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
     assert raised.value.__notes__[0].startswith("It is in the state of namespace(")
@@ -306,7 +307,7 @@ def test_a_rule_that_changes_its_state_is_named():
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64])
 def test_a_good_step_is_the_inner_optimizers_to_the_bit_in_every_dtype(dtype):
     inner = optax.sgd(0.5, momentum=0.9)
-    tx = ols.skip_if(inner)
+    tx = ols.with_skipping(inner)
     smallest = jnp.finfo(dtype).smallest_subnormal
     grads = jnp.array([1.5, -0.0, smallest, jnp.finfo(dtype).max]).astype(dtype)
     updates, state = jax.jit(tx.update)(grads, tx.init(grads))
@@ -316,7 +317,7 @@ def test_a_good_step_is_the_inner_optimizers_to_the_bit_in_every_dtype(dtype):
 
 @pytest.mark.parametrize("loss_scale", [8.0, 0.25, 3.0])
 def test_the_state_of_a_guard_that_scales_is_unscaled_once(loss_scale):
-    tx, guard_that_scales = ols.skip_if(SGD), ols.with_loss_scaling(SGD, loss_scale)
+    tx, guard_that_scales = ols.with_skipping(SGD), ols.with_loss_scaling(SGD, loss_scale)
     grads = jnp.array([1.5, -0.75], jnp.bfloat16)
     scaled = start = guard_that_scales.init(jnp.ones(2))
     for given in (grads * jnp.bfloat16(loss_scale), grads):

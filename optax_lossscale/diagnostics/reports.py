@@ -1,0 +1,47 @@
+"""What a report is: a mapping that prints as a table, a line that sums up and one for each fact."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import jax
+
+from optax_lossscale._support.tree import PyTree
+
+Entry = TypeVar("Entry")
+
+
+class Report(Mapping[str, Entry]):
+    """A read-only mapping, whose `repr` is a table in its subclasses, so that notebooks show it."""
+
+    def __init__(self, entries: Mapping[str, Entry]) -> None:
+        self._entries = dict(entries)
+
+    def __getitem__(self, name: str) -> Entry:
+        """Return the entry of this name."""
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names."""
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        """Return the number of entries."""
+        return len(self._entries)
+
+
+def table_or_shapes(table: Callable[[], str], entries: Mapping[str, PyTree]) -> str:
+    """Return the table, or the shapes of the entries while their numbers cannot be read."""
+    try:
+        return table()
+    except Exception:  # noqa: BLE001 - a debugger prints numbers that are traced, stacked, donated
+        lines = (f"\n  {name}: {_shapes(entry)}" for name, entry in entries.items())
+        return f"{len(entries)} entries, without numbers on this host:" + "".join(lines)
+
+
+def _shapes(entry: PyTree) -> str:
+    def shape(leaf: Any) -> str:
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+            return f"{leaf.dtype}{[*leaf.shape]}"
+        return type(leaf).__name__
+
+    return ", ".join(map(shape, jax.tree.leaves(entry)))
