@@ -28,6 +28,7 @@ LIBRARIES = (
     "Optax", "Control", "Ours", "Jmp", "Flax", "Mpx", "Jaxamp", "IfFinite", "Keras", "KerasScaled",
 )  # fmt: skip
 GUARDS = "Optax", "Control", "SkipIf", "IfFinite", "Spike", "SpikeNorm", "MaxText", "Levanter"
+AUTOCAST = "Optax", "Control", "Autocast", "ByHand", "AutocastBfloat16", "ByHandBfloat16"
 REMAINDERS = (
     "MastersByHand", "Masters", "Remainders", "SkipIfRemainders", "RemaindersBfloat16State",
     "SpikeRemaindersBfloat16State",
@@ -55,8 +56,8 @@ def _deep(sizes: Sizes) -> Gradients:
     return gradients(resnet50(sizes))
 
 
-def _larger(*, scanned: bool = False) -> Callable:
-    return lambda sizes: transformer(sizes.larger(), scanned=scanned)
+def _larger(*, scanned: bool = False, plain: bool = False) -> Callable:
+    return lambda sizes: transformer(sizes.larger(), scanned=scanned, plain=plain)
 
 
 _HALF = _wide(jnp.float16, jnp.float16)
@@ -114,6 +115,12 @@ CASES = {
     "training-clip": Case("the same with clipping", transformer, CLIP),
     "training-large": Case("the same with 142M parameters", _larger(), CLIP),
     "training-scanned": Case("the same, its layers scanned", _larger(scanned=True), CLIP),
+    "autocast": Case(
+        "training step, plain float32 transformer", _larger(plain=True), contenders=AUTOCAST
+    ),
+    "autocast-scanned": Case(
+        "the same, its layers scanned", _larger(scanned=True, plain=True), contenders=AUTOCAST
+    ),
 }  # fmt: skip
 
 

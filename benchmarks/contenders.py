@@ -51,6 +51,7 @@ class Contender:
     module: str = "optax"  # of the package, used as `self.lib`
     baseline: str = ""  # the name of the contender that its ratios compare with, or the first one
     optimizers: tuple[str, ...] = tuple(OPTIMIZERS)  # the inner ones that it supports
+    compute: Callable[[LossFn], LossFn] = lambda loss_fn: loss_fn  # in which precision
 
     @property
     def lib(self) -> Any:
@@ -78,7 +79,7 @@ class Contender:
 
     def training_step(self, loss_fn: LossFn, tx: Optimizer, state: State, batch: Any) -> State:
         """Compute the gradients of a batch and take one step."""
-        loss_and_grads = jax.value_and_grad(self.scaled(loss_fn, tx, state))
+        loss_and_grads = jax.value_and_grad(self.scaled(self.compute(loss_fn), tx, state))
         loss, grads = loss_and_grads(state.params, batch)
         return self.optimizer_step(tx, state, grads, loss)
 
@@ -166,7 +167,8 @@ class Ours(Contender):
             return super().training_step(loss_fn, tx, state, batch)
         # Of one of two states, and without a word about what stands outside of the guard.
         scale_state = ols.loss_scale_state(state.kept or state.opt_state)
-        loss, grads = ols.value_and_grad(loss_fn)(scale_state, state.params, batch)
+        loss_and_grads = ols.value_and_grad(self.compute(loss_fn))
+        loss, grads = loss_and_grads(scale_state, state.params, batch)
         return self.optimizer_step(tx, state, grads, loss)
 
 
@@ -345,6 +347,17 @@ def _spike(of: str = "value") -> Callable[[Optimizer], Optimizer]:
     return lambda tx: ols.with_skipping(tx, ols.Spike(of))
 
 
+def _autocast(dtype: Any) -> dict[str, Any]:
+    return {"compute": functools.partial(ols.autocast, dtype=dtype)}
+
+
+def _by_hand(dtype: Any) -> dict[str, Any]:
+    def cast(loss_fn: LossFn) -> LossFn:
+        return lambda params, batch: loss_fn(ols.cast(params, dtype), batch)
+
+    return {"compute": cast}
+
+
 _VALUE = {"arguments": lambda _grads, loss: {"value": loss}}
 _LOSS = {"arguments": lambda _grads, loss: {"loss": loss}}
 _LOSS_AND_NORM = {"arguments": lambda g, loss: {"loss": loss, "grad_norm": optax.tree.norm(g)}}
@@ -392,4 +405,13 @@ CONTENDERS: dict[str, Contender] = {
     ),
     "Stack": Ours("optax_lossscale", _stack, **_LIBRARY, **_VALUE),
     "StackByHand": ByHand("by hand", masters=True, skips_spikes=True, **_LIBRARY),
+    # For a model that is written in float32. By hand, its arrays are cast.
+    "Autocast": Ours("autocast, float16", _SCALED, **_LIBRARY, **_autocast(jnp.float16)),
+    "AutocastBfloat16": Ours(
+        "autocast, bfloat16", ols.with_skipping, skips=True, **_autocast(jnp.bfloat16)
+    ),
+    "ByHand": Ours("by hand, float16", _SCALED, **_LIBRARY, **_by_hand(jnp.float16)),
+    "ByHandBfloat16": Ours(
+        "by hand, bfloat16", ols.with_skipping, skips=True, **_by_hand(jnp.bfloat16)
+    ),
 }

@@ -39,7 +39,8 @@ def version(package: str) -> str | None:
 
 def environment(*packages: str) -> str:
     """Describe the date, the machine and the versions of these packages."""
-    machine = f"{jax.devices()[0].platform}, {platform.machine()}, {os.cpu_count()} cores"
+    kind = jax.devices()[0].device_kind
+    machine = f"{kind}, {platform.machine()}, {os.cpu_count()} cores"
     versions = [f"{name} {version(name) or 'not installed'}" for name in packages]
     python = f"CPython {platform.python_version()}"
     return ", ".join([time.strftime("%Y-%m-%d"), machine, python, *versions])

@@ -118,10 +118,11 @@ def resnet50(sizes: Sizes) -> list[Shape]:
     return [*shapes, (inputs, 1000), (1000,)]
 
 
-def transformer(sizes: Sizes, *, scanned: bool = False) -> Training:
+def transformer(sizes: Sizes, *, scanned: bool = False, plain: bool = False) -> Training:
     """A language model that computes in float16: 69 arrays with 35M parameters at full size.
 
-    If `scanned`, each array of the layers is one with a leading axis, over which a scan runs.
+    If `scanned`, each array of the layers is one with a leading axis, over which a scan runs. If
+    `plain`, it computes in float32.
     """
     rng = np.random.default_rng(0)
     features, hidden = sizes.features, 4 * sizes.features
@@ -151,12 +152,15 @@ def transformer(sizes: Sizes, *, scanned: bool = False) -> Training:
         "head_bias": jnp.zeros(sizes.vocabulary),
     }
     tokens = rng.integers(sizes.vocabulary, size=(sizes.batch, sizes.length + 1))
-    loss_fn = jax.tree_util.Partial(_language_model_loss)
+    loss_fn = jax.tree_util.Partial(_language_model_loss if plain else _language_model_in_half)
     return Training(params, loss_fn, jnp.asarray(tokens, jnp.int32))
 
 
+def _language_model_in_half(params: Tree, tokens: jax.Array) -> jax.Array:
+    return _language_model_loss(optax.tree.cast(params, jnp.float16), tokens)
+
+
 def _language_model_loss(params: Tree, tokens: jax.Array) -> jax.Array:
-    params = jax.tree.map(lambda p: p.astype(jnp.float16), params)
     x = params["tokens"][tokens[:, :-1]] + params["positions"]
     if isinstance(params["layers"], list):
         for layer in params["layers"]:

@@ -30,9 +30,9 @@ def loss_fn(
     params: dict, images: Any, labels: Any, weight: float = 1.0, softplus: Any = jnp.float32
 ) -> tuple[jax.Array, jax.Array]:
     """Return the weighted cross-entropy and the accuracy. In float16, softplus overflows at 12."""
-    x = jax.nn.relu(images.astype(params["first"].dtype) @ params["first"])
-    x = jnp.log(1 + jnp.exp((x @ params["second"]).astype(softplus))).astype(x.dtype)
-    logits = (jax.nn.relu(x @ params["third"]) @ params["head"]).astype(jnp.float32)
+    x = jax.nn.relu(images @ params["first"])
+    x = jnp.log(1 + jnp.exp((x @ params["second"]).astype(softplus))).astype(jnp.float32)
+    logits = jax.nn.relu(x @ params["third"]) @ params["head"]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     return weight * losses.mean(), jnp.mean(logits.argmax(axis=-1) == labels)
 
@@ -44,7 +44,7 @@ def train(name: str, steps: int, data: tuple, loss_scale: Any = POLICY, **option
 
     @jax.jit
     def train_step(params: dict, opt_state: optax.OptState, rows: jax.Array) -> tuple:
-        loss_and_grads = ols.value_and_grad(loss_fn, has_aux=True, compute_dtype=jnp.float16)
+        loss_and_grads = ols.value_and_grad(ols.autocast(loss_fn, jnp.float16), has_aux=True)
         (loss, _), grads = loss_and_grads(opt_state, params, images[rows], labels[rows], **options)
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)
         params, state = optax.apply_updates(params, updates), ols.loss_scale_state(opt_state)
@@ -100,8 +100,8 @@ def main(argv: list[str] | None = None) -> dict[str, tuple]:
 
     print("\n2. Every step is skipped at the lowest loss scale")
     failed = train("softplus in float16", args.steps, data, softplus=jnp.float16)
-    half, batch = ols.cast(failed[0], jnp.float16), (images[:BATCH], labels[:BATCH])
-    print(ols.diagnostics.first_nonfinite(loss_fn, half, *batch, softplus=jnp.float16))
+    half_loss, batch = ols.autocast(loss_fn, jnp.float16), (images[:BATCH], labels[:BATCH])
+    print(ols.diagnostics.first_nonfinite(half_loss, failed[0], *batch, softplus=jnp.float16))
     runs["overflow in one layer"] = failed, train("softplus in float32", args.steps, data)
 
     print("\n3. Every step is skipped again")

@@ -32,16 +32,10 @@ class Result(NamedTuple):
     loss_scale: float
 
 
-def logits_of(model: eqx.Module, images: jax.Array) -> jax.Array:
-    """Return float32 logits. The forward and backward passes compute in float16."""
-    half = jax.tree.map(lambda x: x.astype(jnp.float16) if eqx.is_inexact_array(x) else x, model)
-    return jax.vmap(half)(images.astype(jnp.float16)).astype(jnp.float32)
-
-
 def loss_fn(model: eqx.Module, images: jax.Array, labels: jax.Array) -> jax.Array:
-    """Return the mean cross-entropy, unscaled."""
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits_of(model, images), labels)
-    return jnp.mean(losses)
+    """Return the mean cross-entropy."""
+    logits = jax.vmap(model)(images)
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
 
 
 @eqx.filter_jit
@@ -49,7 +43,8 @@ def train_step(
     model: eqx.Module, opt_state: Any, images: jax.Array, labels: jax.Array
 ) -> tuple[eqx.Module, Any]:
     """Apply one step, or skip it."""
-    loss_and_grads = ols.value_and_grad(loss_fn, transform=eqx.filter_value_and_grad)
+    half_loss = ols.autocast(loss_fn, jnp.float16)
+    loss_and_grads = ols.value_and_grad(half_loss, transform=eqx.filter_value_and_grad)
     loss, grads = loss_and_grads(opt_state, model, images, labels)
     params = eqx.filter(model, eqx.is_inexact_array)
     updates, opt_state = TX.update(grads, opt_state, params, value=loss)
@@ -77,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
             )
 
     scale_state = ols.loss_scale_state(opt_state)
-    predicted = jnp.argmax(logits_of(model, test_images), axis=-1)
+    predicted = jnp.argmax(jax.vmap(model)(test_images), axis=-1)
     result = Result(
         accuracy=float(jnp.mean(predicted == test_labels)),
         skipped=int(scale_state.total_skipped),

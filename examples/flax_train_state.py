@@ -25,18 +25,16 @@ POLICY = ols.DynamicLossScale(initial_scale=2.0**24, growth_interval=50)
 
 
 class Network(nn.Module):
-    """Two convolutions and a linear layer, computed in float16."""
+    """Two convolutions and a linear layer."""
 
     @nn.compact
     def __call__(self, images: jax.Array, *, train: bool) -> jax.Array:
-        """Return the logits in float32."""
+        """Return the logits."""
         x = images
         for features in (16, 32):
-            x = nn.Conv(features, (3, 3), strides=2, dtype=jnp.float16)(x)
-            x = nn.BatchNorm(not train, momentum=0.9, dtype=jnp.float16)(x)
-            x = nn.relu(x)
-        x = x.reshape(len(x), -1)
-        return nn.Dense(10, dtype=jnp.float16)(x).astype(jnp.float32)
+            x = nn.Conv(features, (3, 3), strides=2)(x)
+            x = nn.relu(nn.BatchNorm(not train, momentum=0.9)(x))
+        return nn.Dense(10)(x.reshape(len(x), -1))
 
 
 class State(TrainState):
@@ -64,7 +62,7 @@ def train_step(state: State, images: jax.Array, labels: jax.Array) -> State:
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return jnp.mean(losses), updated["batch_stats"]
 
-    loss_and_grads = ols.value_and_grad(loss_fn, has_aux=True)
+    loss_and_grads = ols.value_and_grad(ols.autocast(loss_fn, jnp.float16), has_aux=True)
     (loss, batch_stats), grads = loss_and_grads(state.opt_state, state.params)
     # On a skipped step, `batch_stats` and all other fields passed here keep their old values.
     new = state.apply_gradients(grads=grads, value=loss, batch_stats=batch_stats)

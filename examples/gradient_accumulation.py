@@ -39,12 +39,12 @@ def init_params(key: jax.Array) -> list[jax.Array]:
 
 
 def forward(params: list[jax.Array], images: jax.Array) -> jax.Array:
-    """Return float32 logits, computed in the dtype of the parameters."""
+    """Return the logits."""
     *hidden, last = params
-    x = images.astype(last.dtype)
+    x = images
     for weights in hidden:
         x = jax.nn.relu(x @ weights)
-    return (x @ last).astype(jnp.float32)
+    return x @ last
 
 
 def loss_fn(params: list[jax.Array], images: jax.Array, labels: jax.Array) -> jax.Array:
@@ -53,7 +53,7 @@ def loss_fn(params: list[jax.Array], images: jax.Array, labels: jax.Array) -> ja
     return jnp.mean(losses)
 
 
-loss_and_grads = ols.value_and_grad(loss_fn, compute_dtype=jnp.float16)
+loss_and_grads = ols.value_and_grad(ols.autocast(loss_fn, jnp.float16))
 
 
 @jax.jit

@@ -8,13 +8,13 @@ import optax_lossscale as ols
 
 
 def loss_fn(params, hidden, words):  # the last layer of a language model
-    logits = (hidden @ params).astype(jnp.float32)
+    logits = hidden @ params
     return optax.softmax_cross_entropy_with_integer_labels(logits, words).mean()
 
 
 def zeros(loss_scale):
     tx = ols.with_loss_scaling(optax.adam(1e-3), loss_scale)
-    loss_and_grads = ols.value_and_grad(loss_fn, compute_dtype=jnp.float16)
+    loss_and_grads = ols.value_and_grad(ols.autocast(loss_fn, jnp.float16))
     _, grads = jax.jit(loss_and_grads)(tx.init(params), params, hidden, words)
     return jnp.mean(grads == 0)
 

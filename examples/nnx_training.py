@@ -22,21 +22,20 @@ BATCH = 128
 
 
 class Network(nnx.Module):
-    """Two convolutions and a linear layer, computed in float16 from float32 parameters."""
+    """Two convolutions and a linear layer."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        half = {"dtype": jnp.float16, "rngs": rngs}
-        self.conv1 = nnx.Conv(1, 16, (3, 3), strides=2, **half)
-        self.norm1 = nnx.BatchNorm(16, momentum=0.9, **half)
-        self.conv2 = nnx.Conv(16, 32, (3, 3), strides=2, **half)
-        self.norm2 = nnx.BatchNorm(32, momentum=0.9, **half)
-        self.linear = nnx.Linear(2 * 2 * 32, 10, **half)
+        self.conv1 = nnx.Conv(1, 16, (3, 3), strides=2, rngs=rngs)
+        self.norm1 = nnx.BatchNorm(16, momentum=0.9, rngs=rngs)
+        self.conv2 = nnx.Conv(16, 32, (3, 3), strides=2, rngs=rngs)
+        self.norm2 = nnx.BatchNorm(32, momentum=0.9, rngs=rngs)
+        self.linear = nnx.Linear(2 * 2 * 32, 10, rngs=rngs)
 
     def __call__(self, images: jax.Array, *, train: bool) -> jax.Array:
-        """Return the logits in float32."""
+        """Return the logits."""
         x = nnx.relu(self.norm1(self.conv1(images), use_running_average=not train))
         x = nnx.relu(self.norm2(self.conv2(x), use_running_average=not train))
-        return self.linear(x.reshape(len(x), -1)).astype(jnp.float32)
+        return self.linear(x.reshape(len(x), -1))
 
 
 class Result(NamedTuple):
@@ -59,11 +58,12 @@ def train_step(
 ) -> jax.Array:
     """Apply one step or skip it, and return whether it was applied."""
     old_stats = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))
-    loss_and_grads = ols.value_and_grad(loss_fn, transform=nnx.value_and_grad)
+    half_loss = ols.autocast(loss_fn, jnp.float16)
+    loss_and_grads = ols.value_and_grad(half_loss, transform=nnx.value_and_grad)
     loss, grads = loss_and_grads(optimizer.opt_state, network, images, labels)
     optimizer.update(network, grads, value=loss)
 
-    applied = ols.loss_scale_state(optimizer.opt_state).consecutive_skipped == 0
+    applied = ols.applied(optimizer.opt_state)
     new_stats = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))
     nnx.update(network, ols.tree_where(applied, new_stats, old_stats))
     return applied

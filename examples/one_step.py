@@ -36,13 +36,13 @@ class Result(NamedTuple):
 
 
 def logits(params: Params, images: jax.Array) -> jax.Array:
-    """Return the scores of the ten digits, computed in the dtype of the arguments."""
+    """Return the scores of the ten digits."""
     return jax.nn.relu(images @ params["hidden"]) @ params["output"]
 
 
 def loss_fn(params: Params, images: jax.Array, labels: jax.Array) -> jax.Array:
-    """Return the mean cross-entropy, in float32."""
-    scores = logits(params, images).astype(jnp.float32)
+    """Return the mean cross-entropy."""
+    scores = logits(params, images)
     return optax.softmax_cross_entropy_with_integer_labels(scores, labels).mean()
 
 
@@ -52,7 +52,7 @@ def train(dtype: str, steps: int) -> Result:
 
     @jax.jit
     def train_step(params: Params, opt_state: optax.OptState, batch: tuple) -> tuple:
-        loss_and_grads = ols.value_and_grad(loss_fn, compute_dtype=dtype)
+        loss_and_grads = ols.value_and_grad(ols.autocast(loss_fn, dtype))
         loss, grads = loss_and_grads(opt_state, params, *batch)
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)
         return optax.apply_updates(params, updates), opt_state

@@ -89,7 +89,7 @@ def train(dtype: Any, loss_scale: Any, steps: int, rate: float = 3e-3, seed: int
     tx = ols.with_loss_scaling(optax.adam(rate), loss_scale)
 
     def loss_fn(params: dict, prompts: Any, answers: Any, advantage: Any) -> tuple:
-        log_probs = trained(params, prompts, answers)
+        log_probs = trained(ols.cast(params, dtype), prompts, answers)  # as in `sample`
         return -jnp.mean(advantage * log_probs), log_probs
 
     @partial(jax.jit, compiler_options=ROUND)
@@ -98,7 +98,7 @@ def train(dtype: Any, loss_scale: Any, steps: int, rate: float = 3e-3, seed: int
         answers, sampled = sample(ols.cast(params, dtype), prompts, jax.random.fold_in(key, 1))
         reward = (answers == jnp.sort(prompts)).astype(jnp.float32).reshape(PROMPTS, GROUP, DIGITS)
         advantage = (reward - reward.mean(axis=1, keepdims=True)).reshape(answers.shape)
-        loss_and_grads = ols.value_and_grad(loss_fn, has_aux=True, compute_dtype=dtype)
+        loss_and_grads = ols.value_and_grad(loss_fn, has_aux=True)
         (loss, log_probs), grads = loss_and_grads(opt_state, params, prompts, answers, advantage)
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)
         params, state = optax.apply_updates(params, updates), ols.loss_scale_state(opt_state)

@@ -41,31 +41,30 @@ def init() -> tuple:
     return params, TX.init(params)
 
 
-def norm(x: jax.Array) -> jax.Array:
-    """Return x with mean 0 and variance 1, in float32 because its squares overflow float16."""
-    return jax.nn.standardize(x.astype(jnp.float32)).astype(x.dtype)
-
-
 def loss_fn(params: dict, windows: jax.Array) -> jax.Array:
-    """Return the mean cross-entropy of each next byte, computed in the dtype of the parameters."""
+    """Return the mean cross-entropy of each next byte."""
+    norm = jax.nn.standardize
 
     def block(x: jax.Array, w: dict) -> tuple[jax.Array, None]:
         heads = (norm(x) @ w["qkv"]).reshape(*x.shape[:2], HEADS, -1).swapaxes(1, 2)
         q, k, v = jnp.split(heads, 3, axis=-1)
-        scores = (q @ k.mT).astype(jnp.float32) / q.shape[-1] ** 0.5
-        weights = jax.nn.softmax(scores, where=jnp.tri(LENGTH, dtype=bool)).astype(x.dtype)
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        weights = jax.nn.softmax(scores, where=jnp.tri(LENGTH, dtype=bool))
         x += (weights @ v).swapaxes(1, 2).reshape(x.shape) @ w["out"]
         return x + jax.nn.gelu(norm(x) @ w["up"]) @ w["down"], None
 
     x = params["tokens"][windows[:, :-1]] + params["positions"]
     x, _ = jax.lax.scan(block, x, {name: p for name, p in params.items() if p.ndim == 3})
-    logits = (norm(x) @ params["tokens"].T).astype(jnp.float32)
+    logits = norm(x) @ params["tokens"].T
     return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
+
+
+half_loss = ols.autocast(loss_fn, jnp.float16)
 
 
 def train_step(params: dict, opt_state: optax.OptState, windows: jax.Array) -> tuple:
     """Apply one step, or skip it on all devices."""
-    loss, grads = ols.value_and_grad(loss_fn, compute_dtype=jnp.float16)(opt_state, params, windows)
+    loss, grads = ols.value_and_grad(half_loss)(opt_state, params, windows)
     updates, opt_state = TX.update(grads, opt_state, params, value=loss)
     return optax.apply_updates(params, updates), opt_state
 
@@ -95,7 +94,7 @@ def train(steps: int, checkpoints: Path) -> None:
         say("  step  loss on unseen text    loss scale  skipped")
         for step in trange(first, steps + 1, unit="step", disable=jax.process_index() > 0 or None):
             if step in {first, steps} or step % (steps // 5 or 1) == 0:
-                loss = jax.jit(loss_fn)(ols.cast(state[0], jnp.float16), draw(TEST, 0))
+                loss = jax.jit(half_loss)(state[0], draw(TEST, 0))
                 scale = ols.loss_scale_state(state[1])
                 say(f"{step:6}{loss:21.3f}{scale.loss_scale:14,.0f}{scale.total_skipped:9}")
             if step < steps:

@@ -10,6 +10,7 @@ from optax_lossscale._state import (
     applied,
     loss_scale_state,
 )
+from optax_lossscale._step.autocast import autocast
 from optax_lossscale._step.bfloat16_state import Bfloat16State, with_bfloat16_state
 from optax_lossscale._step.cast import cast
 from optax_lossscale._step.differentiate import grad, value_and_grad
@@ -36,6 +37,7 @@ __all__ = [
     "all_finite",
     "applied",
     "as_loss_scale",
+    "autocast",
     "cast",
     "diagnostics",
     "grad",

@@ -276,9 +276,9 @@ TABLE = {
         *given(ols.with_loss_scaling, "skip_if", 3, [(ols.Spike(),)], inner=SGD),
         *given(train_state, "skip_if", 3, tx=SGD),
         *given(ols.cast, "keep", "bias", 3, tree=PARAMS, dtype="float16"),
-        *given(ols.value_and_grad, "keep", "bias", fun=jnp.sum, compute_dtype="float16"),
         *given(ols.with_bfloat16_state, "keep", "bias", inner=SGD),
         *given((ols.value_and_grad, ols.grad), "fun", None),
+        *given(ols.autocast, "fun", PARAMS, dtype="float16"),
         *given((diag.precision_report, diag.first_nonfinite), "fun", PARAMS),
         *named("fun", lambda: diag.precision_report(np.asarray, ONE)),
         *named("fun", lambda: diag.precision_report(lambda x: ONE[x > 0], ONE)),
@@ -309,7 +309,6 @@ TABLE = {
         *named("params", lambda: master_step(None)),
         *named("params", lambda: optimizer(**EMA).update(PARAMS, started(SGD, **EMA))),
         *named("updates", lambda: master_step(PARAMS, None)),
-        *named("keep", lambda: ols.grad(jnp.sum, keep=bool)),
         *named("initial_scale", lambda: optimizer(dynamic=False)),
     ],
     "TypeError: `opt_state` must hold float32 masters": [lambda: master_step(PARAMS)],
@@ -324,9 +323,15 @@ TABLE = {
     ],
     "TypeError: `{}` must be a floating-point dtype": [
         *given(ols.cast, "dtype", "int8", None, "complex64", "bf16", tree=PARAMS),
-        *given(ols.value_and_grad, "compute_dtype", "int8", "bf16", fun=jnp.sum),
+        *given(ols.autocast, "dtype", None, "int8", "bf16", fun=jnp.sum),
         *given(exponents, "dtype", "int8", "complex64"),
         *given((suggest_loss_scale, plot), "dtype", "int8"),
+    ],
+    "TypeError: `{}` must be float16, bfloat16 or float32": [
+        *given(ols.autocast, "dtype", "float64", float, fun=jnp.sum)
+    ],
+    "TypeError: `dtype` must be float16, bfloat16 or float32, got {}. fp8 needs scales": [
+        ("'float8_e4m3fn'", lambda: ols.autocast(jnp.sum, "float8_e4m3fn"))
     ],
     "TypeError: `{}` must be a floating-point dtype of at most": given(exponents, "dtype", "f8"),
     "TypeError: `tree` must not hold a stateful flax.nnx object, got {}": [
@@ -341,7 +346,6 @@ TABLE = {
         *named("str at `[1]`", lambda: differentiate(returning([1.0, "x"]))),
     ],
     "TypeError: `fun` must return a {}": [
-        *named("scalar loss", lambda: differentiate(lambda x: x, compute_dtype="float32")),
         *(
             ("pair", lambda x=x: differentiate(returning(x), has_aux=True))
             for x in (None, (1.0,), (1.0, 2.0, 3.0), {"a": 1.0, "b": 2.0})

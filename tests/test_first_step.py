@@ -27,7 +27,7 @@ def loss_fn(params):
 @jax.jit
 def train_step(params, opt_state):
     seen.append("trace")
-    loss, grads = ols.value_and_grad(loss_fn, compute_dtype=jnp.bfloat16)(opt_state, params)
+    loss, grads = ols.value_and_grad(ols.autocast(loss_fn, jnp.bfloat16))(opt_state, params)
     updates, opt_state = tx.update(grads, opt_state, params, value=loss)
     return optax.apply_updates(params, updates), opt_state
 

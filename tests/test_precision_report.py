@@ -15,7 +15,6 @@ from jax import lax
 from jax.experimental import pallas
 from jax.sharding import PartitionSpec
 
-from optax_lossscale._support.jaxprs import products_of
 from optax_lossscale.diagnostics import MatrixProducts, precision_report
 
 # Programs of users rely on promotion, and the report says where it leads.
@@ -245,21 +244,3 @@ def test_words_without_products_or_lines():
     assert repr(report) == "float16: 1 matrix product, 2 operations (100 %)"
     with pytest.raises(dataclasses.FrozenInstanceError):
         report["float16"].count = 2
-
-
-def test_the_products_of_a_gradient_that_is_traced_anyway_are_counted():
-    def loss_fn(x, w):
-        x = lax.scan(lambda x, _: (jnp.tanh(doubled(x, w) @ w), None), x, length=3)[0]
-        x = jax.checkpoint(lambda x: jnp.sin(x @ w))(x)
-        return jnp.mean((x.astype(F32) @ CLOSED_OVER) ** 2), "aux"  # closes over float32
-
-    def found(x, w):
-        _, pullback, _ = jax.vjp(loss_fn, x, w, has_aux=True)
-        wide, *rest = products_of(pullback.jaxpr)
-        assert (wide.dtype, wide.itemsize, wide.flops) == ("float32", 4, ONE)
-        assert wide.source() == line_of("# closes over float32")
-        return {(product.dtype, product.itemsize, product.times) for product in rest}
-
-    expected = {("float16", 2, 1), ("float16", 2, 3)}
-    assert found(X, W) == expected
-    assert jax.jit(lambda *args: found(*args) == expected)(X, W)

@@ -25,10 +25,7 @@ rooms = importlib.import_module("rooms")
 MODULES = rooms.modules(PACKAGE)
 
 FLOAT16 = "<class 'jax.numpy.float16'>"
-DIFFERENTIATE = (
-    "(fun, argnums=0, has_aux=False, *, compute_dtype=None, keep=None, "
-    "transform=value_and_grad, **kwargs)"
-)
+DIFFERENTIATE = "(fun, argnums=0, has_aux=False, *, transform=value_and_grad, **kwargs)"
 # The signature of each name; for a state its fields, which are part of checkpoints.
 TOP_LEVEL = {
     "Bfloat16State": "(rounding_count, inner_state)",
@@ -50,6 +47,7 @@ TOP_LEVEL = {
     "all_finite": "(tree)",
     "applied": "(opt_state)",
     "as_loss_scale": "(loss_scale)",
+    "autocast": "(fun, dtype)",
     "cast": "(tree, dtype, *, keep=None)",
     "diagnostics": None,
     "grad": DIFFERENTIATE,

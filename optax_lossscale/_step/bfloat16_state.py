@@ -11,7 +11,8 @@ from optax_lossscale._state import refuse_guard
 from optax_lossscale._step.halves import in_dtype, rounded_at_random, widened
 from optax_lossscale._step.masters import MasterWeightsState
 from optax_lossscale._support import checks
-from optax_lossscale._support.tree import KeyPath, is_nnx, path_name, subtrees
+from optax_lossscale._support.nnx import is_nnx
+from optax_lossscale._support.tree import KeyPath, path_name, subtrees
 
 
 class Bfloat16State(NamedTuple):

@@ -1,7 +1,6 @@
-"""Cast a model and its batch."""
+"""Cast the arrays of a tree."""
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,7 +9,8 @@ from jax.typing import DTypeLike
 
 from optax_lossscale._state import LossScaleState
 from optax_lossscale._support import checks
-from optax_lossscale._support.tree import KeyPath, Tree, is_array, is_fp8_metadata, is_nnx, read_as
+from optax_lossscale._support.nnx import is_nnx
+from optax_lossscale._support.tree import KeyPath, Tree, is_array, is_fp8_metadata, read_as
 
 
 def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = None) -> Tree:
@@ -42,26 +42,19 @@ def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = N
     """
     dtype = checks.floating("dtype", dtype)
     checks.keep(keep)
-    return cast_named([("", tree)], dtype, keep)[0]
-
-
-def cast_named(
-    trees: Iterable[tuple[str, Any]], dtype: DTypeLike, keep: Callable[[str], bool] | None
-) -> list[Any]:
-    """Cast several trees, in each of which the paths begin with its name."""
     paths: list[str] = []
     kept: list[str] = []
 
-    def convert(name: str, path: KeyPath, leaf: Any) -> Any:
+    def convert(path: KeyPath, leaf: Any) -> Any:
         if is_nnx(leaf, "Module", "Metric"):
             raise TypeError(
                 f"`tree` must not hold a stateful flax.nnx object, got {type(leaf).__name__}: its "
-                "copy's updates would be lost. Give its layers the argument `dtype=jnp.float16`."
+                "copy's updates would be lost. Cast `nnx.state(model)`, and merge it."
             )
         is_floating = is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
         if not is_floating or is_fp8_metadata(path):
             return leaf
-        paths.append(name + jax.tree_util.keystr(path))
+        paths.append(jax.tree_util.keystr(path))
         if keep is not None and keep(paths[-1]):
             kept.append(paths[-1])
             return leaf
@@ -72,10 +65,7 @@ def cast_named(
         is_state = read_as((LossScaleState,), node) is not None
         return is_state or is_nnx(node, "Module", "Metric", "Rngs", "RngStream")
 
-    result: list[Any] = []
-    for name, tree in trees:
-        named = functools.partial(convert, name)
-        result.append(jax.tree_util.tree_map_with_path(named, tree, is_leaf=stays_whole))
+    converted = jax.tree_util.tree_map_with_path(convert, tree, is_leaf=stays_whole)
     if keep is not None and paths and not kept:
         checks.warn(f"`keep` names none of the arrays, whose paths are: {', '.join(paths)}.")
-    return result
+    return converted

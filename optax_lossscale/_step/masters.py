@@ -10,6 +10,7 @@ import optax
 
 from optax_lossscale._step import halves
 from optax_lossscale._support import checks
+from optax_lossscale._support.nnx import is_nnx
 from optax_lossscale._support.tree import (
     KeyPath,
     PyTree,
@@ -17,7 +18,6 @@ from optax_lossscale._support.tree import (
     at_least_float32,
     children,
     has_fp8_metadata,
-    is_nnx,
     path_name,
     subtrees,
 )
@@ -183,7 +183,7 @@ def warn_without_masters(params: optax.Params, opt_state: optax.OptState) -> Non
         checks.warn(
             f"`params` are {' and '.join(half)}, and no float32 master weights are kept: an update "
             f"below 1/{least:.0f} of a weight is lost. Wrap `with_master_weights(inner)`, or keep "
-            "the parameters in float32 and cast them in the loss function: `compute_dtype`."
+            "the parameters in float32 and differentiate `autocast(loss_fn, dtype)`."
         )
 
 

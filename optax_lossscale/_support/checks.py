@@ -201,6 +201,17 @@ def floating(name: str, dtype: DTypeLike | None, *, most_bits: int = 64) -> np.d
     return kind
 
 
+def half_or_float32(name: str, dtype: DTypeLike | None) -> np.dtype:
+    """Return one of the dtypes that products run in."""
+    kind = floating(name, dtype)
+    if kind not in (jnp.float16, jnp.bfloat16, jnp.float32):
+        remedy = "Use `jnp.float16` or `jnp.bfloat16`."
+        if jnp.finfo(kind).bits < 16:
+            remedy = "fp8 needs scales of its own: give Flax's layers a `Fp8DotGeneralOp`."
+        raise TypeError(f"`{name}` must be float16, bfloat16 or float32, got {dtype!r}. {remedy}")
+    return kind
+
+
 def policy(value: object) -> None:
     """Refuse a number, which would fix the loss scale, where the rule of a run is meant."""
     if isinstance(value, numbers.Real) or is_array(value):

@@ -9,7 +9,8 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from optax_lossscale._support import checks
-from optax_lossscale._support.tree import KeyPath, Tree, is_array, is_inexact, is_nnx, path_name
+from optax_lossscale._support.nnx import is_nnx
+from optax_lossscale._support.tree import KeyPath, Tree, is_array, is_inexact, path_name
 
 
 def all_true(flags: Sequence[jax.Array]) -> jax.Array:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
-from optax_lossscale._support.tree import KeyPath, is_array
+from optax_lossscale._support.tree import KeyPath, is_array, is_symbolic
 
 # `jax.extend.core` has these classes. Importing it takes as long as all else of the package.
 Jaxpr: TypeAlias = Any  # with or without its constants
@@ -70,12 +70,13 @@ def read_by(equations: Iterable[Equation]) -> dict[Any, None]:
 
 def inner_jaxprs(equation: Equation) -> Iterator[Jaxpr]:
     """Yield the functions that an equation calls, without their constants."""
-    for param in jax.tree.leaves(equation.params, is_leaf=_holds_equations):
-        if _holds_equations(param):
+    for param in jax.tree.leaves(equation.params, is_leaf=holds_equations):
+        if holds_equations(param):
             yield getattr(param, "jaxpr", param)
 
 
-def _holds_equations(param: Any) -> bool:
+def holds_equations(param: Any) -> bool:
+    """Return whether a parameter of an equation is a function, with or without its constants."""
     return hasattr(param, "eqns")
 
 
@@ -131,10 +132,13 @@ def _products(
         if not any(results) and not equation.effects:
             continue
         used.update(read_by([equation]))
-        name, path = _name(equation), (equation, *within)
-        if name in _FLOPS:
+        name, path = equation.primitive.name, (equation, *within)
+        if name in _PRODUCTS:
             lhs, rhs = (operand.aval for operand in equation.invars[:2])
-            flops = _FLOPS[name](equation.params, lhs, rhs, equation.outvars[0].aval)
+            flops = 2 * math.prod(sides_of(equation))
+            if name == "conv_general_dilated":
+                # The gradient of a convolution with strides reads zeros between the elements.
+                flops //= math.prod(equation.params["lhs_dilation"])
             widest = max(lhs.dtype.itemsize, rhs.dtype.itemsize)
             dtypes = {x.dtype.name for x in (lhs, rhs) if x.dtype.itemsize == widest}
             yield Product(" x ".join(sorted(dtypes)), widest, times, times * flops, path)
@@ -165,38 +169,56 @@ def _used_of(inner: Jaxpr, equation: Equation, is_used: list[bool]) -> list[bool
     if len(inner.outvars) != len(is_used):
         return [True] * len(inner.outvars)
     # The next iteration of a loop may use a result that is carried, and so not stacked.
-    is_loop = _name(equation) in ("scan", "while")
+    is_loop = equation.primitive.name in ("scan", "while")
     results = zip(is_used, inner.outvars, equation.outvars, strict=True)
     return [used or (is_loop and x.aval.ndim == y.aval.ndim) for used, x, y in results]
 
 
-def _name(equation: Equation) -> str:
-    # In the jaxpr that the function returned by `jax.vjp` holds, jax 0.12 calls a scan
-    # `vjp_node[scan]`.
-    return equation.primitive.name.removeprefix("vjp_node[").removesuffix("]")
+_PRODUCTS = frozenset(
+    # The last is `jax.nn.scaled_matmul`, scaled by blocks.
+    ["dot_general", "ragged_dot_general", "conv_general_dilated", "scaled_matmul_wrapper"]
+)
+LONG = 8  # the shortest side of a tensor core's block, and of a dimension without a number
 
 
-def _of_dot(params: Mapping[str, Any], lhs: Any, rhs: Any, _: Any) -> int:
-    dimensions, grouped = params.get("dimension_numbers"), ()
-    if dimensions is None:  # a ragged product, of which each row takes part in one group
-        ragged = params["ragged_dot_dimension_numbers"]
-        dimensions, grouped = ragged.dot_dimension_numbers, ragged.rhs_group_dimensions
-    (_, contracted), (_, batch) = dimensions
-    shared = {*contracted, *batch, *grouped}
-    return 2 * lhs.size * math.prod(n for axis, n in enumerate(rhs.shape) if axis not in shared)
+class Sides(NamedTuple):
+    """The sides of a product: how many, of how many rows and columns, of how many terms each.
+
+    Of a convolution, the positions of the output in all examples, its channels, and the weights of
+    each channel.
+    """
+
+    batch: int
+    rows: int
+    columns: int
+    terms: int
 
 
-def _of_convolution(params: Mapping[str, Any], _: Any, kernel: Any, result: Any) -> int:
-    channels = kernel.shape[params["dimension_numbers"].rhs_spec[0]]
-    # The gradient of a convolution with strides reads zeros between the elements.
-    zeros = math.prod(params["lhs_dilation"])
-    return 2 * result.size * kernel.size // channels // zeros
+def sides_of(equation: Equation) -> Sides:
+    """Return the sides of the product that an equation is."""
+    params = equation.params
+    lhs, rhs, result = (
+        [LONG if is_symbolic(size) else size for size in x.aval.shape]
+        for x in (*equation.invars[:2], equation.outvars[0])
+    )
+    if equation.primitive.name == "conv_general_dilated":
+        channels = rhs[params["dimension_numbers"].rhs_spec[0]]
+        positions = _product(result, but=[params["dimension_numbers"].out_spec[1]])
+        weights = _product(rhs, but=[params["dimension_numbers"].rhs_spec[0]])
+        return Sides(1, positions, channels, weights)
+    groups: Sequence[int] = ()
+    if ragged := params.get("ragged_dot_dimension_numbers"):  # each row takes part in one group
+        dimensions, groups = ragged.dot_dimension_numbers, ragged.rhs_group_dimensions
+    else:
+        dimensions = params.get("dimension_numbers", (((2,), (2,)), ((0,), (0,))))
+    (contracted, rhs_contracted), (batch, rhs_batch) = dimensions
+    return Sides(
+        batch=math.prod(lhs[axis] for axis in batch),
+        rows=_product(lhs, but=[*contracted, *batch]),
+        columns=_product(rhs, but=[*rhs_contracted, *rhs_batch, *groups]),
+        terms=math.prod(lhs[axis] for axis in contracted),
+    )
 
 
-_FLOPS = {
-    "dot_general": _of_dot,
-    "ragged_dot_general": _of_dot,
-    "conv_general_dilated": _of_convolution,
-    # `jax.nn.scaled_matmul`, scaled by blocks
-    "scaled_matmul_wrapper": lambda _, lhs, __, result: 2 * result.size * lhs.shape[-1],
-}
+def _product(shape: Sequence[int], but: Sequence[int]) -> int:
+    return math.prod(size for axis, size in enumerate(shape) if axis not in but)

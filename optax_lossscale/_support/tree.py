@@ -1,7 +1,6 @@
 """Pytrees: kinds of leaves, and where they stand."""
 
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import jax
@@ -58,12 +57,6 @@ def has_fp8_metadata(params: Any) -> bool:
 FP8_METADATA = "_overwrite_with_gradient"
 
 
-def is_nnx(node: Any, *classes: str) -> bool:
-    """Return whether `node` is an object of one of these classes of `flax.nnx`."""
-    nnx = sys.modules.get("flax.nnx")  # there is no such object before it is imported
-    return nnx is not None and isinstance(node, tuple(getattr(nnx, name) for name in classes))
-
-
 def path_name(path: KeyPath | None) -> str:
     """Return `path` as a message shows it; the empty path is the tree itself."""
     return f"`{jax.tree_util.keystr(path)}`" if path else "the root of the tree"
@@ -112,6 +105,24 @@ def read_as(kinds: tuple[type[Any], ...], node: Any) -> Any:
         if required <= node.keys() <= {first, *rest}:
             return kind(**dict.fromkeys(rest, ()) | dict(node))
     return None
+
+
+def split(
+    tree: PyTree, is_chosen: Callable[[Any], bool]
+) -> tuple[list[Any], Callable[[Sequence[Any]], PyTree]]:
+    """Return the chosen leaves of `tree`, and a function that puts others in their place."""
+    leaves, treedef = jax.tree.flatten(tree)
+    # Objects that outlive a trace must not hold its tracers.
+    rest = [_CHOSEN if is_chosen(leaf) else leaf for leaf in leaves]
+
+    def join(chosen: Sequence[Any]) -> PyTree:
+        remaining = iter(chosen)
+        return treedef.unflatten(next(remaining) if leaf is _CHOSEN else leaf for leaf in rest)
+
+    return [leaf for leaf in leaves if is_chosen(leaf)], join
+
+
+_CHOSEN = object()  # stands for a chosen leaf
 
 
 def as_strong_array(leaf: Any, dtype: Any = None) -> Any:

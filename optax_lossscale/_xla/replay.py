@@ -19,7 +19,7 @@ from jax.core import eval_jaxpr
 
 from optax_lossscale._support.choose import check_alike, constant_unless, is_selectable, zero_unless
 from optax_lossscale._support.jaxprs import Equation, Jaxpr, inner_jaxprs, is_literal, read_by
-from optax_lossscale._support.tree import PyTree
+from optax_lossscale._support.tree import PyTree, split
 
 # Operations that may not end, or may act, on numbers that no step produces. LAPACK's iterations are
 # among the first.
@@ -34,15 +34,15 @@ def update_where(
     An update without loops, callbacks and other effects sees the gradients as they are: zeros would
     make a norm of them wait for the flag, which is one more read of all gradients on a GPU or TPU.
     """
-    given, join_given = _split(grads)
-    old, join_old = _split(state)
+    given, join_given = split(grads, is_selectable)
+    old, join_old = split(state, is_selectable)
     join: dict[str, Callable[[Sequence[Any]], PyTree]] = {}
 
     def on_arrays(given: list[Any], old: list[Any]) -> list[Any]:
         out, new_state = update(join_given(given), join_old(old))
         check_alike(new_state, state)
-        new, join["new"] = _split(new_state)
-        outputs, join["out"] = _split(out)
+        new, join["new"] = split(new_state, is_selectable)
+        outputs, join["out"] = split(out, is_selectable)
         return [*new, *outputs]
 
     try:
@@ -62,22 +62,6 @@ def update_where(
         {} if acts else _leaves_read_later(closed.jaxpr, len(old)),
     )
     return join["out"](values[len(old) :]), join["new"](values[: len(old)])
-
-
-def _split(tree: PyTree) -> tuple[list[Any], Callable[[Sequence[Any]], PyTree]]:
-    """Return the arrays of `tree`, and a function that puts others in their place."""
-    leaves, treedef = jax.tree.flatten(tree)
-    # Objects that outlive the trace must not hold its tracers.
-    rest = [_ARRAY if is_selectable(leaf) else leaf for leaf in leaves]
-
-    def join(arrays: Sequence[Any]) -> PyTree:
-        remaining = iter(arrays)
-        return treedef.unflatten(next(remaining) if leaf is _ARRAY else leaf for leaf in rest)
-
-    return [leaf for leaf in leaves if is_selectable(leaf)], join
-
-
-_ARRAY = object()  # stands for an array
 
 
 def _evaluate(

@@ -120,13 +120,15 @@ _CAUSES = (
     ),
     _Cause(
         "The forward pass overflows: the loss is not finite although the batch and the parameters "
-        "are, at any loss scale. `first_nonfinite(loss_fn, params, batch)` names the layer that "
-        "overflows first. Compute it in float32, or make its input smaller."
+        "are, at any loss scale. `first_nonfinite(fun, params, batch)` names the layer that "
+        "overflows first, if `fun` is what the step differentiates: `autocast(loss_fn, dtype)`, "
+        "not `loss_fn`. Compute the layer in float32, or make its input smaller."
     ),
     _Cause(
         "The loss is finite, and one layer's derivative is not, at any loss scale: a division by "
         "zero, the root or logarithm of zero, a number above 65504 in float16. "
-        "`first_nonfinite(jax.grad(loss_fn), params, batch)` names it. Compute it in float32.",
+        "`first_nonfinite(jax.grad(fun), params, batch)` names it, if `fun` is what the step "
+        "differentiates. Compute it in float32.",
         ruled_out=lambda run: run.is_loss,
     ),
     _Cause(

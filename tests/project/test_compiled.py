@@ -56,6 +56,10 @@ LIMITS = {
     ("guards", "SpikeNorm", "v5e"): (1.48,),
     ("masters", "MastersScaled", "v5e"): (1.195,),
     ("state", "Bfloat16State", "v5e"): (0.715,),
+    ("autocast", "Autocast", "h100"): (0.75, 800),
+    ("autocast", "ByHand", "h100"): (0.75, 850),
+    ("autocast-scanned", "Autocast", "h100"): (0.88, 200),
+    ("autocast-scanned", "ByHand", "h100"): (0.7, 210),
     ("stack", "Stack", "v5e"): (1.155,),
     ("stack-half", "Stack", "v5e"): (1.165,),
 }
@@ -89,6 +93,14 @@ def test_a_compiled_step_does_no_more_than_before(case, name, backend, counted):
         del found[1:2]  # its compilers count other things as kernels
         assert case not in {"wide", "deep"} or ours["bytes"] <= 1.09 * plain["bytes"]
     assert all(a <= b for a, b in zip(found, limits, strict=False)), (found, limits)
+
+
+@pytest.mark.parametrize(("case", "most"), [("autocast", 1.12), ("autocast-scanned", 1.34)])
+def test_autocast_moves_little_more_than_a_model_in_half_precision(case, most, counted):
+    rows = counted(case, "h100")
+    found, by_hand = (rows[CONTENDERS[name].name] for name in ("Autocast", "ByHand"))
+    assert found["bytes"] <= most * by_hand["bytes"]
+    assert found["temporary"] <= (most + 0.1) * by_hand["temporary"]
 
 
 def test_the_plain_check_of_jmp_takes_twice_the_kernels(counted):

@@ -66,11 +66,11 @@ def test_four_lines_of_a_training_step_change_and_it_learns_the_same():
     added = [line[1:] for line in diff.splitlines() if line.startswith("+")]
     assert (len(removed), len(added)) == (4, 5)
     assert added[0] == "import optax_lossscale as ols"
-    params = {"w": jnp.ones((8, 4))}
+    params = {"w": jnp.ones((8, 8))}
     batch = jnp.arange(64.0).reshape(8, 8) / 64
 
     def loss_fn(params, batch):
-        return jnp.mean((batch @ params["w"]).astype(jnp.float32) ** 2)
+        return jnp.mean((batch @ params["w"]) ** 2)
 
     after = {}
     for sign in "-+":

@@ -49,8 +49,8 @@ def precision_report(
 ) -> Mapping[str, MatrixProducts]:
     """Count the matrix products and convolutions by the dtypes of their operands.
 
-    One float32 array makes all that is computed from it float32: a model whose own
-    `x.astype(jnp.float32)` comes first trains in float32, whatever the dtype of its parameters.
+    A model whose arrays are cast trains in float32 from its first `x.astype(jnp.float32)` on, and
+    nothing says so. Of `autocast(fun, dtype)`, the report shows what stays in float32, and where.
 
     `fun` is traced, and does not run. A product counts for each iteration of a scan and of a Pallas
     grid, but once in a `jax.lax.while_loop`. Of the branches of a conditional, that with the most
@@ -73,17 +73,16 @@ def precision_report(
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax_lossscale as ols
-      >>> params = {"first": jnp.ones((8, 8)), "head": jnp.ones((8, 1))}
+      >>> params = {"hidden": jnp.ones((8, 64)), "value": jnp.ones((64, 1))}
       >>> def loss_fn(params, x):
-      ...     x = jnp.tanh(x @ params["first"]).astype(jnp.float32)
-      ...     return jnp.mean(x @ params["head"].astype(jnp.float32))
-      >>> step = ols.grad(loss_fn, compute_dtype=jnp.float16)
-      >>> x = jnp.ones((4, 8))
+      ...     return jnp.mean((jnp.tanh(x @ params["hidden"]) @ params["value"]) ** 2)
+      >>> step = ols.grad(ols.autocast(loss_fn, jnp.float16))
+      >>> x = jnp.ones((32, 8))
       >>> report = ols.diagnostics.precision_report(step, ols.init(), params, x)
       >>> {dtype: products.count for dtype, products in report.items()}
-      {'float16': 2, 'float32': 2}
+      {'float16': 2, 'float32': 3}
       >>> print(str(report).splitlines()[0])
-      float16: 2 matrix products, 1,024 operations (88.9 %)
+      float16: 2 matrix products, 65,536 operations (84.2 %)
     """
     checks.function("fun", fun, "Give its arguments after it.")
     try:

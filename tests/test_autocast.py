@@ -1,0 +1,513 @@
+"""`autocast`: which products run in half precision, to which bits, and through which structures."""
+
+import functools
+import gc
+import threading
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export, lax
+from jax.experimental import pallas as pl
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from plain_where import assert_same_bits
+
+import optax_lossscale as ols
+from optax_lossscale.diagnostics import precision_report
+
+F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
+EIGHT = P("i")
+
+
+def normal(*shape, dtype=F32, seed=0):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def zero_imaginary(x):
+    return lax.complex(x, jnp.zeros_like(x))
+
+
+def dtypes(fun, *args):
+    return sorted(precision_report(fun, *args))
+
+
+# -- which products
+
+X, W = normal(16, 32), normal(32, 24, seed=1)
+conv = functools.partial(lax.conv_general_dilated, window_strides=(1, 1), padding="SAME")
+groups = jnp.array([9, 3, 4], jnp.int32)
+
+
+def convolved(channels, filters, *, size=6, window=3, count=1):
+    x = normal(2, channels, size, size)
+    return functools.partial(conv, feature_group_count=count), (
+        x,
+        normal(filters, channels // count, window, window),
+    )
+
+
+CAST = {
+    "dense": (jnp.dot, (X, W)),
+    "dense, as einsum": (
+        functools.partial(jnp.einsum, "...i,ij->...j"),
+        (normal(2, 3, 9, 8), W[:8]),
+    ),
+    "just long enough": (jnp.dot, (normal(8, 8), normal(8, 8))),
+    "attention of heads": (
+        functools.partial(jnp.einsum, "bqhd,bkhd->bhqk"),
+        (normal(2, 8, 3, 8), normal(2, 8, 3, 8)),
+    ),
+    "half precision beside float32": (
+        lambda x, w: lax.dot(x, w.astype(F16), preferred_element_type=F32),
+        (X, W),
+    ),
+    "LoRA of rank 8": (lambda x, a, b: x @ a @ b, (X, normal(32, 8), normal(8, 32))),
+    "experts": (lambda x, w: lax.ragged_dot(x, w, groups), (X, normal(3, 32, 24))),
+    "a stem of three channels": convolved(3, 8),
+    "a depthwise convolution": convolved(16, 16, count=16),
+    "a grouped convolution": convolved(16, 8, count=2),
+    "one pixel each of many": convolved(32, 8, size=2, window=1),
+    "vmap inside": (jax.vmap(jnp.dot, in_axes=(0, None)), (normal(2, 8, 32), W)),
+    "a vector under vmap inside": (jax.vmap(jnp.dot, in_axes=(0, None)), (X, W)),
+    "scores of default precision": (functools.partial(jnp.dot, precision="default"), (X, W)),
+}
+STAYS = {
+    "seven rows": (jnp.dot, (X[:7], W)),
+    "seven columns": (jnp.dot, (X, W[:, :7])),
+    "seven terms": (jnp.dot, (X[:, :7], W[:7])),
+    "an outer product": (jnp.outer, (X[0], W[0])),
+    "an inner product": (jnp.vdot, (X[0], X[1])),
+    "a matrix times a vector": (jnp.dot, (X, W[:, 0])),
+    "a value head": (jnp.dot, (X, W[:, :1])),
+    "coordinates": (jnp.dot, (normal(64, 3), normal(3, 64))),
+    "rotations": (functools.partial(jnp.einsum, "nij,nj->ni"), (normal(64, 3, 3), normal(64, 3))),
+    "many small products": (jnp.matmul, (normal(64, 4, 8), normal(64, 8, 4))),
+    "experts of few columns": (lambda x, w: lax.ragged_dot(x, w, groups), (X, normal(3, 32, 4))),
+    "filters of few channels": convolved(16, 7),
+    "weights that are few": convolved(16, 16, count=16, window=2),
+    "one output position": (
+        lambda x, w: conv(x, w, padding="VALID"),
+        (normal(7, 8, 3, 3), normal(8, 8, 3, 3)),
+    ),
+    "a precision of its own": (functools.partial(jnp.dot, precision="highest"), (X, W)),
+    "a float32 result of half operands": (
+        functools.partial(jnp.dot, preferred_element_type=F32),
+        (X.astype(F16), W.astype(F16)),
+    ),
+    "half precision": (jnp.dot, (X.astype(BF16), W.astype(BF16))),
+    "integers": (jnp.dot, (jnp.arange(64).reshape(8, 8), jnp.arange(64).reshape(8, 8))),
+    "complex numbers": (jnp.dot, (zero_imaginary(X), zero_imaginary(W))),
+    "fp8": (
+        functools.partial(lax.dot, preferred_element_type=F32),
+        (X.astype(jnp.float8_e4m3fn), W.astype(jnp.float8_e4m3fn)),
+    ),
+    "a Fourier transform": (lambda x: jnp.fft.rfft(x).real, (X,)),
+    "solve": (jnp.linalg.solve, (X[:, :16] + 8 * jnp.eye(16), X)),
+    "no product at all": (jnp.cumsum, (X,)),
+}
+quiet = pytest.mark.filterwarnings("ignore:Only .*of the floating-point operations:UserWarning")
+
+
+@pytest.mark.parametrize("name", CAST)
+def test_what_is_a_matrix_product_to_the_hardware_is_cast(name):
+    fun, args = CAST[name]
+    assert dtypes(ols.autocast(fun, F16), *args) == ["float16"]
+
+
+@quiet
+@pytest.mark.parametrize("name", STAYS)
+@pytest.mark.parametrize("wrap", [lambda fun: fun, jax.jit])
+def test_what_is_none_stays_as_it_is_written_to_the_bit(name, wrap):
+    fun, args = STAYS[name]
+    cast = ols.autocast(fun, F16)
+    assert dtypes(cast, *args) == dtypes(fun, *args)
+    assert_same_bits(wrap(cast)(*args), wrap(fun)(*args))
+
+
+@quiet
+@pytest.mark.usefixtures("x64")
+def test_float64_stays():
+    x = jnp.ones((8, 8), jnp.float64)
+    assert dtypes(ols.autocast(jnp.dot, F16), x, x) == ["float64"]
+    assert dtypes(ols.autocast(jnp.dot, F16), x.astype(F32), x.astype(F32)) == ["float16"]
+
+
+@quiet
+def test_a_default_precision_that_is_set_when_the_function_is_called_is_heard():
+    for option in ("highest", "tensorfloat32"):
+        with jax.default_matmul_precision(option):
+            assert dtypes(ols.autocast(jnp.dot, F16), X, W) == ["float32"]
+    with jax.default_matmul_precision("default"):
+        assert dtypes(ols.autocast(jnp.dot, F16), X, W) == ["float16"]
+
+
+# -- to which bits
+
+
+def by_hand(product, dtype):
+    return lambda *args: product(*(x.astype(dtype) for x in args)).astype(F32)
+
+
+@pytest.mark.parametrize("wrap", [lambda fun: fun, jax.jit])
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("name", ["dense", "attention of heads", "a stem of three channels"])
+def test_results_and_gradients_are_those_of_casts_by_hand_to_the_bit(name, dtype, wrap):
+    product, args = CAST[name]
+
+    def loss_and_grads(product):
+        def loss_fn(*args):
+            return jnp.sum(jnp.tanh(product(*args)) ** 2)
+
+        return wrap(jax.value_and_grad(loss_fn, argnums=(0, 1)))(*args)
+
+    found = loss_and_grads(ols.autocast(product, dtype))
+    assert_same_bits(found, loss_and_grads(by_hand(product, dtype)))
+    assert {grad.dtype.name for grad in found[1]} == {"float32"}
+
+
+def mlp(params, x):
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+PARAMS = [normal(32, 32, seed=seed) / 6 for seed in range(3)]
+HALF = ols.autocast(mlp, F16)
+
+
+def mlp_by_hand(params, x):
+    for w in params:
+        x = jnp.tanh((x.astype(F16) @ w.astype(F16)).astype(F32))
+    return jnp.mean(x**2)
+
+
+DIRECTION = [normal(32, 32, seed=seed) for seed in range(3, 6)]
+MODES = {
+    "value": lambda fun: fun(PARAMS, X),
+    "grad": lambda fun: jax.grad(fun)(PARAMS, X),
+    "grad of jit": lambda fun: jax.grad(jax.jit(fun))(PARAMS, X),
+    "jvp": lambda fun: jax.jvp(lambda p: fun(p, X), (PARAMS,), (DIRECTION,)),
+    "linearize": lambda fun: jax.linearize(lambda p: fun(p, X), PARAMS)[1](DIRECTION),
+    "vjp": lambda fun: jax.vjp(fun, PARAMS, X)[1](jnp.float32(2)),
+    "hvp": lambda fun: jax.jvp(lambda p: jax.grad(fun)(p, X), (PARAMS,), (DIRECTION,)),
+    "hessian": lambda fun: jax.hessian(lambda w: fun([w], X[:, :8]))(PARAMS[0][:8, :8]),
+    "vmap over parameters": lambda fun: jax.vmap(lambda p: fun(p, X))(
+        jax.tree.map(lambda w: jnp.stack([w, 2 * w]), PARAMS)
+    ),
+    "grad of checkpoint": lambda fun: jax.grad(jax.checkpoint(fun))(PARAMS, X),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_of_differentiation_gives_the_bits_of_casts_by_hand(mode):
+    run = jax.jit(MODES[mode], static_argnums=0)
+    assert_same_bits(run(HALF), run(mlp_by_hand))
+
+
+def test_backward_products_run_in_half_precision_and_gradients_are_float32():
+    report = precision_report(jax.value_and_grad(HALF), PARAMS, X)
+    assert {dtype: products.count for dtype, products in report.items()} == {"float16": 8}
+    assert {grad.dtype.name for grad in jax.grad(HALF)(PARAMS, X)} == {"float32"}
+
+
+def test_each_product_converts_for_itself_so_that_uses_of_a_weight_are_added_in_float32():
+    def loss_fn(w, x):
+        return lax.scan(lambda total, x: (total + jnp.sum(x @ w), None), 0.0, x)[0]
+
+    xs = jnp.ones((4096, 8, 8))
+    grad = jax.jit(jax.grad(ols.autocast(loss_fn, F16)))(jnp.ones((8, 8)), xs)
+    np.testing.assert_array_equal(grad, 8.0 * 4096)
+    cast_array = jax.jit(jax.grad(lambda w: loss_fn(w.astype(F16), xs.astype(F16)).astype(F32)))
+    with jax.numpy_dtype_promotion("standard"):
+        assert float(cast_array(jnp.ones((8, 8)))[0, 0]) < 8.0 * 4096
+    jaxpr = str(
+        jax.make_jaxpr(ols.autocast(lambda x, w: (x @ w) @ w, F16))(normal(8, 8), W[:8, :8])
+    )
+    assert jaxpr.count("new_dtype=float16") == 4
+
+
+def test_parameters_in_half_precision_get_gradients_in_their_dtype():
+    params = ols.cast(PARAMS, BF16)
+
+    def loss_fn(params, x):
+        return mlp([w.astype(F32) for w in params], x)
+
+    grads = jax.grad(ols.autocast(loss_fn, BF16))(params, X)
+    assert {grad.dtype.name for grad in grads} == {"bfloat16"}
+    assert dtypes(jax.grad(ols.autocast(loss_fn, BF16)), params, X) == ["bfloat16"]
+
+
+# -- through which structures
+
+
+def looped(x, w):
+    def body(carry):
+        count, x = carry
+        return count + 1, jnp.tanh(x @ w)
+
+    return lax.while_loop(lambda carry: carry[0] < 3, body, (0, x))[1]
+
+
+def with_effects(x, w):
+    y = x @ w
+    jax.debug.callback(lambda total: CALLED.append(float(total)), jnp.sum(y) * 0 + 1)
+    return y
+
+
+CALLED = []
+
+
+def with_references(x, w):
+    reference = jax.new_ref(x) if hasattr(jax, "new_ref") else None
+    if reference is None:
+        return x @ w
+    reference[...] = reference[...] @ w
+    return reference[...]
+
+
+def kernel(x, y):
+    y[...] = 2 * x[...]
+
+
+def with_pallas(x, w):
+    y = x @ w
+    out = jax.ShapeDtypeStruct(y.shape, y.dtype)
+    return pl.pallas_call(kernel, out_shape=out, interpret=True)(y)
+
+
+@functools.partial(jax.jit, static_argnames="power", keep_unused=True)
+def jitted(x, w, unused=None, power=1):
+    del unused
+    return (x @ w) ** power
+
+
+def mesh(kind=AxisType.Auto):
+    return jax.make_mesh((2,), ("i",), (kind,), devices=jax.devices()[:2])
+
+
+def sharded(x, w, *, check_vma):
+    mapped = functools.partial(jax.shard_map, mesh=mesh(), check_vma=check_vma)
+    return mapped(jnp.dot, in_specs=(EIGHT, P()), out_specs=EIGHT)(x, w)
+
+
+def constrained(x, w):
+    return lax.with_sharding_constraint(x @ w, jax.NamedSharding(mesh(), EIGHT))
+
+
+def pmapped(x, w):
+    return jax.pmap(jnp.dot, in_axes=(0, None))(x.reshape(2, 8, 32), w).reshape(16, 24)
+
+
+def of_platform(x, w):
+    return lax.platform_dependent(x, w, cpu=jnp.dot, default=lambda x, w: 2 * (x @ w))
+
+
+SQUARE = W[:24, :24]
+STRUCTURES = {
+    "jit": (jitted, (X, W)),
+    "jit of jit": (jax.jit(lambda x, w: jitted(x + 0, w, power=2)), (X, W)),
+    "inlined": (jax.jit(jnp.dot, inline=True), (X, W)),
+    "jit with shardings": (constrained, (X, W)),
+    "checkpoint": (jax.checkpoint(jnp.dot), (X, W)),
+    "scan": (
+        lambda x, w: lax.scan(lambda x, _: (jnp.tanh(x @ w), x), x, length=3),
+        (X[:, :24], SQUARE),
+    ),
+    "map": (lambda x, w: lax.map(lambda x: x @ w, x), (normal(3, 8, 32), W)),
+    "while": (looped, (X[:, :24], SQUARE)),
+    "cond": (lambda x, w: lax.cond(x[0, 0] > 0, jnp.dot, lambda x, w: x @ w * 2, x, w), (X, W)),
+    "switch": (lambda x, w: lax.switch(1, [jnp.dot, lambda x, w: -(x @ w)], x, w), (X, W)),
+    "platform_dependent": (of_platform, (X, W)),
+    "shard_map": (functools.partial(sharded, check_vma=True), (X, W)),
+    "shard_map without check_vma": (functools.partial(sharded, check_vma=False), (X, W)),
+    "pmap": (pmapped, (X, W)),
+    "named_call": (jax.named_call(jnp.dot, name="layer"), (X, W)),
+    "a callback": (with_effects, (X, W)),
+    "references": (with_references, (X[:, :24], SQUARE)),
+    "a Pallas kernel": (with_pallas, (X, W)),
+    "a product that is weakly typed": (
+        lambda x: jnp.full((8, 8), 2.0) @ jnp.full((8, 8), x),
+        (0.5,),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+@pytest.mark.filterwarnings("ignore:.*includes a pmap:UserWarning")  # jax 0.7
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_products_are_cast_inside_of_every_structure_and_no_type_changes(name):
+    fun, args = STRUCTURES[name]
+    args = jax.tree.map(jnp.array, args)  # `jitted` donates them
+    cast = ols.autocast(fun, F16)
+    assert dtypes(cast, *args) == ["float16"]
+    exact = jax.tree.leaves(fun(*jax.tree.map(jnp.array, args)))
+    for run in (cast, jax.jit(cast)):
+        found = jax.tree.leaves(run(*jax.tree.map(jnp.array, args)))
+        for a, b in zip(found, exact, strict=True):
+            assert jax.typeof(a) == jax.typeof(b)
+            np.testing.assert_allclose(a, b, rtol=0.02, atol=0.02 * float(jnp.max(jnp.abs(b))))
+    if name not in ("while", "a callback", "references", "jit", "jit of jit", "a Pallas kernel"):
+        total = lambda *args: jnp.sum(jax.tree.leaves(cast(*args))[0])  # noqa: E731
+        assert dtypes(jax.grad(total), *args) == ["float16"]
+    if name == "a callback":
+        jax.effects_barrier()
+        assert CALLED
+
+
+def test_explicit_axes_and_the_sharding_of_a_result():
+    both = mesh(AxisType.Explicit)
+    x = jax.device_put(X, jax.NamedSharding(both, P(None, "i")))
+    w = jax.device_put(W, jax.NamedSharding(both, P("i", None)))
+
+    def fun(x, w):
+        return jnp.einsum("ij,jk->ik", x, w, out_sharding=jax.NamedSharding(both, P("i", None)))
+
+    cast = jax.jit(ols.autocast(fun, F16))
+    assert jax.typeof(cast(x, w)) == jax.typeof(jax.jit(fun)(x, w))
+    assert dtypes(cast, x, w) == ["float16"]
+
+
+def test_what_checkpoint_saves_of_products_is_in_half_precision():
+    policy = jax.checkpoint_policies.checkpoint_dots
+
+    def loss_fn(params, x):
+        def layer(x, w):
+            return jnp.tanh(x @ w), None
+
+        return jnp.sum(lax.scan(jax.checkpoint(layer, policy=policy), x, jnp.stack(params))[0])
+
+    _, pullback = jax.vjp(ols.autocast(loss_fn, F16), PARAMS, X)
+    stacked = [leaf.dtype.name for leaf in jax.tree.leaves(pullback) if leaf.shape == (3, 16, 32)]
+    assert sorted(stacked) == ["float16", "float32"]  # the results, and the carries
+
+
+def test_functions_with_rules_of_their_own_stay_as_they_are():
+    @jax.custom_vjp
+    def own(x, w):
+        return x @ w
+
+    own.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, g: (g @ saved[1].T, saved[0].T @ g))
+
+    @jax.custom_jvp
+    def tangent(x, w):
+        return x @ w
+
+    tangent.defjvp(lambda primals, tangents: (primals[0] @ primals[1], tangents[0] @ primals[1]))
+    batched = jax.custom_batching.custom_vmap(lambda x, w: x @ w)
+    batched.def_vmap(lambda _, __, x, w: (x @ w, True))
+    solved = lambda x, w: lax.custom_linear_solve(lambda y: w @ y, x, lambda _, b: w.T @ b)  # noqa: E731
+    for fun, args in (own, (X, W)), (tangent, (X, W)), (batched, (X, W)), (solved, (X, X @ X.T)):
+        cast = ols.autocast(lambda x, w, fun=fun: fun(x, w), F16)
+        with pytest.warns(UserWarning, match="has a rule of its own"):
+            assert dtypes(cast, *args) == ["float32"]
+
+
+# -- how often, and for how long
+
+
+def test_under_jit_the_function_is_traced_once():
+    traces = []
+    step = jax.jit(
+        jax.value_and_grad(ols.autocast(lambda p, x: (traces.append(0), mlp(p, x))[1], F16))
+    )
+    for _ in range(3):
+        step(PARAMS, X)
+    assert len(traces) == 1
+
+
+def test_eager_calls_do_not_compile_inner_functions_again():
+    inner = jax.jit(lambda x, w: jnp.tanh(x @ w))
+    plain = jax.jit(jnp.tanh)
+    cast = ols.autocast(lambda x, w: plain(inner(x, w)), F16)
+    cast(X, W)
+    compiled = []
+    listen = jax.monitoring.register_event_duration_secs_listener
+    listen(lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None)
+    cast(X, W)
+    ols.autocast(lambda x, w: plain(inner(x, w)), F16)(X, W)
+    assert compiled == []
+    cast(X[:8], W)
+    assert len(compiled) >= 2  # it counts
+
+
+def test_a_jaxpr_without_products_is_left_itself():
+    plain = jax.jit(jnp.tanh)
+    inside = jax.make_jaxpr(ols.autocast(plain, F16))(X)
+    outside = jax.make_jaxpr(plain)(X)
+    assert inside.eqns[0].params["jaxpr"] is outside.eqns[0].params["jaxpr"]
+
+
+def test_nothing_is_kept_when_the_function_is_gone():
+    class Big:
+        pass
+
+    def made():
+        big, w = Big(), jnp.array(W)
+        fun = jax.jit(lambda x: (big, x @ w)[1])
+        cast = jax.jit(
+            ols.autocast(lambda x: lax.cond(x[0, 0] > 0, fun, lambda x: -fun(x), x), F16)
+        )
+        cast(X)
+        ols.autocast(fun, F16)(X)
+        return weakref.ref(big), weakref.ref(w)
+
+    big, w = made()
+    jax.clear_caches()
+    gc.collect()
+    assert (big(), w()) == (None, None)
+
+
+def test_it_works_in_threads_and_with_every_check_of_jax():
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(HALF(PARAMS, X))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(map(float, found))) == 1 < len(found)
+    with jax.checking_leaks(), jax.debug_nans(True):
+        assert_same_bits(
+            jax.jit(jax.grad(HALF))(PARAMS, X), jax.jit(jax.grad(mlp_by_hand))(PARAMS, X)
+        )
+    with jax.disable_jit():
+        assert dtypes(HALF, PARAMS, X) == ["float16"]
+        np.testing.assert_allclose(HALF(PARAMS, X), found[0], rtol=1e-2)
+
+
+def test_it_is_exported_with_symbolic_sizes_which_count_as_long():
+    (n,) = export.symbolic_shape("n")
+    given = [jax.ShapeDtypeStruct(w.shape, F32) for w in PARAMS], jax.ShapeDtypeStruct((n, 32), F32)
+    exported = export.export(jax.jit(HALF))(*given)
+    np.testing.assert_allclose(exported.call(PARAMS, X), HALF(PARAMS, X), rtol=1e-6)
+    assert "xf16>" in exported.mlir_module()
+    report = precision_report(HALF, *given)
+    assert report["float16"].flops == 3 * 2 * 8 * 32 * 32
+
+
+# -- one in another, and float32
+
+
+def test_of_one_autocast_in_another_the_inner_one_decides():
+    def fun(x, w):
+        return ols.autocast(jnp.dot, BF16)(x, w), ols.autocast(jnp.dot, F32)(x, w), x @ w
+
+    report = precision_report(ols.autocast(fun, F16), X, W)
+    assert {name: products.count for name, products in report.items()} == {
+        "bfloat16": 1,
+        "float32": 1,
+        "float16": 1,
+    }
+    inner = ols.autocast(jax.jit(lambda x, w: lax.map(lambda x: x @ w, x)), F32)
+    with pytest.warns(UserWarning, match="An inner `autocast` to float32 keeps it"):
+        assert dtypes(ols.autocast(inner, F16), normal(2, 8, 32), W) == ["float32"]
+
+
+def test_float32_casts_nothing():
+    assert_same_bits(ols.autocast(mlp, F32)(PARAMS, X), mlp(PARAMS, X))
+    given = str(jax.make_jaxpr(mlp)(PARAMS, X))
+    assert str(jax.make_jaxpr(ols.autocast(mlp, "float32"))(PARAMS, X)) == given

@@ -1,0 +1,352 @@
+"""`autocast` and what a function is given: objects of every framework, and the one warning."""
+
+import functools
+import re
+import types
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from plain_where import assert_same_bits
+
+import optax_lossscale as ols
+from optax_lossscale.diagnostics import first_nonfinite, precision_report
+
+F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
+X = jax.random.normal(jax.random.key(0), (16, 8))
+KEY = jax.random.key(1)
+
+
+def dtypes(fun, *args):
+    return sorted(precision_report(fun, *args))
+
+
+# -- flax.nnx
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(8, 8, rngs=rngs)
+        self.same = self.inner  # shared
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.calls = nnx.Variable(jnp.int32(0))
+        self.scale = nnx.Param(jnp.ones(8))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        self.seen = nnx.Variable(jnp.mean(x))  # a new attribute
+        return self.dropout(self.norm(self.same(self.inner(x)))) * self.scale[None]
+
+
+def loss_fn(model, x):
+    return jnp.mean(model(x) ** 2)
+
+
+def states(*objects):
+    return [jax.tree.map(jnp.asarray, nnx.to_pure_dict(nnx.state(each))) for each in objects]
+
+
+def key_free(tree):
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+    return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+@pytest.mark.parametrize("jit", [lambda fun: fun, nnx.jit])
+@pytest.mark.parametrize("training", [True, False])
+def test_what_is_stateful_of_nnx_moves_on_as_without(jit, training):
+    def run(cast):
+        model, metric = Block(nnx.Rngs(0)), nnx.metrics.Average()
+        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+        rngs, count = nnx.Rngs(1), nnx.Variable(jnp.int32(3))
+        model.train() if training else model.eval()
+
+        def fun(model, metric, more, x):
+            noise = 1e-3 * jax.random.normal(more["rngs"](), x.shape)
+            more["count"][...] += 1
+            loss = loss_fn(model, x + noise)
+            metric.update(values=loss)
+            return loss
+
+        loss_and_grads = nnx.value_and_grad(cast(fun))
+        for _ in range(2):
+            loss, grads = jit(loss_and_grads)(model, metric, {"rngs": rngs, "count": count}, X)
+            optimizer.update(model, grads)
+        return loss, key_free(states(model, metric, optimizer, rngs)), count[...], model.seen[...]
+
+    plain, cast = run(lambda fun: fun), run(lambda fun: ols.autocast(fun, F16))
+    assert jax.tree.structure(plain) == jax.tree.structure(cast)
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(cast), strict=True):
+        assert a.dtype == b.dtype
+        if not jnp.issubdtype(a.dtype, jnp.floating):  # counts and keys
+            np.testing.assert_array_equal(a, b)
+    np.testing.assert_allclose(plain[0], cast[0], rtol=0.02)
+    assert plain[0] != cast[0]
+    assert plain[2] == 5
+
+
+@pytest.mark.integration
+def test_a_training_step_of_nnx_is_that_of_the_library():
+    model = Block(nnx.Rngs(0))
+    tx = ols.with_loss_scaling(optax.adam(1e-2))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    loss_and_grads = ols.value_and_grad(ols.autocast(loss_fn, F16), transform=nnx.value_and_grad)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        loss, grads = loss_and_grads(optimizer.opt_state, model, x)
+        optimizer.update(model, grads, value=loss)
+        return loss
+
+    losses = [step(model, optimizer, X) for _ in range(20)]
+    assert losses[-1] < losses[0]
+    assert int(model.calls[...]) == 20
+    assert dtypes(ols.autocast(loss_fn, F16), model, X) == ["float16"]
+
+
+@pytest.mark.integration
+def test_an_optimizer_of_nnx_moves_on_inside():
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    def step(model, optimizer, x):
+        loss, grads = nnx.value_and_grad(loss_fn)(model, x)
+        optimizer.update(model, grads)
+        return loss
+
+    cast = ols.autocast(step, F16)
+    losses = [cast(model, optimizer, X) for _ in range(10)]
+    assert losses[-1] < losses[0]
+    assert int(optimizer.step[...]) == 10
+    nested = ols.autocast(cast, BF16)
+    assert nested(model, optimizer, X) < losses[-1]
+    assert int(optimizer.step[...]) == 11
+
+
+# -- Linen, Haiku, Equinox
+
+
+@pytest.mark.integration
+def test_linen_with_collections_and_random_streams():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.BatchNorm(use_running_average=False)(nn.Dense(16)(x))
+            return nn.Dense(8)(nn.Dropout(0.5, deterministic=False)(x))
+
+    net = Net()
+    variables = net.init({"params": KEY, "dropout": KEY}, X)
+
+    def fun(variables, x, key):
+        y, updates = net.apply(variables, x, rngs={"dropout": key}, mutable=["batch_stats"])
+        return jnp.mean(y**2), updates
+
+    value_and_grad = jax.value_and_grad(ols.autocast(fun, F16), has_aux=True)
+    (_, updates), grads = jax.jit(value_and_grad)(variables, X, KEY)
+    assert {x.dtype.name for x in jax.tree.leaves((updates, grads))} == {"float32"}
+    assert dtypes(value_and_grad, variables, X, KEY) == ["float16"]
+    statistics = updates["batch_stats"]["BatchNorm_0"]["mean"]
+    np.testing.assert_allclose(
+        statistics,
+        fun(variables, X, KEY)[1]["batch_stats"]["BatchNorm_0"]["mean"],
+        rtol=0.1,
+        atol=1e-4,
+    )
+
+
+@pytest.mark.integration
+def test_haiku():
+    net = hk.transform(lambda x: hk.nets.MLP([16, 8])(hk.LayerNorm(-1, True, True)(x)))
+    params = net.init(KEY, X)
+    loss = ols.autocast(lambda params, key, x: jnp.mean(net.apply(params, key, x) ** 2), F16)
+    assert dtypes(jax.grad(loss), params, KEY, X) == ["float16"]
+
+
+@pytest.mark.integration
+def test_equinox_with_its_transform():
+    model = eqx.nn.MLP(8, 8, 16, 2, key=KEY)
+
+    def fun(model, x):
+        return jnp.mean(jax.vmap(model)(x) ** 2)
+
+    grad = ols.value_and_grad(ols.autocast(fun, F16), transform=eqx.filter_value_and_grad)
+    _, grads = eqx.filter_jit(grad)(ols.init(8), model, X)
+    assert {x.dtype.name for x in jax.tree.leaves(grads)} == {"float32"}
+    assert dtypes(ols.autocast(fun, F16), model, X) == ["float16"]
+    with pytest.warns(UserWarning, match="Is there a `jax.vmap`"):
+        assert_same_bits(ols.autocast(model, F16)(X[0]), model(X[0]))
+
+
+# -- what is no array of JAX
+
+
+@pytest.mark.filterwarnings("ignore:Only .*of the floating-point operations:UserWarning")
+def test_all_but_arrays_of_jax_arrive_and_come_back_as_they_are():
+    thing, array = object(), np.ones((8, 8), np.float32)
+    given = (array, "mean", True, 3, 2.5, None, thing, types.SimpleNamespace(x=1), jnp.tanh)
+
+    def fun(*args, key, **kwargs):
+        assert all(a is b for a, b in zip(args[1:], given, strict=True))
+        if kwargs["how"] == "mean" and args[2] == "mean" and args[3]:  # decided by Python
+            return {"loss": jnp.mean(args[0] @ args[1]), "aux": args[1:], "key": key, "n": 3}
+        raise AssertionError
+
+    found = ols.autocast(fun, F16)(X[:, :8], *given, how="mean", key=KEY)
+    assert all(a is b for a, b in zip(found["aux"], given, strict=True))
+    assert (found["n"], found["key"]) == (3, KEY)
+    assert isinstance(found["loss"], jax.Array)
+    assert ols.autocast(lambda: "x", F16)() == "x"
+
+
+@pytest.mark.parametrize("dtype", [F16, F32])
+def test_the_signature_and_the_name_are_those_of_the_function(dtype):
+    def fun(params, x, *, mode="train"):
+        """Documented."""
+        return jnp.sum(params @ x) if mode == "train" else None
+
+    cast = ols.autocast(fun, dtype)
+    assert (cast.__name__, cast.__doc__) == ("fun", "Documented.")
+    step = jax.jit(ols.value_and_grad(cast), static_argnames="mode")
+    loss, _ = step(ols.init(8), X[:8], X[:8], mode="train")
+    np.testing.assert_allclose(loss, fun(X[:8], X[:8]), rtol=0.02)
+    assert ols.autocast(functools.partial(fun, X[:8]), dtype)(X[:8]).shape == ()
+
+
+# -- with the library's own functions
+
+
+def test_the_functions_that_read_programs_take_it_and_name_lines():
+    params = {"first": jnp.full((8, 8), 200.0), "head": jnp.ones((8, 8))}
+
+    def fun(params, x):
+        hidden = (x * 100) @ params["first"]  # overflows
+        return jnp.mean(hidden @ params["head"])
+
+    found = first_nonfinite(ols.autocast(fun, F16), params, jnp.ones((8, 8)))
+    assert (found.layer, found.operation, found.dtype) == (
+        "params['first']",
+        "dot_general",
+        "float16",
+    )
+    assert "# overflows" in found.source
+    assert first_nonfinite(fun, params, jnp.ones((8, 8))) is None
+    products = precision_report(ols.autocast(fun, F16), params, jnp.ones((8, 8)))
+    assert "# overflows" in products["float16"].source
+
+
+@pytest.mark.integration
+def test_microbatching_and_masters_around_it():
+    params = ols.cast({"w": jnp.eye(8)}, BF16)
+    tx = ols.with_loss_scaling(ols.with_master_weights(optax.adam(1e-2), remainders=True))
+
+    def fun(params, x):
+        return jnp.mean((x @ params["w"].astype(F32)) ** 2)
+
+    loss_and_grads = ols.value_and_grad(ols.autocast(fun, BF16))
+    opt_state = tx.init(params)
+    first = fun(params, X)
+    for _ in range(5):
+        _, grads = loss_and_grads(opt_state, params, X)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    assert fun(params, X) < first
+    assert params["w"].dtype == BF16
+
+
+# -- the one warning
+
+
+def own(name):
+    def fun(x, w):
+        return x @ w
+
+    fun.__name__ = fun.__qualname__ = name
+    fun = jax.custom_jvp(fun)
+    fun.defjvp(lambda primals, tangents: (primals[0] @ primals[1], tangents[0] @ primals[1]))
+    return fun
+
+
+BIG = jnp.ones((64, 64))
+WARNED = {
+    "its sides": (
+        lambda x, w: x @ w,
+        (BIG[:4], BIG),
+        r"in each sum are 4, 64 and 64; all must be at least 8\. `diag",
+    ),
+    "vmap": (
+        lambda x, w: x @ w,
+        (BIG[0], BIG),
+        r"are 1, 64 and 64; .* Is there a `jax.vmap` around `autocast`\?",
+    ),
+    "precision": (
+        lambda x, w: jnp.dot(x, w, precision="highest"),
+        (BIG, BIG),
+        r"Its precision is not the default one \(its own\)",
+    ),
+    "a rule of its own": (own("kernel"), (BIG, BIG), r"It lies in `kernel`, which has a rule"),
+    "in a loop": (
+        lambda x, w: lax.map(lambda x: own("inner")(x, w), x[None]),
+        (BIG, BIG),
+        r"It lies in `inner`, which has a rule",
+    ),
+    "complex numbers": (
+        lambda x, w: (x + 0j) @ (w + 0j),
+        (BIG, BIG),
+        r"Products of complex64 stay as they are written",
+    ),
+}
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", WARNED)
+def test_the_reason_that_was_found_is_named_once_with_share_and_line(name, recwarn):
+    fun, args, reason = WARNED[name]
+
+    def both(x, w):
+        return fun(x, w), BIG[:8, :8] @ BIG[:8, :8]
+
+    cast = ols.autocast(both, F16)
+    cast(*args)
+    cast(*args)
+    (warning,) = recwarn
+    assert warning.filename == __file__
+    text = str(warning.message)
+    total = sum(p.flops for p in precision_report(both, *args).values())
+    assert text.startswith(f"Only {2 * 8**3 / total:.0%} of the floating-point operations")
+    assert __file__ in text or name in ("a rule of its own", "in a loop")
+    assert re.search(reason, text), text
+
+
+def test_a_precision_that_is_set_for_all_is_named_by_its_option():
+    with (
+        jax.default_matmul_precision("tensorfloat32"),
+        pytest.warns(UserWarning, match=r"`jax_default_matmul_precision` is 'tensorfloat32'"),
+    ):
+        ols.autocast(jnp.dot, BF16)(BIG, BIG)
+
+
+@pytest.mark.usefixtures("x64")
+def test_float64_is_named():
+    with pytest.warns(UserWarning, match="Products of float64 stay as they are written"):
+        ols.autocast(jnp.dot, BF16)(BIG.astype("float64"), BIG.astype("float64"))
+
+
+def test_nothing_is_said_without_products_or_of_half_of_them_or_of_narrower_ones(recwarn):
+    def fun(x, w):
+        return x @ w, x[:1] @ w, jnp.sin(x), lax.dot(x.astype("int8"), w.astype("int8"))
+
+    ols.autocast(fun, F16)(BIG, BIG)
+    ols.autocast(jnp.sin, F16)(BIG)
+    ols.autocast(jnp.outer, F32)(BIG[0], BIG[0])
+    half = lambda x, w: (x @ w, jnp.dot(x, w, precision="highest"))  # noqa: E731
+    ols.autocast(half, F16)(BIG, BIG)
+    assert list(recwarn) == []
