@@ -1,8 +1,27 @@
 """Training in half precision for JAX, around any Optax optimizer: small, exact, functional."""
 
 from optax_lossscale import diagnostics, testing
-from optax_lossscale._policy.convert import LossScale, LossScaleLike, as_loss_scale, init, update
-from optax_lossscale._policy.policies import DynamicLossScale, FixedLossScale
+from optax_lossscale._guard.guard import with_loss_scaling, with_skipping
+from optax_lossscale._guard.rules import Spike
+from optax_lossscale._loss_scale.convert import (
+    LossScale,
+    LossScaleLike,
+    as_loss_scale,
+    init,
+    update,
+)
+from optax_lossscale._loss_scale.differentiate import grad, value_and_grad
+from optax_lossscale._loss_scale.finite import all_finite
+from optax_lossscale._loss_scale.policies import DynamicLossScale, FixedLossScale
+from optax_lossscale._loss_scale.scale import scale_loss, unscale_and_check
+from optax_lossscale._precision.autocast import autocast
+from optax_lossscale._precision.bfloat16_state import Bfloat16State, with_bfloat16_state
+from optax_lossscale._precision.cast import cast
+from optax_lossscale._precision.masters import (
+    MasterWeightsState,
+    master_weights,
+    with_master_weights,
+)
 from optax_lossscale._state import (
     GuardState,
     LossScaleState,
@@ -10,15 +29,6 @@ from optax_lossscale._state import (
     applied,
     loss_scale_state,
 )
-from optax_lossscale._step.autocast import autocast
-from optax_lossscale._step.bfloat16_state import Bfloat16State, with_bfloat16_state
-from optax_lossscale._step.cast import cast
-from optax_lossscale._step.differentiate import grad, value_and_grad
-from optax_lossscale._step.finite import all_finite
-from optax_lossscale._step.guard import with_loss_scaling, with_skipping
-from optax_lossscale._step.masters import MasterWeightsState, master_weights, with_master_weights
-from optax_lossscale._step.rules import Spike
-from optax_lossscale._step.scale import scale_loss, unscale_and_check
 from optax_lossscale._support.choose import tree_where
 
 __version__ = "0.1.0"

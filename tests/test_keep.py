@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from plain_where import assert_same_bits
 
 import optax_lossscale as ols
-from optax_lossscale._step.keep import update_where
+from optax_lossscale._guard.keep import update_where
 
 X = jnp.arange(1.0, 5.0)
 OLD = jnp.array([1.0, -0.0, 3.0, 0.5]), jnp.array([2.0, 2.5, -0.0, 1.0])

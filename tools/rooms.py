@@ -25,7 +25,7 @@ TEXT = '<text x="{:.0f}" y="{:.0f}"{}>{}</text>'
 
 
 def modules(package: Path) -> dict[str, Path]:
-    """Return the path of each module by its name within the package, such as `_step.scale`."""
+    """Return the path of each module by its name within the package, such as `_loss_scale.scale`."""
     paths = {p: p.relative_to(package).with_suffix("").parts for p in sorted(package.rglob("*.py"))}
     return {".".join(p for p in parts if p != "__init__"): path for path, parts in paths.items()}
 

@@ -29,7 +29,7 @@ _LOOPS_AND_CALLS = frozenset(["while", "eig", "eigh", "schur", "svd", "pure_call
 def update_where(
     pred: jax.Array, update: Callable[[Any, Any], tuple[Any, Any]], grads: PyTree, state: PyTree
 ) -> tuple[PyTree, PyTree] | None:
-    """Do what `_step.keep.update_where` does; return None where only the plain form can.
+    """Do what `_guard.keep.update_where` does; return None where only the plain form can.
 
     An update without loops, callbacks and other effects sees the gradients as they are: zeros would
     make a norm of them wait for the flag, which is one more read of all gradients on a GPU or TPU.

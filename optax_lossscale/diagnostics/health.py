@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._policy.convert import LossScale, as_loss_scale, init
-from optax_lossscale._policy.policies import FixedLossScale
+from optax_lossscale._loss_scale.convert import LossScale, as_loss_scale, init
+from optax_lossscale._loss_scale.finite import all_finite
+from optax_lossscale._loss_scale.policies import FixedLossScale
 from optax_lossscale._state import GuardState, SpikeState, as_field, loss_scale_state
-from optax_lossscale._step.finite import all_finite
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import LARGEST_SCALE, SMALLEST_SCALE, as_float32
 from optax_lossscale._support.tree import KeyPath, PyTree, is_array, is_inexact, path_name, subtrees

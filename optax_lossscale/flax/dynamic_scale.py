@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from flax import struct
 from flax.training import dynamic_scale
 
+from optax_lossscale._loss_scale.differentiate import value_and_grad
+from optax_lossscale._loss_scale.finite import all_finite
+from optax_lossscale._loss_scale.scale import unscale_and_check
 from optax_lossscale._state import increment, initial_state
-from optax_lossscale._step.differentiate import value_and_grad
-from optax_lossscale._step.finite import all_finite
-from optax_lossscale._step.scale import unscale_and_check
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import INT32_MAX, LARGEST_SCALE, SMALLEST_SCALE
 from optax_lossscale._support.tree import as_strong_array

@@ -10,10 +10,10 @@ from flax import core, struct
 from flax.training import train_state
 from jax.typing import ArrayLike
 
-from optax_lossscale._policy.convert import LossScaleLike
+from optax_lossscale._guard.guard import with_loss_scaling
+from optax_lossscale._loss_scale.convert import LossScaleLike
+from optax_lossscale._loss_scale.scale import scale_loss
 from optax_lossscale._state import Guard, applied, increment, loss_scale_state, refuse_guard
-from optax_lossscale._step.guard import with_loss_scaling
-from optax_lossscale._step.scale import scale_loss
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import AxisName
 from optax_lossscale._support.choose import tree_where

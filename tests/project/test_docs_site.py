@@ -55,10 +55,10 @@ def test_the_index_of_the_reference_has_a_line_for_every_public_name():
 def test_a_public_name_leads_to_its_source_and_code_can_be_copied(site):
     assert "api/core.html#optax_lossscale.with_skipping" in (site / "order.html").read_text("utf-8")
     page = (site / "api/core.html").read_text("utf-8")
-    assert 'href="../_modules/optax_lossscale/_step/guard.html#with_loss_scaling"' in page
-    source = site / "_modules/optax_lossscale/_step/guard.html"
+    assert 'href="../_modules/optax_lossscale/_guard/guard.html#with_loss_scaling"' in page
+    source = site / "_modules/optax_lossscale/_guard/guard.html"
     assert 'id="with_loss_scaling"' in source.read_text("utf-8")
-    assert "_policy/policies.html#DynamicLossScale" in page  # which names the package as its module
+    assert "_loss_scale/policies.html#DynamicLossScale" in page  # which names the package as its module
     assert "_static/copy.js" in page
 
 

@@ -58,7 +58,7 @@ def sdist(build):
 
 def test_the_wheel_holds_the_package_and_its_description(wheel, files):
     package = [name for name in files if re.fullmatch(rf"{NAME}/([\w/]+\.py|py\.typed)", name)]
-    assert {f"{NAME}/py.typed", f"{NAME}/_step/scale.py"} <= set(package)
+    assert {f"{NAME}/py.typed", f"{NAME}/_loss_scale/scale.py"} <= set(package)
     info = ["METADATA", "RECORD", "WHEEL", "licenses/LICENSE"]
     assert wheel.name == f"{STEM}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archive:

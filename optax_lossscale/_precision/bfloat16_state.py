@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_lossscale._precision.halves import in_dtype, rounded_at_random, widened
+from optax_lossscale._precision.masters import MasterWeightsState
 from optax_lossscale._state import refuse_guard
-from optax_lossscale._step.halves import in_dtype, rounded_at_random, widened
-from optax_lossscale._step.masters import MasterWeightsState
 from optax_lossscale._support import checks
 from optax_lossscale._support.nnx import is_nnx
 from optax_lossscale._support.tree import KeyPath, path_name, subtrees

@@ -6,7 +6,7 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from jax.typing import ArrayLike
 
-from optax_lossscale._policy.policies import DynamicLossScale, FixedLossScale
+from optax_lossscale._loss_scale.policies import DynamicLossScale, FixedLossScale
 from optax_lossscale._state import LossScaleState, count_step, typed_state
 from optax_lossscale._support import checks
 

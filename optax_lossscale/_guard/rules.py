@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_lossscale._guard.keep import update_where
 from optax_lossscale._state import SpikeState, increment
-from optax_lossscale._step.keep import update_where
 from optax_lossscale._support import checks
 from optax_lossscale._support.choose import tree_where, zero_unless
 from optax_lossscale._support.tree import PyTree, at_least_float32, is_fp8_metadata, is_inexact

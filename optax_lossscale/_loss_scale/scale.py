@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optax_lossscale._loss_scale.finite import agree, all_finite
 from optax_lossscale._state import scale_in
-from optax_lossscale._step.finite import agree, all_finite
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import AxisName
 from optax_lossscale._support.tree import (

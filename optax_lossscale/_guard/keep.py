@@ -11,7 +11,7 @@ import optax
 from jax.core import Tracer
 
 from optax_lossscale import _xla
-from optax_lossscale._step.halves import HALF
+from optax_lossscale._precision.halves import HALF
 from optax_lossscale._support import checks
 from optax_lossscale._support.choose import constant_unless, tree_where, zero_unless
 from optax_lossscale._support.tree import KeyPath, Tree, is_array, is_inexact, path_name

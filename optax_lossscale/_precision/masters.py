@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._step import halves
+from optax_lossscale._precision import halves
 from optax_lossscale._support import checks
 from optax_lossscale._support.nnx import is_nnx
 from optax_lossscale._support.tree import (

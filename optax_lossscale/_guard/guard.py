@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_lossscale._policy.convert import LossScale, LossScaleLike, as_loss_scale, init
-from optax_lossscale._policy.policies import FixedLossScale
+from optax_lossscale._guard.keep import as_arrays, step_where, take_step
+from optax_lossscale._guard.rules import Rule, as_rules, judge, measures_of
+from optax_lossscale._loss_scale.convert import LossScale, LossScaleLike, as_loss_scale, init
+from optax_lossscale._loss_scale.finite import agree, all_finite
+from optax_lossscale._loss_scale.policies import FixedLossScale
+from optax_lossscale._loss_scale.scale import unscale_by
+from optax_lossscale._precision.masters import refuse_changed_updates, warn_without_masters
 from optax_lossscale._state import Guard, GuardState, count_step, refuse_guard, scale_in
-from optax_lossscale._step.finite import agree, all_finite
-from optax_lossscale._step.keep import as_arrays, step_where, take_step
-from optax_lossscale._step.masters import refuse_changed_updates, warn_without_masters
-from optax_lossscale._step.rules import Rule, as_rules, judge, measures_of
-from optax_lossscale._step.scale import unscale_by
 from optax_lossscale._support import checks
 from optax_lossscale._support.checks import AxisName
 from optax_lossscale._support.choose import all_true

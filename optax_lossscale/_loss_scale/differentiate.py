@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
+from optax_lossscale._loss_scale.scale import scale_by
 from optax_lossscale._state import scale_in, warn_of_what_stands_outside
-from optax_lossscale._step.scale import scale_by
 from optax_lossscale._support import checks
 from optax_lossscale._support.tree import PyTree
 

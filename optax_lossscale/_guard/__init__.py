@@ -1,0 +1,1 @@
+"""The guard around an optimizer: each step is either applied, or leaves no trace."""

@@ -1,0 +1,1 @@
+"""Loss scales: the policies and their rule, scaling, unscaling, differentiating."""

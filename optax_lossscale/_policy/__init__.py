@@ -1,1 +1,0 @@
-"""Policies: when the loss scale changes."""

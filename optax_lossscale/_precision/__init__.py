@@ -1,0 +1,1 @@
+"""Half precision: matrix products, casts, master weights, the state of an optimizer."""

@@ -1,1 +1,0 @@
-"""One training step: scale, differentiate, unscale, check, select, and the Optax wrapper."""
