@@ -2,7 +2,7 @@
 
 from optax_lossscale import diagnostics, testing
 from optax_lossscale._guard.guard import with_loss_scaling, with_skipping
-from optax_lossscale._guard.rules import Spike
+from optax_lossscale._guard.spike import Spike
 from optax_lossscale._loss_scale.convert import (
     LossScale,
     LossScaleLike,
@@ -15,16 +15,14 @@ from optax_lossscale._loss_scale.finite import all_finite
 from optax_lossscale._loss_scale.policies import DynamicLossScale, FixedLossScale
 from optax_lossscale._loss_scale.scale import scale_loss, unscale_and_check
 from optax_lossscale._precision.autocast import autocast
-from optax_lossscale._precision.bfloat16_state import Bfloat16State, with_bfloat16_state
+from optax_lossscale._precision.bfloat16_state import with_bfloat16_state
 from optax_lossscale._precision.cast import cast
-from optax_lossscale._precision.masters import (
-    MasterWeightsState,
-    master_weights,
-    with_master_weights,
-)
+from optax_lossscale._precision.masters import master_weights, with_master_weights
 from optax_lossscale._state import (
+    Bfloat16State,
     GuardState,
     LossScaleState,
+    MasterWeightsState,
     SpikeState,
     applied,
     loss_scale_state,

@@ -1,16 +1,15 @@
-"""The states of training, and finding them inside an optimizer's state."""
+"""Every state that a checkpoint holds, and finding one in any optimizer's state."""
 
-import collections
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-import optax.contrib
 
 from optax_lossscale._support import checks
-from optax_lossscale._support.tree import KeyPath, PyTree, children, is_array, path_name, subtrees
+from optax_lossscale._support.bounds import INT32_MAX
+from optax_lossscale._support.tree import Flag, KeyPath, PyTree, Tree, is_array, path_name
 
 
 class LossScaleState(NamedTuple):
@@ -67,20 +66,82 @@ class SpikeState(NamedTuple):
     consecutive_skipped: jax.Array
 
 
-class Guard(optax.GradientTransformationExtraArgs):
-    """An optimizer that decides about each step, and whose state says how: `applied`."""
+class MasterWeightsState(NamedTuple):
+    """The state of `with_master_weights`.
+
+    Attributes:
+      master_weights: A tree like the parameters: `float32` arrays for those in float16 and
+        bfloat16, with `remainders=True` `int16` arrays for those in bfloat16, and
+        `optax.MaskedNode()` for all others.
+      inner_state: The inner optimizer's state, as it would be for float32 parameters.
+    """
+
+    master_weights: PyTree
+    inner_state: optax.OptState
 
 
-ONE_GUARD = "`with_loss_scaling(inner, skip_if=rule)` or `with_skipping(inner, skip_if=rule)`"
+class Bfloat16State(NamedTuple):
+    """The state of `with_bfloat16_state`.
+
+    Attributes:
+      rounding_count: Steps, modulo 2**32, which choose the random bits. `uint32[]`.
+      inner_state: The inner optimizer's state, its large float32 arrays in bfloat16.
+    """
+
+    rounding_count: jax.Array
+    inner_state: optax.OptState
 
 
-def refuse_guard(name: str, inner_state: optax.OptState, instead: str = ONE_GUARD) -> None:
-    """Refuse the state of an optimizer that decides about steps inside of another that does."""
-    for path, _ in subtrees(inner_state, LossScaleState):
-        raise ValueError(
-            f"`{name}` must not decide about steps itself, got a LossScaleState at "
-            f"{path_name(path)} of its state. Use one guard, around the whole optimizer: {instead}."
-        )
+class DecayedState(NamedTuple):
+    """The state of an optimizer with decoupled weight decay.
+
+    Attributes:
+      inner_state: The optimizer's own state.
+      decay_steps: Applied steps, which a schedule of the rate counts. `int32[]`.
+    """
+
+    inner_state: optax.OptState
+    decay_steps: jax.Array
+
+
+class EmaParamsState(NamedTuple):
+    """The moving average of the parameters.
+
+    Attributes:
+      ema_params: The average, as `ema_params(opt_state)` returns it.
+      ema_steps: Applied steps. `int32[]`.
+    """
+
+    ema_params: optax.Params
+    ema_steps: jax.Array
+
+
+# The names in pickles are those under which states are imported, and outlive a move of this file.
+for _state in (LossScaleState, GuardState, SpikeState, MasterWeightsState, Bfloat16State):
+    _state.__module__ = "optax_lossscale"
+for _state in (DecayedState, EmaParamsState):
+    _state.__module__ = "optax_lossscale.keras"
+
+# What a mapping of the fields must hold. Flax's `nnx.split` and `to_state_dict`, and Orbax without
+# a target, make mappings, and may leave out fields that hold no arrays.
+_NEEDED: dict[type[Any], tuple[str, ...]] = {
+    LossScaleState: LossScaleState._fields,
+    GuardState: ("loss_scale_state",),
+    SpikeState: SpikeState._fields,
+    MasterWeightsState: ("master_weights",),
+    Bfloat16State: ("rounding_count",),
+    EmaParamsState: EmaParamsState._fields,
+}
+_REMEDIES: dict[type[Any], str] = {
+    LossScaleState: (
+        "Wrap the whole optimizer with one guard, or pass the state that is meant: the optimizer's "
+        "state comes first, before the parameters."
+    ),
+    MasterWeightsState: (
+        "Wrap the optimizer with `with_master_weights`, or pass the state that is meant."
+    ),
+    EmaParamsState: "Build the optimizer with `use_ema=True`, or pass the state that is meant.",
+}
 
 
 def initial_state(loss_scale: float) -> LossScaleState:
@@ -90,44 +151,48 @@ def initial_state(loss_scale: float) -> LossScaleState:
     return LossScaleState(jnp.asarray(loss_scale, jnp.float32), *counts)
 
 
-def typed_state(state: LossScaleState) -> LossScaleState:
-    """Return `state` with the dtypes of its fields, even if it holds Python numbers.
+def increment(count: jax.Array) -> jax.Array:
+    """Add one, and saturate at the largest int32."""
+    return jnp.where(count < INT32_MAX, count + 1, count)
+
+
+def count_step(new: LossScaleState, old: LossScaleState, applied: Flag) -> LossScaleState:
+    """Return the state `new` of a policy with the counts of skipped steps after `old`."""
+    return new._replace(
+        consecutive_skipped=jnp.where(applied, 0, increment(old.consecutive_skipped)),
+        total_skipped=jnp.where(applied, old.total_skipped, increment(old.total_skipped)),
+    )
+
+
+def typed(state: LossScaleState) -> LossScaleState:
+    """Return a state whose fields are arrays of their dtypes, also if it holds Python numbers.
 
     `optax.tree.set(opt_state, loss_scale=1024.0)` stores a Python float. It would be weakly
     typed: float16 next to a float16 loss, and one more compilation.
     """
-    if not isinstance(state, LossScaleState):
-        raise TypeError(
-            f"`state` must be a LossScaleState, got {type(state).__name__}. Find it in an "
-            "optimizer's state with `loss_scale_state(opt_state)`."
-        )
-    return LossScaleState(*map(as_field, state._fields, state))
+    remedy = "Find it in an optimizer's state with `loss_scale_state(opt_state)`."
+    checks.read_state(state, LossScaleState, remedy=remedy)
+
+    def field(name: str, value: Any) -> Any:
+        if isinstance(value, jax.ShapeDtypeStruct):
+            return value
+        is_scale = name == "loss_scale"
+        # Array values are not checked: they may be traced, and reading them waits for the device.
+        if not is_array(value) and is_scale:
+            checks.read_scale(f"state.{name}", value)
+        elif not is_array(value):
+            checks.read_count(f"state.{name}", value, least=0)
+        return jnp.asarray(value, jnp.float32 if is_scale else jnp.int32)
+
+    return LossScaleState(*map(field, state._fields, state))
 
 
-def as_field(name: str, value: Any) -> jax.Array:
-    """Return the field `name` of a state in its dtype."""
-    # Array values are not checked: they may be traced, and reading them waits for the device.
-    if name == "loss_scale":
-        number = value if is_array(value) else checks.scale_number("state.loss_scale", value)
-        return jnp.asarray(number, jnp.float32)
-    number = value if is_array(value) else checks.count(f"state.{name}", value, least=0)
-    return jnp.asarray(number, jnp.int32)
-
-
-def increment(count: jax.Array) -> jax.Array:
-    """Add one, and saturate at the largest int32."""
-    return jnp.where(count < checks.INT32_MAX, count + 1, count)
-
-
-def count_step(new: LossScaleState, old: LossScaleState, applied: jax.Array) -> LossScaleState:
-    """Return the state `new` of a policy with the counts of skipped steps after `old`."""
-    old = typed_state(old)
-    consecutive = jnp.where(applied, 0, increment(old.consecutive_skipped))
-    return typed_state(new)._replace(
-        consecutive_skipped=consecutive,
-        # Read from the other count: XLA:GPU then computes both in one kernel (jaxlib 0.10.2).
-        total_skipped=jnp.where(consecutive == 0, old.total_skipped, increment(old.total_skipped)),
-    )
+def loss_scale_of(state: LossScaleState, argument: str = "state") -> jax.Array:
+    """Return the loss scale, which is constant in every derivative. `float32[]`."""
+    remedy = "Map over the replicas, or take one: `jax.tree.map(lambda x: x[0], state)`."
+    checks.require_scalar(f"{argument}.loss_scale", state.loss_scale, remedy)
+    # It cancels out of every step, and so out of every derivative, also of one that is skipped.
+    return jax.lax.stop_gradient(state.loss_scale)
 
 
 def applied(opt_state: PyTree) -> jax.Array:
@@ -156,7 +221,7 @@ def applied(opt_state: PyTree) -> jax.Array:
       True
       False
     """
-    return typed_state(loss_scale_state(opt_state)).consecutive_skipped == 0
+    return loss_scale_state(opt_state).consecutive_skipped == 0
 
 
 def loss_scale_state(opt_state: PyTree) -> LossScaleState:
@@ -177,81 +242,53 @@ def loss_scale_state(opt_state: PyTree) -> LossScaleState:
       >>> float(ols.loss_scale_state(tx.init(jnp.ones(3))).loss_scale)
       1024.0
     """
-    return find_state("opt_state", opt_state)
+    return find(LossScaleState, "opt_state", opt_state)
 
 
-def find_state(argument: str, tree: PyTree) -> LossScaleState:
-    """Return the one `LossScaleState` in `tree`, or raise an error that calls it `argument`."""
-    remedy = "Wrap the whole optimizer with one guard, or pass the state that is meant."
-    state = checks.only_one(argument, tree, LossScaleState, remedy)
-    # The arrays themselves, without the Variables of flax.nnx.
-    return LossScaleState(*jax.tree.leaves(state, is_leaf=lambda leaf: leaf is None))
+def find(kind: type[Tree], argument: str, tree: PyTree) -> Tree:
+    """Return the one state of a kind in `tree`, typed, or raise an error that names `argument`."""
+    found = list(subtrees(tree, kind))
+    if len(found) != 1:
+        where = ", ".join(path_name(path) for path, _ in found) or "nowhere"
+        remedy = next(_incomplete(kind, tree), _REMEDIES[kind])
+        raise ValueError(
+            f"`{argument}` must hold exactly one {kind.__name__}, got {len(found)} in a "
+            f"{type(tree).__name__}, found at: {where}. {remedy}"
+        )
+    ((_, state),) = found
+    if kind is LossScaleState:
+        # The arrays themselves, without the Variables of flax.nnx.
+        leaves = jax.tree.leaves(state, is_leaf=lambda leaf: leaf is None)
+        state: Any = typed(LossScaleState(*leaves))
+    return state
 
 
-def scale_in(argument: str, tree: PyTree) -> jax.Array:
-    """Return the loss scale of the one state in `tree`, strongly typed. `float32[]`."""
-    loss_scale = find_state(argument, tree).loss_scale
-    remedy = "Map over the replicas, or take one: `jax.tree.map(lambda x: x[0], state)`."
-    checks.scalar(f"{argument}.loss_scale", loss_scale, remedy)
-    # It cancels out of every step, and so out of every derivative, also of one that is skipped.
-    return jax.lax.stop_gradient(as_field("loss_scale", loss_scale))
+def subtrees(tree: PyTree, *kinds: type[Tree]) -> Iterator[tuple[KeyPath, Tree]]:
+    """Yield every sub-tree that is of one of these NamedTuples, with its path."""
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: bool(read_as(kinds, x)))
+    return ((path, sub) for path, node in found if (sub := read_as(kinds, node)))
 
 
-# What to write in place of a transformation around the guard, by the type of its state.
-_INSIDE = {
-    optax.MultiStepsState: "optax.MultiSteps(inner, k)",
-    optax.ApplyIfFiniteState: "inner",
-    optax.LookaheadState: "optax.lookahead(inner, ...)",
-    optax.contrib.ScheduleFreeState: "optax.contrib.schedule_free(inner, ...)",
-    optax.InjectHyperparamsState: "optax.inject_hyperparams(inner)(...)",
-    optax.InjectStatefulHyperparamsState: "optax.inject_hyperparams(inner)(...)",
-}
-_CHAINS = (tuple, collections.OrderedDict)  # of `chain` and of `named_chain`
+def read_as(kinds: tuple[type[Any], ...], node: Any) -> Any:
+    """Return a node as a NamedTuple of one of these, or None if it is none."""
+    if isinstance(node, kinds):
+        return node
+    for kind in kinds if isinstance(node, Mapping) else ():
+        if {*_NEEDED.get(kind, ("",))} <= node.keys() <= {*kind._fields}:
+            return kind(**dict.fromkeys(kind._fields, ()) | dict(node))
+    return None
 
 
-def warn_of_what_stands_outside(opt_state: PyTree) -> None:
-    """Warn if a state shows transformations around the guard or beside it."""
-    for path, _ in subtrees(opt_state, GuardState):
-        if inside := next(_found_outside(opt_state, path), None):
-            checks.warn(
-                "Transformations stand outside of the guard. If any of them is more than an "
-                "identity, it sees scaled gradients, or moves on skipped steps. Write "
-                f"`with_loss_scaling({inside})`, or the same with `with_skipping`. To silence "
-                "this, pass `loss_scale_state(opt_state)`."
+def _incomplete(kind: type[Any], tree: PyTree) -> Iterator[str]:
+    """Yield what to do about each mapping that lacks a field, as an older checkpoint may."""
+    fields = kind._fields
+
+    def is_some(node: Any) -> bool:
+        return isinstance(node, Mapping) and fields[0] in node and node.keys() <= {*fields}
+
+    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_some):
+        if is_some(node):
+            missing = next(name for name in _NEEDED[kind] if name not in node)
+            yield (
+                f"The one at {path_name(path)} lacks the field `{missing}`: add its initial value."
             )
-            return
-
-
-def _found_outside(node: PyTree, path: KeyPath) -> Iterator[str]:
-    """Yield what belongs inside of the guard at a path, the outermost first."""
-    above, is_one_of_groups = None, False
-    for key in path:
-        nodes = {own: child for (own,), child in children(node)[0]}
-        guarded = nodes.pop(key)
-        others = list(nodes.values())
-        if type(node) in _INSIDE:
-            yield _INSIDE[type(node)]
-        elif isinstance(node, optax.MaskedState) and not is_one_of_groups:
-            yield "optax.masked(inner, mask)"
-        is_one_of_groups = False
-        if isinstance(above, optax.MultiTransformState):  # `node` holds the states by label
-            is_one_of_groups = True
-            if jax.tree.leaves(others):
-                yield "optax.partition({label: inner, ...}, labels)"
-        elif type(node) in _CHAINS and others and all(map(_is_of_optax, others)):
-            masked = [isinstance(state, optax.MaskedState) for state in (guarded, *others)]
-            is_one_of_groups = all(masked)
-            if jax.tree.leaves(others) or not is_one_of_groups:
-                yield "optax.chain(...)"
-        above, node = node, guarded
-
-
-def _is_of_optax(state: Any) -> bool:
-    """Return whether a node is the state of a transformation, or of a chain of them."""
-    if type(state) in _CHAINS:
-        return all(map(_is_of_optax, jax.tree.leaves(state, is_leaf=lambda x: x is not state)))
-    return type(state).__module__.startswith("optax")
-
-
-for _state in (LossScaleState, GuardState, SpikeState):
-    _state.__module__ = "optax_lossscale"  # the name in pickles, which outlives that of this file

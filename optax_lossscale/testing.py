@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._state import loss_scale_state
+from optax_lossscale._state import LossScaleState, find, subtrees
 from optax_lossscale._support import checks
-from optax_lossscale._support.tree import PyTree, is_fp8_metadata, is_inexact, path_name
+from optax_lossscale._support.tree import KeyPath, PyTree, is_fp8_metadata, is_inexact, path_name
 
 __all__ = ["assert_scaled_once"]
 
@@ -50,12 +50,17 @@ def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any
       ...     return ols.value_and_grad(lambda w: jnp.sum(w**2))(state, w)[1]
       >>> ols.testing.assert_scaled_once(grad_fn, ols.init(), jnp.ones(3))
     """
-    old = loss_scale_state(state).loss_scale
+    checks.require_function("grad_fn", grad_fn, "Give the function itself, and its arguments.")
+    find(LossScaleState, "state", state)
+    ((place, _),) = subtrees(state, LossScaleState)
 
     def largest_at(loss_scale: float) -> dict[str, float]:
-        new = jnp.asarray(loss_scale, jnp.float32)
-        with_new = jax.tree.map(lambda leaf: new if leaf is old else leaf, state)
-        return _largest(grad_fn(with_new, *args))
+        def replace(path: KeyPath, leaf: Any) -> Any:
+            field = path[len(place)] if path[: len(place)] == place else None
+            is_scale = "loss_scale" in (getattr(field, "name", ""), getattr(field, "key", ""))
+            return jnp.asarray(loss_scale, jnp.float32) if is_scale else leaf
+
+        return _largest(grad_fn(jax.tree_util.tree_map_with_path(replace, state), *args))
 
     for scale in _SCALES:
         low, high = largest_at(scale / 4), largest_at(scale)
@@ -82,7 +87,9 @@ def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any
 
 def _largest(grads: PyTree) -> dict[str, float]:
     """Return the largest magnitude in each array that is scaled."""
-    checks.concrete("grad_fn", grads, "Assert outside of `jax.jit`; the function may be jitted.")
+    checks.require_values(
+        "grad_fn", grads, "Assert outside of `jax.jit`; the function may be jitted."
+    )
     return {
         path_name(path): float(np.max(np.abs(np.asarray(leaf).astype(np.complex128)), initial=0))
         for path, leaf in jax.tree_util.tree_leaves_with_path(grads)

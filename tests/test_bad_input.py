@@ -244,7 +244,7 @@ TABLE = {
     "ValueError: `{}` must hold exactly one": [
         *named("state", lambda: scale_loss(None), lambda: unscale(tuple(STATE))),
         *given((ols.loss_scale_state, *READERS), "opt_state", SGD, {"loss_scale": ONE}),
-        *named("opt_state", lambda: assert_scaled_once(apply, PARAMS)),
+        *named("state", lambda: assert_scaled_once(apply, PARAMS)),
         *named("opt_state", lambda: keras.ema_params({}), lambda: ols.master_weights({}, PARAMS)),
     ],
     "ValueError: `opt_state` must hold exactly one LossScaleState, got 2 in a dict, found at: "

@@ -1,9 +1,11 @@
 """The state in two bytes: rounded to a neighbour, unbiased, by bits that depend on nothing else."""
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from flax import nnx
 from flax.core import FrozenDict
@@ -126,7 +128,7 @@ def test_keep_that_names_nothing_is_warned_of():
 
 
 # A part of the paths of the large arrays that stay in float32.
-COPIES = {
+STAY = {
     "contrib.cocob": ".init_particles",
     **dict.fromkeys(("contrib.dog", "contrib.dowg"), ".init_params"),
     **dict.fromkeys(("contrib.madgrad", "contrib.mechanize"), ".x0"),
@@ -136,6 +138,7 @@ COPIES = {
     "contrib.schedule_free_adamw": ".z",
     "contrib.schedule_free_sgd": ".z",
     **dict.fromkeys(("lbfgs", "lbfgs: backtracking", "lbfgs: learning rate"), ""),  # all
+    "rmsprop: centered": "u['w']",  # its two moments
 }
 
 # One for each way to find them, and two without any.
@@ -170,8 +173,8 @@ def test_any_optimizer_keeps_its_kinds_of_arrays_and_copies_of_parameters_in_flo
         if single.dtype == FLOAT32 and single.size >= LEAST
     ]
     kept = {path for path, dtype in large if dtype == FLOAT32}
-    assert kept == {path for path, _ in large if COPIES.get(name, "nothing") in path}
-    assert bool(kept) == (name in COPIES)
+    assert kept == {path for path, _ in large if STAY.get(name, "nothing") in path}
+    assert bool(kept) == (name in STAY)
 
 
 def test_arrays_that_the_optimizer_itself_keeps_in_bfloat16_are_widened_for_it():
@@ -310,3 +313,108 @@ def test_a_step_is_exported_and_reported():
     assert_same_bits(exported.call(grads, start), jax.jit(step)(grads, start))
     product = lambda w, s: jnp.sum(w @ w) + jnp.sum(ADAM.update(w, s, w)[0])  # noqa: E731
     assert list(diagnostics.precision_report(product, grads, ADAM.init(grads))) == ["float32"]
+
+
+# -- what stays in float32: differences of near-equal arrays
+
+COPIES = {
+    "prodigy": optax.contrib.prodigy(),
+    "dog": optax.contrib.dog(),
+    "cocob": optax.contrib.cocob(),
+    "mechanize": optax.contrib.mechanize(optax.sgd(1e-2)),
+    "schedule_free": optax.contrib.schedule_free(optax.sgd(1e-2), 1e-2),
+    "none: adam": optax.adam(1e-2),
+    "none: ema": optax.ema(0.9),
+}
+AROUND = {
+    "alone": lambda inner: inner,
+    "flatten": optax.flatten,
+    "jit": lambda inner: optax.GradientTransformationExtraArgs(jax.jit(inner.init), inner.update),
+    "masked": lambda inner: optax.masked(inner, {"w": True, "b": False}),
+    "MultiSteps": lambda inner: optax.MultiSteps(inner, 2),
+    "inject_hyperparams": lambda inner: optax.inject_hyperparams(lambda _rate: inner)(0.1),
+}
+
+
+def large(state):
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {
+        jax.tree_util.keystr(path): x.dtype for path, x in leaves if getattr(x, "size", 0) >= LEAST
+    }
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_of_parameters_are_found_by_what_init_does_with_them(name, around):
+    tx = ols.with_bfloat16_state(AROUND[around](COPIES[name]))
+    init = tx.init
+    for state in init(PARAMS), jax.jit(init)(PARAMS), jax.eval_shape(init, PARAMS):
+        kept = [path for path, dtype in large(state).items() if dtype == FLOAT32]
+        assert len(kept) == (0 if "none" in name else 1), large(state)
+
+
+def test_copies_are_found_under_vmap_and_sizes_may_be_symbolic():
+    inner = COPIES["prodigy"]
+    stacked = {"w": jnp.ones((3, 64, 64))}
+    state = jax.vmap(ols.with_bfloat16_state(inner).init)(stacked)
+    assert state.inner_state.params0["w"].dtype == FLOAT32
+    assert state.inner_state.exp_avg["w"].dtype == BF16
+    shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 64"), jnp.float32)
+    leaves = lambda w: jax.tree.leaves(ols.with_bfloat16_state(inner).init({"w": w}))  # noqa: E731
+    exported = jax.export.export(jax.jit(leaves))(shape)
+    kinds = [aval.dtype.name for aval in exported.out_avals if aval.shape]
+    assert sorted(kinds) == ["bfloat16"] * 3 + ["float32"]
+
+
+def train(tx, extra, *, steps=2000):
+    """Train with gradients whose mean is large beside their deviation."""
+    target = jax.random.normal(jax.random.key(0), (64, 64))
+
+    def step(carry, key):
+        params, state = carry
+
+        def loss_fn(params):
+            noise = 0.005 * jax.random.normal(key, target.shape)
+            return jnp.sum((0.5e-4 * (params["w"] - target) + 5 + noise) * params["w"])
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        functions = {"value_fn": loss_fn, "obj_fn": loss_fn}
+        functions["grad_fn"] = lambda params, _: jax.grad(loss_fn)(params)
+        given = {"value": loss, "grad": grads} | functions
+        given = {name: arg for name, arg in given.items() if name in extra}
+        updates, state = tx.update(grads, state, params, **given)
+        return (optax.apply_updates(params, updates), state), None
+
+    params = {"w": jnp.zeros((64, 64))}
+    keys = jax.random.split(jax.random.key(1), steps)
+    with jax.numpy_rank_promotion("allow"):  # some optimizers need it
+        carry = params, tx.init(params)
+        return jax.jit(lambda carry: jax.lax.scan(step, carry, keys)[0])(carry)
+
+
+# An optimizer of the table has other parameters, or needs them as they are there.
+OF_OTHER_PARAMETERS = {"freeze", "selective_transform", "lookahead", "lookahead: reset_state"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if "centered" in name else pytest.mark.exhaustive)
+        for name in sorted(OPTIMIZERS.keys() - OF_OTHER_PARAMETERS)
+    ],
+)
+def test_where_float32_has_no_nan_bfloat16_has_none(name):
+    problem = OPTIMIZERS[name]
+    inner = problem.plain()
+    if not ols.all_finite(train(inner, problem.extra)):
+        pytest.skip("it diverges in float32")
+    assert ols.all_finite(train(ols.with_bfloat16_state(inner), problem.extra))
+
+
+def test_moments_of_which_a_variance_is_taken_stay():
+    rmsprop = optax.rmsprop(1e-4, eps=1e-4, centered=True, momentum=0.9)
+    centered = ols.with_bfloat16_state(rmsprop)
+    dtypes = large(centered.init(PARAMS)).values()
+    assert sorted(map(str, dtypes)) == ["bfloat16", "float32", "float32"]
+    params, _ = train(centered, (), steps=300)
+    assert ols.all_finite(params)

@@ -113,8 +113,8 @@ def test_what_checks_nothing_costs_nothing(name):
 
 
 def test_plain_where_on_the_outputs_copies_the_state():
-    # The reason for the replay in `_guard/keep.py`, and proof that the tests above can fail. If this
-    # test fails, XLA no longer needs the replay, and it can be removed.
+    # The reason for the replay of `_xla/`, and proof that the tests above can fail. If this test
+    # fails, XLA no longer needs the replay, and it can be removed.
     plain = compiled("adamw")
     copying = compiled("adamw", lambda tx: with_plain_where(tx, ols.FixedLossScale(1024)))
     assert temporaries(copying) > temporaries(plain) + 1.5 * SIZE

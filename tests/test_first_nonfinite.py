@@ -220,13 +220,32 @@ LARGEST = jnp.float32(1e30)
         (jax.jit(lambda p, x: product(p, x) * CONSTANT), ONE, ONE, (None, CLOSED_OVER, "")),
         # Intended infinities, and the NaN that they cause.
         (masked_softmax, ONE, ONE, None),
-        (lambda p, x: jnp.where(x > 0, p["w"], -INF), ONE, -ONE, None),
+        (lambda p, x: jnp.where(x > 0, p["w"], -INF), ONE, ONE, None),
         (lambda p, x: masked_softmax(p, x, (False, False)), ONE, ONE, ("sub", "p['w']", "")),
         (lambda p, x: jax.nn.softmax(p["w"] + x), ONE, jnp.array([0.0, -INF]), None),
         (lambda p, x: jax.nn.softmax(p["w"] + x), ONE, -INF * ONE, ("sub", "p['w']", "")),
-        (jax.jit(lambda p, x: jnp.where(x > 0, p["w"], LIMITS)), ONE, -ONE, None),
-        (lambda p, x: -jnp.where(x > 0, p["w"], INF), ONE, -ONE, None),
-        (scanned(lambda w, c, row: (c + row, jnp.where(row > 1, INF, c * w))), ONE, ONE, None),
+        (jax.jit(lambda p, x: jnp.where(x > 0, p["w"], LIMITS)), ONE, ONE, None),
+        # Unless they alone are why the result is not finite.
+        (lambda p, x: jnp.where(x > 0, p["w"], -INF), ONE, -ONE, (CAST, "", "")),
+        (
+            jax.jit(lambda p, x: jnp.where(x > 0, p["w"], LIMITS)),
+            ONE,
+            -ONE,
+            (None, CLOSED_OVER, ""),
+        ),
+        (lambda p, x: -jnp.where(x > 0, p["w"], INF), ONE, -ONE, (CAST, "", "")),
+        (lambda p, x: p["w"] * x, ONE, -INF * ONE, (None, "x", "")),
+        (lambda p, x: jnp.where(x > 0, NAN, p["w"]), ONE, ONE, (CAST, "", "")),
+        (
+            scanned(lambda w, c, row: (c + row, jnp.where(row > 1, INF, c * w))),
+            *(ONE, ONE, (CAST, "step 2", "step 2")),
+        ),
+        (
+            lambda p, x: jax.scipy.stats.beta.logpdf(p["w"] * x, 2.0, 2.0),
+            ONE,
+            2 * ONE,
+            (CAST, "", ""),
+        ),
         # Values that do not reach the output.
         (silu, ONE, -100 * ONE, None),
         (after_a_logarithm, BIG, BIG, ("mul", "p['w']", "")),

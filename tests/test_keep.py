@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from plain_where import assert_same_bits
 
 import optax_lossscale as ols
-from optax_lossscale._guard.keep import update_where
+from optax_lossscale._guard.keep import run_where
 
 X = jnp.arange(1.0, 5.0)
 OLD = jnp.array([1.0, -0.0, 3.0, 0.5]), jnp.array([2.0, 2.5, -0.0, 1.0])
@@ -90,7 +90,7 @@ def where(pred, update, state):
         out, *new = update(*old)
         return out, tuple(new)
 
-    return update_where(pred, without_gradients, (), state)
+    return run_where(pred, without_gradients, (), state)
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
@@ -111,7 +111,7 @@ def test_every_shape_of_an_update_is_selected(update, transform):
 @pytest.mark.parametrize("name", ACTS | COMPUTES)
 def test_only_an_update_that_may_not_end_or_acts_is_given_zeros(name):
     fun = (ACTS | COMPUTES)[name]
-    step = jax.jit(lambda pred, g: update_where(pred, lambda g, s: (fun(g), s + fun(g)), g, X))
+    step = jax.jit(lambda pred, g: run_where(pred, lambda g, s: (fun(g), s + fun(g)), g, X))
     seen, kept = step(False, jnp.full(4, jnp.nan))
     expected = jnp.full(4, jnp.nan) if name in COMPUTES else jnp.zeros(4)
     np.testing.assert_array_equal(seen, fun(expected))
@@ -123,7 +123,7 @@ def test_only_an_update_that_may_not_end_or_acts_is_given_zeros(name):
 def test_a_collective_over_an_axis_outside_is_no_effect():
     def step(pred, grads):
         update = lambda g, s: (jax.lax.psum(g, "i"), s + g)  # noqa: E731
-        return update_where(pred, update, grads, X)[0]
+        return run_where(pred, update, grads, X)[0]
 
     mapped = jax.jit(jax.vmap(step, axis_name="i", in_axes=(None, 0)))
     assert np.isnan(mapped(False, jnp.full((2, 4), jnp.nan))).all()
@@ -167,7 +167,7 @@ def test_a_loop_meets_the_leaves_of_one_step():
 def test_the_derivative_of_what_is_kept_is_that_of_the_old_state_alone():
     # The update has an infinite derivative at the old state, and NaN at NaN.
     def kept(pred, a, x):
-        _, new = update_where(pred, lambda grads, old: (None, jnp.sqrt(old - a) * grads), x, a)
+        _, new = run_where(pred, lambda grads, old: (None, jnp.sqrt(old - a) * grads), x, a)
         return jnp.sum(2 * new)
 
     for derivative in (jax.grad, jax.jacfwd):
@@ -203,7 +203,7 @@ def test_keys_are_chosen_other_leaves_than_arrays_stay_and_tracers_do_not_leak()
         return {"sample": sample, "label": "updates"}, {**old, "a": old["a"] + 1, "key": new_key}
 
     def step(pred, a, key):
-        out, new = update_where(pred, update, (), {**rest, "a": a, "key": key})
+        out, new = run_where(pred, update, (), {**rest, "a": a, "key": key})
         assert out.pop("label") == "updates"
         assert new["name"] == "adam"
         assert new["float0"] is rest["float0"]
@@ -258,7 +258,7 @@ def test_a_new_leaf_that_varies_where_the_old_one_does_not_is_chosen_under_check
     mesh = jax.sharding.Mesh(jax.devices()[:2], ("x",))
 
     def step(pred, grads, leaf):
-        return update_where(pred, lambda g, s: (jnp.sin(s + g), s + g), grads, leaf)
+        return run_where(pred, lambda g, s: (jnp.sin(s + g), s + g), grads, leaf)
 
     specs = {"in_specs": (P(), P("x"), P()), "out_specs": P("x")}
     run = jax.jit(jax.shard_map(step, mesh=mesh, **specs))

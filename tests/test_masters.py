@@ -297,6 +297,7 @@ def test_tied_weights_of_nnx_stay_tied():
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(full))} == {jnp.dtype("float32")}
 
 
+@pytest.mark.filterwarnings("ignore:`inject_hyperparams` keeps")
 @pytest.mark.parametrize(
     ("tx", "around"),
     [

@@ -58,10 +58,14 @@ def test_spike_takes_a_doubled_loss_scale_for_a_spike_of_a_scaled_loss(scaled):
     assert bool(ols.loss_scale_state(opt_state).total_skipped) is scaled
 
 
-def test_a_loss_under_another_name_than_value_is_not_checked():
+def test_a_loss_that_is_not_called_value_is_not_checked_and_warned_of_if_no_rule_asks_for_it():
     tx = ols.with_loss_scaling(SGD, 1024)
     assert updated(tx, 1024, value=NAN)[0] == [0.0]
-    assert updated(tx, 1024, loss=NAN)[0] == [-1.0]
+    with pytest.warns(UserWarning, match="Optax calls the loss `value`") as caught:
+        assert updated(tx, 1024, 1024, loss=NAN)[0] == [-1.0, -1.0]
+    assert len(caught) == 1
+    for rule in ols.Spike("loss"), lambda _grads, _params, *, loss: loss > 9:
+        updated(ols.with_loss_scaling(SGD, 1024, skip_if=rule), 1024, loss=W)
 
 
 def test_parameters_are_not_checked():

@@ -89,7 +89,10 @@ def test_a_warning_names_the_users_line_below_any_library():
 
 @pytest.mark.integration
 @pytest.mark.parametrize(("tx", "line"), OUTSIDE.values(), ids=OUTSIDE)
-def test_what_stands_outside_of_the_guard_is_named_once_with_the_line_to_write(tx, line):
+def test_what_stands_outside_of_the_guard_is_named_once_with_the_line_to_write(
+    tx, line, monkeypatch
+):
+    monkeypatch.setattr("optax_lossscale.diagnostics.logs._ADVICE_GIVEN", set())
     state = tx.init(PARAMS)
     for function in (ols.value_and_grad(loss_fn), ols.grad(loss_fn)):
         with warnings_of(line):
@@ -97,17 +100,25 @@ def test_what_stands_outside_of_the_guard_is_named_once_with_the_line_to_write(t
             function(state, PARAMS)
     with warnings_of(line):
         ols.diagnostics.metrics(state)
+        ols.diagnostics.metrics(state)
     with warnings_of():
         ols.grad(loss_fn)(ols.loss_scale_state(state), PARAMS)
+
+
+@pytest.mark.integration
+def test_a_first_look_at_a_right_state_spends_no_warning_and_other_advice_is_given_too():
+    loss_and_grads = ols.value_and_grad(loss_fn)
+    with warnings_of():
+        loss_and_grads(ols.init(), PARAMS)
+    for tx, line in OUTSIDE["named"], OUTSIDE["MultiSteps"]:
+        with warnings_of(line):
+            loss_and_grads(tx.init(PARAMS), PARAMS)
 
 
 @pytest.mark.parametrize("init", INSIDE.values(), ids=INSIDE)
 def test_an_order_that_is_right_is_silent(init):
     with warnings_of():
         ols.grad(loss_fn)(init(PARAMS), PARAMS)
-
-
-X, Y = jnp.ones((8, 4)), jnp.ones((8, 1))
 
 
 @pytest.mark.parametrize("argnums", [1, np.int64(1), -2, (1,), [0, 1]])

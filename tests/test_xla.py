@@ -149,7 +149,7 @@ def test_the_plain_forms_give_the_same(transform, monkeypatch):
         return found
 
     expected = run()
-    for name, value in {"enabled": False, "all_finite": None, "update_where": None}.items():
+    for name, value in {"enabled": False, "all_finite": None, "replay": None}.items():
         monkeypatch.setattr(_xla, name, value)
     for (updates, state), (with_xla, state_with_xla) in zip(run(), expected, strict=True):
         assert_same_bits(state.loss_scale_state, state_with_xla.loss_scale_state)

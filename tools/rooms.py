@@ -6,6 +6,7 @@ others are left out.
 
 import ast
 import graphlib
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,12 +21,12 @@ rect {{ fill: #fff; stroke: #8792a2 }} line {{ stroke: #1b2430; marker-end: url(
 </svg>
 """
 LINE = '<line x1="{:.0f}" y1="{:.0f}" x2="{:.0f}" y2="{:.0f}"/>'
-RECT = '<rect x="{:.0f}" y="{:.0f}" width="{:.0f}" height="48" rx="6"/>'
+RECT = '<rect x="{:.0f}" y="{:.0f}" width="{:.0f}" height="64" rx="6"/>'
 TEXT = '<text x="{:.0f}" y="{:.0f}"{}>{}</text>'
 
 
 def modules(package: Path) -> dict[str, Path]:
-    """Return the path of each module by its name within the package, such as `_loss_scale.scale`."""
+    """Return the path of each module by its name in the package, such as `_loss_scale.scale`."""
     paths = {p: p.relative_to(package).with_suffix("").parts for p in sorted(package.rglob("*.py"))}
     return {".".join(p for p in parts if p != "__init__"): path for path, parts in paths.items()}
 
@@ -53,23 +54,24 @@ def draw(package: Path) -> str:
     for room in reversed(order):
         level |= {other: max(level[other], level[room] + 1) for other in imported[room]}
     for number in reversed(range(1 + max(level.values()))):
-        row, top = sorted(room for room in order if level[room] == number), 20 + 88 * number
+        row, top = sorted(room for room in order if level[room] == number), 20 + 104 * number
         for left, room in zip(range(15, 900, 880 // len(row)), row, strict=False):
             span[room] = left + 20, left + 880 // len(row) - 30
             x, width = sum(span[room]) / 2, span[room][1] - span[room][0] + 40
             files = [
                 name[len(room) + 1 :] for name in modules(package) if name.startswith(f"{room}.")
             ]
-            text = " · ".join(files) if room else "the public names"
+            text = ", ".join(files) if room else "the public names"
             shapes += [
                 RECT.format(left, top, width),
                 TEXT.format(x, top + 20, ' font-weight="600"', room or package.name),
-                TEXT.format(x, top + 38, "", text if 6.5 * len(text) < width else ""),
             ]
+            for line, words in enumerate(textwrap.wrap(text, width // 6)):
+                shapes.append(TEXT.format(x, top + 38 + 15 * line, "", words))
             for other in sorted(imported[room].difference(*(below[o] for o in imported[room]))):
-                end, (first, last) = 20 + 88 * level[other], span[other]
-                shapes.insert(0, LINE.format(x, top + 48, min(max(x, first), last), end))
-    height = 68 + 88 * max(level.values()) + 20
+                end, (first, last) = 20 + 104 * level[other], span[other]
+                shapes.insert(0, LINE.format(x, top + 64, min(max(x, first), last), end))
+    height = 84 + 104 * max(level.values()) + 20
     return SVG.format(height, package.name, "\n".join(shapes))
 
 

@@ -1,27 +1,41 @@
 """The guard around an optimizer: each step is either applied, or leaves no trace.
 
 It checks the gradients and the loss once, asks the rules, decides once for all devices, takes the
-new state or keeps the old one, and counts: `with_loss_scaling`, and
-without a loss scale `with_skipping`.
+new state or keeps the old one, and counts: `with_loss_scaling`, and without a loss scale
+`with_skipping`.
 """
 
-from typing import Any
+import dataclasses
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_lossscale._guard.keep import as_arrays, step_where, take_step
+from optax_lossscale._guard.extra_args import unscale_copies, warn_of_loss
+from optax_lossscale._guard.keep import step_where
 from optax_lossscale._guard.rules import Rule, as_rules, judge, measures_of
 from optax_lossscale._loss_scale.convert import LossScale, LossScaleLike, as_loss_scale, init
-from optax_lossscale._loss_scale.finite import agree, all_finite
+from optax_lossscale._loss_scale.finite import all_finite
 from optax_lossscale._loss_scale.policies import FixedLossScale
-from optax_lossscale._loss_scale.scale import unscale_by
-from optax_lossscale._precision.masters import refuse_changed_updates, warn_without_masters
-from optax_lossscale._state import Guard, GuardState, count_step, refuse_guard, scale_in
+from optax_lossscale._order import (
+    Guard,
+    refuse_changed_updates,
+    refuse_second_guard,
+    warn_of_half_precision,
+)
+from optax_lossscale._state import (
+    GuardState,
+    LossScaleState,
+    count_step,
+    find,
+    loss_scale_of,
+    typed,
+)
 from optax_lossscale._support import checks
-from optax_lossscale._support.checks import AxisName
-from optax_lossscale._support.choose import all_true
+from optax_lossscale._support.bounds import reciprocal
+from optax_lossscale._support.flags import agree, all_true
+from optax_lossscale._support.tree import AxisName, Flag, PyTree, multiplied
 
 
 def with_loss_scaling(
@@ -140,49 +154,75 @@ def _guard(
     *,
     is_scaled: bool,
 ) -> optax.GradientTransformationExtraArgs:
-    inner = checks.transformation("inner", inner)
-    checks.axis_names(axis_name)
-    if rules and isinstance(policy, FixedLossScale):
-        policy = FixedLossScale(policy.scale)  # a rule brings the check with it
+    inner = checks.read_optimizer("inner", inner)
+    checks.require_axis_name(axis_name)
+    if rules and isinstance(policy, FixedLossScale) and not policy.skip_nonfinite:
+        # A rule brings the check with it.
+        policy = dataclasses.replace(policy, skip_nonfinite=True)
+    has_warned = False
 
     def init_fn(params: optax.Params) -> GuardState:
         inner_state = inner.init(params)
-        refuse_guard("inner", inner_state)
+        refuse_second_guard("inner", inner_state)
         refuse_changed_updates(inner_state)
-        warn_without_masters(params, inner_state)
+        warn_of_half_precision(params, inner_state)
         rule_states = tuple(rule.init(params) for rule in rules)
         return GuardState(init(policy), rule_states, inner_state)
 
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, GuardState]:
-        state = checks.expect_state(state, GuardState)
-        scale_state = state.loss_scale_state
-        rule_states, inner_state = as_arrays(state.rule_states), as_arrays(state.inner_state)
-        loss_scale = scale_in("state", scale_state)
-        grads = unscale_by(updates, loss_scale, keep_dtypes=not is_scaled)
+        nonlocal has_warned
+        state = checks.read_state(state, GuardState)
+        scale_state = find(LossScaleState, "state", state.loss_scale_state)
+        if not has_warned:
+            has_warned = warn_of_loss(rules, extra_args)
+        times = reciprocal(loss_scale_of(scale_state))
+        grads = multiplied(updates, times, keep_dtypes=not is_scaled)
+        extra_args = unscale_copies(extra_args, updates, grads)
         if policy.skip_nonfinite or rules:
-            value = extra_args.get("value")
-            checks.loss("value", value)
-            # Of gradients that keep their dtype, those given: a check of them by hand is the same.
-            flags = [all_finite(grads if is_scaled else updates), all_finite(value)]
-            measures = measures_of(rules, flags[0] & flags[1], grads, params, extra_args)
-            (grads_finite, loss_finite), measures = agree(flags, axis_name, measures)
-            finite = grads_finite & loss_finite
-            keeps, rule_states = judge(rules, rule_states, measures, finite)
-            applied = all_true([finite, *keeps]) if rules else finite
-            updates, inner_state = step_where(
-                applied, inner, grads, inner_state, params, extra_args=extra_args
+            decision = decide(
+                rules, state.rule_states, grads, params, extra_args, axis_name=axis_name
             )
         else:
-            applied, grads_finite, loss_finite = jnp.asarray(True), np.True_, np.True_
-            updates, inner_state = take_step(inner, grads, inner_state, params, extra_args)
-        new_scale_state = policy.update(scale_state, grads_finite, loss_finite=loss_finite)
-        scale_state = count_step(new_scale_state, scale_state, applied)
-        if not is_scaled:  # the state of a guard that scales may have been restored
-            # Counts are never negative. On a GPU, a constant takes a kernel of its own.
-            one = jnp.where(scale_state.growth_count < 0, loss_scale, 1)
-            scale_state = scale_state._replace(loss_scale=one)
-        return updates, GuardState(scale_state, rule_states, inner_state)
+            decision = Decision(np.True_, np.True_, np.True_, state.rule_states)
+        updates, inner_state = step_where(
+            decision.applied, inner, grads, state.inner_state, params, extra_args=extra_args
+        )
+        new = policy.update(scale_state, decision.grads_finite, loss_finite=decision.loss_finite)
+        scale_state = count_step(typed(new), scale_state, decision.applied)
+        if not is_scaled:  # a state restored from a guard that scales
+            scale_state = scale_state._replace(loss_scale=jnp.ones((), jnp.float32))
+        return updates, GuardState(scale_state, decision.rule_states, inner_state)
 
     return Guard(init_fn, update_fn)
+
+
+class Decision(NamedTuple):
+    """What is decided about a step, on all devices alike."""
+
+    applied: Flag
+    grads_finite: Flag
+    loss_finite: Flag
+    rule_states: tuple[PyTree, ...]
+
+
+def decide(
+    rules: tuple[Rule, ...],
+    rule_states: tuple[PyTree, ...],
+    grads: optax.Updates,
+    params: optax.Params | None,
+    extra_args: dict[str, Any],
+    *,
+    axis_name: AxisName | None,
+) -> Decision:
+    """Check the gradients and the loss, and ask the rules."""
+    value = extra_args.get("value")
+    checks.require_numbers("value", value)
+    flags = [all_finite(grads), all_finite(value)]
+    measures = measures_of(rules, flags[0] & flags[1], grads, params, extra_args)
+    (grads_finite, loss_finite), measures = agree(flags, axis_name, measures)
+    finite = grads_finite & loss_finite
+    skips, rule_states = judge(rules, rule_states, measures, finite)
+    applied = all_true([finite, *(~skip for skip in skips)])
+    return Decision(applied, grads_finite, loss_finite, rule_states)

@@ -1,24 +1,30 @@
-"""An optimizer's step, after which the state is the old one, bit for bit, where a flag is false."""
+"""Take an optimizer's step, or keep its state bit for bit."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.core import Tracer
 
 from optax_lossscale import _xla
-from optax_lossscale._precision.halves import HALF
 from optax_lossscale._support import checks
-from optax_lossscale._support.choose import constant_unless, tree_where, zero_unless
-from optax_lossscale._support.tree import KeyPath, Tree, is_array, is_inexact, path_name
+from optax_lossscale._support.choose import constant_if_skipped, tree_where, zeros_if_skipped
+from optax_lossscale._support.tree import (
+    HALF,
+    Flag,
+    KeyPath,
+    Tree,
+    as_array,
+    first_difference,
+    is_array,
+    is_inexact,
+    path_name,
+)
 
 
 def step_where(
-    applied: jax.Array,
+    applied: Flag,
     inner: optax.GradientTransformationExtraArgs,
     grads: optax.Updates,
     state: optax.OptState,
@@ -27,55 +33,46 @@ def step_where(
     extra_args: dict[str, Any],
 ) -> tuple[optax.Updates, optax.OptState]:
     """Take a step where `applied` is true. Elsewhere updates are -0.0, and the state is kept."""
-    extra_args = {name: zero_unless(applied, arg) for name, arg in extra_args.items()}
-    params = jax.tree.map(functools.partial(constant_unless, applied), params)
-    updates, state = update_where(
-        applied,
-        lambda grads, state: take_step(inner, grads, state, params, extra_args),
-        grads,
-        state,
-    )
+    state = jax.tree.map(as_array, state)
+    extra_args = {name: zeros_if_skipped(applied, arg) for name, arg in extra_args.items()}
+    params = constant_if_skipped(applied, params)
 
-    def negative_zero_unless_applied(leaf: Any) -> Any:
+    def step(grads: Any, state: Any) -> tuple[Any, Any]:
+        return _take_step(inner, grads, state, params, extra_args)
+
+    updates, state = run_where(applied, step, grads, state)
+
+    def negative_zero_if_skipped(leaf: Any) -> Any:
         is_integer = is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.integer)
         if not (is_inexact(leaf) or is_integer):
             return leaf
         return jnp.where(applied, leaf, -jax.lax.full_like(jnp.asarray(leaf), 0))
 
-    return jax.tree.map(negative_zero_unless_applied, updates), state
+    return jax.tree.map(negative_zero_if_skipped, updates), state
 
 
-def update_where(
-    pred: jax.Array, update: Callable[[Any, Any], tuple[Any, Any]], grads: Any, state: Any
+def run_where(
+    applied: Flag,
+    step: Callable[[Any, Any], tuple[Any, Any]],
+    grads: Any,
+    state: Any,
 ) -> tuple[Any, Any]:
-    """Return `update(grads, state)`, but the old state where `pred` is false.
+    """Return `step(grads, state)`, but the old state where `applied` is false.
 
-    There `update` sees zeros for `grads`, since a line search loops on NaN and a callback may
-    raise; the first output is undefined; and the derivative of the state is that of the old one.
+    There `step` sees zeros for `grads`, since a line search loops on NaN and a callback may raise;
+    the first output is undefined; and the derivative of the state is that of the old one.
     """
-    if _xla.enabled and isinstance(pred, Tracer):
-        replayed = _xla.update_where(pred, update, grads, state)
-        if replayed is not None:
-            return replayed
-    constant = jax.tree.map(functools.partial(constant_unless, pred), state)
-    out, new_state = update(zero_unless(pred, grads), constant)
-    return out, tree_where(pred, new_state, state)
+    if _xla.enabled:
+        try:
+            return _xla.replay(applied, step, grads, state)
+        except _xla.CannotReplayError:
+            pass
+    zeros = zeros_if_skipped(applied, grads)
+    out, new_state = step(zeros, constant_if_skipped(applied, state))
+    return out, tree_where(applied, new_state, state)
 
 
-def as_arrays(state: Tree) -> Tree:
-    """Return `state` with arrays for numbers of Python and NumPy, as `jax.jit` does."""
-
-    def convert(leaf: Any) -> Any:
-        if isinstance(leaf, (np.ndarray, np.generic)):
-            is_number = leaf.dtype.kind not in "OSU" and leaf.dtype != jax.dtypes.float0
-        else:
-            is_number = isinstance(leaf, (int, float, complex))
-        return jnp.asarray(leaf) if is_number else leaf
-
-    return jax.tree.map(convert, state)
-
-
-def take_step(
+def _take_step(
     inner: optax.GradientTransformationExtraArgs,
     grads: optax.Updates,
     state: optax.OptState,
@@ -85,11 +82,16 @@ def take_step(
     """Take a step, after which the state has the dtypes that it had before."""
     try:
         updates, new_state = inner.update(grads, state, params, **extra_args)
-        return updates, _cast_like(new_state, state)
     except (TypeError, ValueError) as error:
+        if params is not None and jax.tree.structure(grads) != jax.tree.structure(params):
+            path, *_ = first_difference(grads, params)
+            error.args = (
+                f"{error}\n`updates` and `params` differ in structure at {path_name(path)}.",
+            )
         for note in _likely_causes(grads, params):
             error.add_note(note)
         raise
+    return updates, _cast_like(new_state, state)
 
 
 def _cast_like(new: Tree, old: Tree) -> Tree:
@@ -97,8 +99,11 @@ def _cast_like(new: Tree, old: Tree) -> Tree:
 
     Optax promotes: Adam's float16 moments become float32 when they meet float32 gradients.
     """
-    remedy = "Give it the parameters it was initialized with; its state has fixed shapes."
-    checks.same_structure("inner", new, old, remedy)
+    remedy = (
+        "Give it the parameters it was initialized with; its state has fixed shapes. Restore a "
+        "checkpoint onto the state of `init`, so that `inner_state` has the same containers."
+    )
+    checks.require_same_structure("inner", new, old, remedy)
 
     def cast(path: KeyPath, new_leaf: Any, old_leaf: Any) -> Any:
         if not is_array(old_leaf) or getattr(new_leaf, "dtype", None) == old_leaf.dtype:

@@ -1,4 +1,4 @@
-"""Rules: what else skips a step, although its gradients and its loss are finite."""
+"""Rules that skip finite steps."""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,14 +6,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from optax_lossscale._guard.keep import update_where
-from optax_lossscale._state import SpikeState, increment
+from optax_lossscale._guard.keep import run_where
+from optax_lossscale._loss_scale.convert import LossScale
 from optax_lossscale._support import checks
-from optax_lossscale._support.choose import tree_where, zero_unless
-from optax_lossscale._support.tree import PyTree, at_least_float32, is_fp8_metadata, is_inexact
+from optax_lossscale._support.choose import tree_where, zeros_if_skipped
+from optax_lossscale._support.tree import PyTree, as_array
 
 
 @runtime_checkable
@@ -40,11 +39,12 @@ class Function:
         return optax.EmptyState()
 
     def measure(self, grads: Any, params: Any, **extra_args: Any) -> jax.Array:
-        skips = checks.flag("skip_if", self.function(grads, params, **extra_args))
+        checks.require_extra_args("skip_if", self.function, grads, params, **extra_args)
+        skips = checks.read_flag("skip_if", self.function(grads, params, **extra_args))
         return skips.astype(jnp.float32)
 
     def judge(self, state: Any, measure: jax.Array) -> tuple[jax.Array, optax.EmptyState]:
-        return measure > 0, checks.expect_state(state, optax.EmptyState, "state.rule_states")
+        return measure > 0, checks.read_state(state, optax.EmptyState, "state.rule_states")
 
 
 def as_rules(skip_if: Any) -> tuple[Rule, ...]:
@@ -58,9 +58,11 @@ def as_rules(skip_if: Any) -> tuple[Rule, ...]:
         elif callable(rule) and not isinstance(rule, (type, optax.MultiSteps)):
             rules.append(Function(rule))
         else:
+            is_policy = isinstance(rule, LossScale) and not isinstance(rule, type)
+            remedy = "`with_loss_scaling(inner, policy)`" if is_policy else "`Spike()`"
             raise TypeError(
                 "`skip_if` must be a function of the gradients and parameters, an object with "
-                f"`init`, `measure` and `judge`, or a tuple of these, got {rule!r}. Use `Spike()`."
+                f"`init`, `measure` and `judge`, or a tuple of these, got {rule!r}. Use {remedy}."
             )
     return tuple(rules)
 
@@ -73,18 +75,19 @@ def measures_of(
     extra_args: dict[str, Any],
 ) -> list[jax.Array]:
     """Return what each rule measures, and zeros on a step that is not finite."""
-    extra_args = {name: zero_unless(finite, arg) for name, arg in extra_args.items()}
+    extra_args = {name: zeros_if_skipped(finite, arg) for name, arg in extra_args.items()}
 
     def measure(rule: Rule) -> jax.Array:
-        def measured(grads: optax.Updates, no_state: tuple[()]) -> tuple[jax.Array, tuple[()]]:
+        def without_state(grads: optax.Updates, none: tuple[()]) -> tuple[jax.Array, tuple[()]]:
             measure = rule.measure(grads, params, **extra_args)
-            checks.scalar(f"{type(rule).__name__}.measure", measure, "Return one number: a mean.")
-            return jnp.asarray(measure, jnp.float32), no_state
+            name, remedy = f"{type(rule).__name__}.measure", "Return one number: a mean."
+            checks.require_scalar(name, measure, remedy)
+            return jnp.asarray(measure, jnp.float32), none
 
         # A measure of finite gradients may overflow, which is a skip and no error.
         with jax.debug_nans(False), jax.debug_infs(False):
-            measure, _ = update_where(finite, measured, grads, ())
-            return zero_unless(finite, measure)
+            measure, _ = run_where(finite, without_state, grads, ())
+            return zeros_if_skipped(finite, measure)
 
     return [measure(rule) for rule in rules]
 
@@ -95,147 +98,24 @@ def judge(
     measures: list[jax.Array],
     finite: jax.Array,
 ) -> tuple[list[jax.Array], tuple[PyTree, ...]]:
-    """Return whether each rule keeps the step, and its state after a step that is finite."""
-    if not isinstance(rule_states, (tuple, list)) or len(rule_states) != len(rules):
+    """Return whether each rule skips the step, and its state after a step that is finite."""
+    if type(rule_states) is not tuple or len(rule_states) != len(rules):
         raise ValueError(
             f"`state.rule_states` must be a tuple with the state of each of {len(rules)} rules, "
             f"got {rule_states!r}. Add or drop one: "
             "`state._replace(rule_states=(rule.init(params),))`."
         )
-    keeps: list[jax.Array] = []
-    kept: list[PyTree] = []
-    for rule, old, measure in zip(rules, rule_states, measures, strict=True):
+    skips: list[jax.Array] = []
+    new_states: list[PyTree] = []
+    for rule, given, measure in zip(rules, rule_states, measures, strict=True):
+        old = jax.tree.map(as_array, given)
         with jax.debug_nans(False), jax.debug_infs(False):
             skip, new = rule.judge(old, measure)
-        keeps.append(~checks.flag(f"{type(rule).__name__}.judge", skip))
+        skips.append(checks.read_flag(f"{type(rule).__name__}.judge", skip))
         try:
-            kept.append(tree_where(finite, new, old))
+            new_states.append(tree_where(finite, new, old))
         except (TypeError, ValueError) as error:
             error.add_note(f"It is in the state of {rule!r}: `judge` must return one like `init`.")
             raise
     # A memory decides, and decisions have no derivative.
-    return keeps, jax.lax.stop_gradient(tuple(kept))
-
-
-@dataclasses.dataclass(frozen=True)
-class Spike:
-    """Skip a step whose loss, or another measure, is far above that of the steps before it.
-
-    A step is skipped if its measure exceeds the mean of the remembered values by more than `sigmas`
-    of their standard deviations. A measure that is not finite is skipped, and not remembered.
-
-    A skipped value is remembered as `mean + 2 / 3 * sigmas * deviation`. So a single spike hardly
-    widens the window: the next step is skipped above 6.4 deviations. And a new level is learned,
-    after 20 steps if it lies 20 deviations higher, and after about the window if far above.
-
-    Args:
-      of: What is measured: `"value"`, the loss; `"grad_norm"`, the Euclidean norm of all gradients,
-        whose square must be a float32; or the name of another extra argument of `update`, a scalar.
-      window: The number of remembered values. At least 2.
-      sigmas: More than 1.5: fewer would remember a spike below one deviation, and never learn.
-      warmup: Values that are remembered before the first one is skipped; None for half of the
-        window. Between 1 and `window`.
-      max_consecutive_skipped: Spikes skipped in a row after which the next value is accepted, and
-        remembered as it is; None for no such bound.
-
-    Raises:
-      TypeError: If an argument is of the wrong type, or `update` lacks the extra argument `of`.
-      ValueError: If an argument is out of bounds; from `update`, if the measure is not a scalar, or
-        the state belongs to another `window`.
-
-    Examples:
-      >>> import jax.numpy as jnp, optax, optax_lossscale as ols
-      >>> tx = ols.with_skipping(optax.sgd(1.0), ols.Spike(window=8))
-      >>> opt_state = tx.init(jnp.zeros(2))
-      >>> for loss in [1.0, 1.1, 0.9, 1.0, 1.1, 7.0, 1.0]:
-      ...     _, opt_state = tx.update(jnp.ones(2), opt_state, value=loss)
-      >>> print(opt_state.loss_scale_state.total_skipped)
-      1
-    """
-
-    of: str = "value"
-    _: dataclasses.KW_ONLY
-    window: int = 128
-    sigmas: float = 6.0
-    warmup: int | None = None
-    max_consecutive_skipped: int | None = None
-
-    def __post_init__(self) -> None:
-        """Check the arguments."""
-        if not isinstance(self.of, str):
-            raise TypeError(
-                f'`of` must be "value", "grad_norm" or the name of an extra argument, got '
-                f"{self.of!r}. Leave it out to measure the loss."
-            )
-        window = checks.count("window", self.window, least=2)
-        if checks.as_float32(checks.finite_number("sigmas", self.sigmas)) <= 1.5:
-            raise ValueError(
-                f"`sigmas` must exceed 1.5, got {self.sigmas}: fewer never widen the window. Use 6."
-            )
-        if self.warmup is not None and checks.count("warmup", self.warmup) > window:
-            raise ValueError(f"`warmup` must be at most `window`, got {self.warmup} for {window}.")
-        if self.max_consecutive_skipped is not None:
-            checks.count("max_consecutive_skipped", self.max_consecutive_skipped)
-
-    def init(self, params: optax.Params) -> SpikeState:
-        """Return the state before the first step."""
-        del params
-        held, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)  # a buffer for each
-        return SpikeState(jnp.zeros(self.window, jnp.float32), held, skipped)
-
-    def measure(self, grads: optax.Updates, params: Any = None, **extra_args: Any) -> jax.Array:
-        """Return the loss, the norm or the extra argument that is compared. `float32[]`."""
-        del params
-        if self.of == "grad_norm":
-            arrays = [
-                at_least_float32(leaf)
-                for path, leaf in jax.tree_util.tree_leaves_with_path(grads)
-                if is_inexact(leaf) and not is_fp8_metadata(path)
-            ]
-            return jnp.asarray(optax.tree.norm(arrays), jnp.float32)
-        value = extra_args.get(self.of)
-        if value is None:
-            raise TypeError(
-                f"`{self.of}` must be given to `update`, because {self} measures it. Call "
-                f"`tx.update(grads, opt_state, params, {self.of}=...)`."
-            )
-        checks.scalar(self.of, value, "Take its mean.")
-        return jnp.asarray(value, jnp.float32)
-
-    def judge(self, state: SpikeState, measure: jax.Array) -> tuple[jax.Array, SpikeState]:
-        """Return whether a measure is too high, and the state that remembers it."""
-        checks.expect_state(state, SpikeState, "state.rule_states")
-        # Numbers of NumPy would widen the state, where JAX has 64 bits.
-        window, sigmas = int(self.window), float(self.sigmas)
-        remedy = "Start anew with `init`: it was made with another `window`."
-        checks.same_shape("state", (), state.values, np.empty(window), remedy)
-        is_number = jnp.isfinite(measure)
-        held = jnp.clip(state.held, 0, window)  # a damaged state recovers
-        is_held = jnp.arange(window, dtype=jnp.int32) >= window - held
-        values = jnp.where(is_held, state.values, 0)
-        # Relative to the largest, since the squares of 1e-20 and 1e30 are no float32s.
-        size = jnp.clip(jnp.max(jnp.abs(values)), checks.SMALLEST_SCALE, checks.LARGEST_SCALE)
-        relative = values / size
-        n = jnp.maximum(held, 1).astype(jnp.float32)
-        mean = jnp.sum(relative) / n
-        deviation = jnp.sqrt(jnp.sum(jnp.where(is_held, (relative - mean) ** 2, 0)) / n)
-        # Equal values have no deviation, but their mean is rounded.
-        deviation = jnp.maximum(deviation, jnp.finfo(jnp.float32).eps * jnp.abs(mean))
-        warmup = window // 2 if self.warmup is None else int(self.warmup)
-        is_spike = (held >= warmup) & (measure / size > mean + sigmas * deviation)
-        if self.max_consecutive_skipped is not None:
-            is_spike &= state.consecutive_skipped < int(self.max_consecutive_skipped)
-        as_spike = (mean + sigmas * 2 / 3 * deviation) * size
-        # Zeros alone have no deviation to remember a spike by.
-        remembered = jnp.where(is_spike & (deviation > 0), as_spike, measure)
-        after = SpikeState(
-            values=jnp.concatenate([values[1:], remembered[None]]),
-            held=jnp.minimum(held + 1, window),
-            consecutive_skipped=jnp.where(is_spike, increment(state.consecutive_skipped), 0),
-        )
-        return is_spike | ~is_number, jax.tree.map(
-            lambda new, old: jnp.where(is_number, new, old), after, state
-        )
-
-
-Spike.__module__ = "optax_lossscale"  # the name in pickles, as of its state
+    return skips, jax.lax.stop_gradient(tuple(new_states))

@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 from jax.typing import ArrayLike
 
 from optax_lossscale._loss_scale.policies import DynamicLossScale, FixedLossScale
-from optax_lossscale._state import LossScaleState, count_step, typed_state
+from optax_lossscale._state import LossScaleState, count_step, typed
 from optax_lossscale._support import checks
 
 
@@ -80,11 +80,11 @@ def as_loss_scale(loss_scale: LossScaleLike) -> LossScale:
             f"class_name={class_name!r}. Call `from_config` of your own class instead."
         )
     if isinstance(loss_scale, numbers.Real) and not isinstance(loss_scale, bool):
-        return FixedLossScale(checks.scale_number("loss_scale", loss_scale))
+        return FixedLossScale(checks.read_scale("loss_scale", loss_scale))
     raise (ValueError if isinstance(loss_scale, str) else TypeError)(
         "`loss_scale` must be a policy (FixedLossScale, DynamicLossScale, or an object with "
         '`init`, `update` and `skip_nonfinite`), "dynamic", an int or a float, None, or a dict '
-        f"from `get_config`; got {loss_scale!r}."
+        f"from `get_config`; got {loss_scale!r}. A rule such as `Spike()` is given as `skip_if=`."
     )
 
 
@@ -99,7 +99,7 @@ def init(loss_scale: LossScaleLike = "dynamic") -> LossScaleState:
       >>> float(ols.init(128).loss_scale)
       128.0
     """
-    return typed_state(as_loss_scale(loss_scale).init())
+    return typed(as_loss_scale(loss_scale).init())
 
 
 def update(
@@ -132,9 +132,11 @@ def update(
       >>> float(state.loss_scale), int(state.total_skipped)
       (16384.0, 1)
     """
-    checks.policy(policy)
+    checks.require_policy(policy)
     policy = as_loss_scale(policy)
-    grads_finite = checks.flag("grads_finite", grads_finite)
-    loss_finite = checks.flag("loss_finite", loss_finite)
-    new = typed_state(policy.update(state, grads_finite, loss_finite=loss_finite))
-    return count_step(new, state, grads_finite & loss_finite) if policy.skip_nonfinite else new
+    grads_finite = checks.read_flag("grads_finite", grads_finite)
+    loss_finite = checks.read_flag("loss_finite", loss_finite)
+    state = typed(state)
+    new = typed(policy.update(state, grads_finite, loss_finite=loss_finite))
+    applied = grads_finite & loss_finite | (not policy.skip_nonfinite)
+    return count_step(new, state, applied)

@@ -6,8 +6,9 @@ from typing import Any
 
 import jax
 
-from optax_lossscale._loss_scale.scale import scale_by
-from optax_lossscale._state import scale_in, warn_of_what_stands_outside
+from optax_lossscale._loss_scale.scale import scaled
+from optax_lossscale._order import warn_of_what_stands_outside
+from optax_lossscale._state import LossScaleState, find, loss_scale_of
 from optax_lossscale._support import checks
 from optax_lossscale._support.tree import PyTree
 
@@ -42,8 +43,8 @@ def value_and_grad(
       ValueError: If `state` holds no `LossScaleState`, or several.
 
     Warns:
-      UserWarning: Once, if transformations stand outside of the guard in an optimizer's state;
-        `loss_scale_state(opt_state)` in its place is silent.
+      UserWarning: Once for each advice, if transformations stand outside of the guard in an
+        optimizer's state; `loss_scale_state(opt_state)` in its place is silent.
 
     Examples:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -51,28 +52,34 @@ def value_and_grad(
       >>> loss_and_grads(ols.init(8), jnp.array([1.0, 2.0]))
       (Array(5., dtype=float32), Array([16., 32.], dtype=float32))
     """
-    checks.function("fun", fun, "Give the loss function itself, not its result.")
+    checks.require_function("fun", fun, "Give the loss function itself, not its result.")
+    checks.require_function("transform", transform, "Use `jax.value_and_grad`, its default.")
+    has_aux = checks.read_bool("has_aux", has_aux)
+    positions: Any = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
+    is_of_jax = transform is jax.value_and_grad  # another one may take other things
+    if is_of_jax:
+        checks.require_argnums(positions)
     if argnums != 0:  # the default of every transform; Equinox's does not take the argument
         kwargs["argnums"] = argnums
-    is_first_call = True
+    advice_given: set[str] = set()
 
     def scaled_value_and_grad(state: PyTree, /, *args: Any, **kwds: Any) -> tuple[Any, PyTree]:
-        nonlocal is_first_call
-        loss_scale = scale_in("state", state)
-        if is_first_call:
-            warn_of_what_stands_outside(state)
-            is_first_call = False
+        loss_scale = loss_scale_of(find(LossScaleState, "state", state))
+        warn_of_what_stands_outside(state, advice_given)
+        if is_of_jax:
+            chosen = [args[number] for number in positions if -len(args) <= number < len(args)]
+            checks.require_no_functions(chosen)
 
-        def scaled(*args: Any, **kwds: Any) -> tuple[Any, Any]:
+        def scaled_loss(*args: Any, **kwds: Any) -> tuple[Any, Any]:
             value = fun(*args, **kwds)
             if has_aux and not (isinstance(value, (tuple, list)) and len(value) == 2):
                 raise TypeError(
                     f"`fun` must return a pair with `has_aux=True`, got {value!r}. Return the loss "
                     "and the aux, or leave `has_aux` out."
                 )
-            return scale_by(value[0] if has_aux else value, loss_scale), value
+            return scaled(value[0] if has_aux else value, loss_scale), value
 
-        result: Any = transform(scaled, has_aux=True, **kwargs)(*args, **kwds)
+        result: Any = transform(scaled_loss, has_aux=True, **kwargs)(*args, **kwds)
         # `jax.grad` returns gradients and aux, which could be taken for a value and gradients.
         if not (_is_pair(result) and _is_pair(result[0])):
             raise TypeError(

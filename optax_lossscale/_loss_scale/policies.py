@@ -1,6 +1,7 @@
 """Policies and their update rule."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -8,8 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from optax_lossscale._state import LossScaleState, count_step, increment, initial_state, typed_state
+from optax_lossscale._state import LossScaleState, count_step, increment, initial_state, typed
 from optax_lossscale._support import checks
+from optax_lossscale._support.bounds import SMALLEST_SCALE, as_float32
+from optax_lossscale._support.lines import warn
 
 
 class _Policy:
@@ -85,7 +88,7 @@ class FixedLossScale(_Policy):
 
     def __post_init__(self) -> None:
         """Check the hyper-parameters."""
-        self._check_each(scale=checks.scale_number, skip_nonfinite=checks.boolean)
+        self._check_each(scale=checks.read_scale, skip_nonfinite=checks.read_bool)
 
     def init(self) -> LossScaleState:
         """Return the state before the first step."""
@@ -178,22 +181,22 @@ class DynamicLossScale(_Policy):
     def __post_init__(self) -> None:
         """Check the hyper-parameters."""
         if isinstance(self.growth_factor, int) and self.growth_factor >= 100:
-            checks.warn(
+            warn(
                 f"`growth_factor` is {self.growth_factor}: the loss scale leaps. MindSpore's third "
                 "argument, `scale_window`, is the second one here, `growth_interval`."
             )
         self._check_each(
-            **dict.fromkeys(("initial_scale", "min_scale", "max_scale"), checks.scale_number),
-            **dict.fromkeys(("growth_interval", "hysteresis", "loss_patience"), checks.count),
-            **dict.fromkeys(("growth_factor", "backoff_factor"), checks.finite_number),
-            consecutive_hysteresis=checks.boolean,
+            **dict.fromkeys(("initial_scale", "min_scale", "max_scale"), checks.read_scale),
+            **dict.fromkeys(("growth_interval", "hysteresis", "loss_patience"), checks.read_count),
+            **dict.fromkeys(("growth_factor", "backoff_factor"), checks.read_number),
+            consecutive_hysteresis=checks.read_bool,
         )
         # Compared in float32, where 1 + 1e-9 is 1 and the loss scale would never grow.
-        if not checks.as_float32(self.growth_factor) > 1:
+        if not as_float32(self.growth_factor) > 1:
             raise ValueError(
                 f"`growth_factor` must be greater than 1, got {self.growth_factor}. Use 2."
             )
-        if not checks.SMALLEST_SCALE <= checks.as_float32(self.backoff_factor) < 1:
+        if not SMALLEST_SCALE <= as_float32(self.backoff_factor) < 1:
             raise ValueError(
                 "`backoff_factor` must lie between 0 and 1, both excluded, as a normal number in "
                 f"float32, got {self.backoff_factor}. Use 0.5."
@@ -219,38 +222,52 @@ class DynamicLossScale(_Policy):
         """Apply the rule above once. See `update` for the arguments."""
         state, grads_finite, loss_finite = _checked(state, grads_finite, loss_finite)
         applied = grads_finite & loss_finite
-        counted = count_step(state, state, applied)
-        is_forgiven = ~loss_finite & (counted.consecutive_skipped < self.loss_patience)
-        is_overflow = ~(applied | is_forgiven)
-
-        # Each case written out for itself and then chosen, as above, would be clearer. It takes
-        # three kernels more on a GPU, 24 for 21 of a whole step (jaxlib 0.10.2, H100): XLA:GPU
-        # computes a field together with one that it depends on, and others each in its own kernel.
-        growth_count = jnp.where(applied, increment(state.growth_count), 0)
-        after_growth = jnp.where(growth_count < self.growth_interval, growth_count, 0)
-        grows = after_growth != growth_count
-        overflow_count = jnp.where(
-            is_overflow,
-            jnp.minimum(increment(state.overflow_count), self.hysteresis),
-            jnp.where(applied if self.consecutive_hysteresis else grows, 0, state.overflow_count),
-        )
-        backs_off = is_overflow & (overflow_count >= self.hysteresis)
+        skipped = increment(state.consecutive_skipped)
+        is_forgiven = ~loss_finite & (skipped < self.loss_patience)
         # A loss scale that is NaN or out of bounds recovers.
-        scale = jnp.fmin(jnp.fmax(state.loss_scale, self.min_scale), self.max_scale)
-        grown = jnp.minimum(scale * self.growth_factor, self.max_scale)
-        backed_off = jnp.maximum(scale * self.backoff_factor, self.min_scale)
-        return counted._replace(
-            loss_scale=jnp.where(grows, grown, jnp.where(backs_off, backed_off, scale)),
-            growth_count=after_growth,
+        scale = jnp.clip(state.loss_scale, self.min_scale, self.max_scale)
+        state = state._replace(loss_scale=jnp.where(jnp.isnan(scale), self.min_scale, scale))
+
+        forgiven = state._replace(growth_count=jnp.zeros_like(state.growth_count))
+        new = _choose(is_forgiven, forgiven, self._after_overflow(state))
+        return count_step(_choose(applied, self._after_finite(state), new), state, applied)
+
+    def _after_overflow(self, state: LossScaleState) -> LossScaleState:
+        """Return the state after an overflow."""
+        overflow_count = jnp.minimum(increment(state.overflow_count), self.hysteresis)
+        backed_off = jnp.maximum(state.loss_scale * self.backoff_factor, self.min_scale)
+        backs_off = overflow_count >= self.hysteresis
+        return state._replace(
+            loss_scale=jnp.where(backs_off, backed_off, state.loss_scale),
+            growth_count=jnp.zeros_like(state.growth_count),
             overflow_count=overflow_count,
         )
+
+    def _after_finite(self, state: LossScaleState) -> LossScaleState:
+        """Return the state after a step that is finite."""
+        growth_count = increment(state.growth_count)
+        grown = jnp.minimum(state.loss_scale * self.growth_factor, self.max_scale)
+        grows = growth_count >= self.growth_interval
+        refills = grows | self.consecutive_hysteresis
+        return state._replace(
+            loss_scale=jnp.where(grows, grown, state.loss_scale),
+            growth_count=jnp.where(grows, 0, growth_count),
+            overflow_count=jnp.where(refills, 0, state.overflow_count),
+        )
+
+
+def _choose(pred: jax.Array, on_true: LossScaleState, on_false: LossScaleState) -> LossScaleState:
+    return jax.tree.map(functools.partial(jnp.where, pred), on_true, on_false)
 
 
 def _checked(
     state: LossScaleState, grads_finite: ArrayLike, loss_finite: ArrayLike
 ) -> tuple[LossScaleState, jax.Array, jax.Array]:
-    flags = checks.flag("grads_finite", grads_finite), checks.flag("loss_finite", loss_finite)
-    return typed_state(state), *flags
+    flags = (
+        checks.read_flag("grads_finite", grads_finite),
+        checks.read_flag("loss_finite", loss_finite),
+    )
+    return typed(state), *flags
 
 
 for _public in (FixedLossScale, DynamicLossScale):

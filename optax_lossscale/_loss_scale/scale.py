@@ -5,20 +5,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._loss_scale.finite import agree, all_finite
-from optax_lossscale._state import scale_in
+from optax_lossscale._loss_scale.finite import all_finite
+from optax_lossscale._state import LossScaleState, find, loss_scale_of
 from optax_lossscale._support import checks
-from optax_lossscale._support.checks import AxisName
+from optax_lossscale._support.bounds import reciprocal
+from optax_lossscale._support.flags import agree
+from optax_lossscale._support.lines import warn
 from optax_lossscale._support.tree import (
+    AxisName,
     KeyPath,
     PyTree,
     Tree,
     at_least_float32,
     is_array,
-    is_fp8_metadata,
     is_inexact,
+    multiplied,
     path_name,
-    readable,
 )
 
 
@@ -46,13 +48,13 @@ def scale_loss(loss: Tree, state: PyTree) -> Tree:
       >>> float(ols.scale_loss(jnp.float32(0.5), ols.init(1024)))
       512.0
     """
-    return scale_by(loss, scale_in("state", state))
+    return scaled(loss, loss_scale_of(find(LossScaleState, "state", state)))
 
 
-def scale_by(loss: Tree, loss_scale: jax.Array) -> Tree:
+def scaled(loss: Tree, loss_scale: jax.Array) -> Tree:
     """Multiply the loss by a number, `float32[]`."""
     if any(is_array(leaf) and leaf.dtype == jnp.float16 for leaf in jax.tree.leaves(loss)):
-        checks.warn(
+        warn(
             "The loss is float16, and so is the loss scale in the backward pass: infinite above "
             "65504. Compute the loss in float32, for example from `logits.astype(jnp.float32)`."
         )
@@ -91,7 +93,8 @@ def unscale_and_check(
 
     Returns:
       The true gradients, in float32 where their dtype was smaller and in their own otherwise, and
-      whether all are finite, as they came and unscaled. `bool[]`.
+      whether all are finite, as they came and unscaled. `bool[]`. If the loss scale is out of
+      [2**-126, 2**126], they are NaN.
 
     Raises:
       TypeError: If `axis_name` cannot be the name of an axis.
@@ -103,35 +106,9 @@ def unscale_and_check(
       >>> ols.unscale_and_check({"w": jnp.array([512.0, 2048.0], jnp.float16)}, state)
       ({'w': Array([0.5, 2. ], dtype=float32)}, Array(True, dtype=bool))
     """
-    checks.axis_names(axis_name)
-    unscaled = unscale_by(grads, scale_in("state", state))
-    # The reciprocal is positive and finite, so NaN and infinity are preserved: one check does.
+    checks.require_axis_name(axis_name)
+    loss_scale = loss_scale_of(find(LossScaleState, "state", state))
+    unscaled = multiplied(grads, reciprocal(loss_scale))
+    # The reciprocal is positive and finite, or NaN, so NaN and infinity are preserved: one check.
     (grads_finite,), _ = agree([all_finite(unscaled)], axis_name)
     return unscaled, grads_finite
-
-
-def unscale_by(grads: Tree, loss_scale: jax.Array, *, keep_dtypes: bool = False) -> Tree:
-    """Divide the gradients by a number, `float32[]`.
-
-    With `keep_dtypes` they are rounded to the dtypes that they had, and a number that would
-    overflow stays as it is: they are finite exactly where they were.
-    """
-    reciprocal = 1 / loss_scale
-
-    def multiply(path: KeyPath, leaf: Any) -> Any:
-        if not is_inexact(leaf) or is_fp8_metadata(path):
-            return leaf
-        value = at_least_float32(leaf)
-        if jnp.iscomplexobj(value):  # by parts: a product with 1 + 0j loses the signs of zeros
-            times = reciprocal.astype(value.real.dtype)
-            unscaled = jax.lax.complex(value.real * times, value.imag * times)
-        else:
-            unscaled = value * reciprocal.astype(value.dtype)
-        if not keep_dtypes:
-            return unscaled
-        unscaled = unscaled.astype(jnp.result_type(leaf))
-        return jnp.where(jnp.isfinite(readable(unscaled)), unscaled, leaf)
-
-    # An overflow here is not an error. The check below detects it.
-    with jax.debug_nans(False), jax.debug_infs(False):
-        return jax.tree_util.tree_map_with_path(multiply, grads)

@@ -19,6 +19,8 @@ from jax.typing import DTypeLike
 
 from optax_lossscale._support import checks, nnx
 from optax_lossscale._support.jaxprs import (
+    CALLS,
+    HAVE_RULES,
     LONG,
     Equation,
     Jaxpr,
@@ -29,6 +31,7 @@ from optax_lossscale._support.jaxprs import (
     sides_of,
     total_flops,
 )
+from optax_lossscale._support.lines import warn
 from optax_lossscale._support.tree import split
 
 
@@ -88,8 +91,10 @@ def autocast(fun: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
       Tensor cores multiply blocks whose shortest side is 8: Micikevicius et al., `Mixed Precision
       Training <https://arxiv.org/abs/1710.03740>`_, 2018.
     """
-    checks.function("fun", fun, "Give the loss function or the model itself, not its result.")
-    half = checks.half_or_float32("dtype", dtype)
+    checks.require_function(
+        "fun", fun, "Give the loss function or the model itself, not its result."
+    )
+    half = checks.read_half_or_float32("dtype", dtype)
     if half == jnp.float32:
         return jax.named_call(fun, name=_AS_WRITTEN)
     has_warned = False
@@ -137,14 +142,8 @@ def _is_jax_array(leaf: Any) -> bool:
 # The scope of what an inner `autocast` leaves in float32 on purpose.
 _AS_WRITTEN = "autocast_float32"
 _PRODUCTS = frozenset(["dot_general", "ragged_dot_general", "conv_general_dilated"])
-# Operations that hold functions whose types stay as they are. `eval_jaxpr` is the name of
-# `closed_call` since jax 0.12, and `pjit` that of `jit` before 0.8.
-_FOLLOWED = frozenset(
-    [
-        *("jit", "pjit", "closed_call", "eval_jaxpr", "core_call", "checkpoint", "remat2"),
-        *("scan", "while", "cond", "shard_map", "xla_pmap"),
-    ]
-)
+# Operations that hold functions whose types stay as they are.
+_FOLLOWED = (CALLS - HAVE_RULES) | {"scan", "while", "cond", "shard_map", "xla_pmap"}
 _DEFAULT_PRECISION = (None, (jax.lax.Precision.DEFAULT, jax.lax.Precision.DEFAULT))
 
 # The edited jaxprs by dtype, each the same object every time, so that JAX compiles it once. One
@@ -245,7 +244,7 @@ def _warn_of_products(jaxpr: Jaxpr, dtype: np.dtype) -> bool:
         return False
     largest = max(others, key=lambda product: product.flops)
     source = largest.source()
-    checks.warn(
+    warn(
         f"Only {1 - elsewhere / total:.0%} of the floating-point operations in the matrix products "
         f"of `fun` run in {dtype} or in a narrower dtype. The largest other product is of "
         f"{largest.dtype}{source and f', at {source}'}. {_why(largest)} "

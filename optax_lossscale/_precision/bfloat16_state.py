@@ -1,33 +1,20 @@
 """The state of any optimizer in bfloat16, rounded stochastically."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._precision.halves import in_dtype, rounded_at_random, widened
-from optax_lossscale._precision.masters import MasterWeightsState
-from optax_lossscale._state import refuse_guard
+from optax_lossscale._order import refuse_masters_inside, refuse_second_guard
+from optax_lossscale._precision.halves import rounded_at_random
+from optax_lossscale._state import Bfloat16State, subtrees
 from optax_lossscale._support import checks
+from optax_lossscale._support.jaxprs import CALLS, Jaxpr, inner_jaxprs, is_literal
+from optax_lossscale._support.lines import warn_of_keep
 from optax_lossscale._support.nnx import is_nnx
-from optax_lossscale._support.tree import KeyPath, path_name, subtrees
-
-
-class Bfloat16State(NamedTuple):
-    """The state of `with_bfloat16_state`.
-
-    Attributes:
-      rounding_count: Steps, modulo 2**32, which choose the random bits. `uint32[]`.
-      inner_state: The inner optimizer's state, its large float32 arrays in bfloat16.
-    """
-
-    rounding_count: jax.Array
-    inner_state: optax.OptState
-
-
-Bfloat16State.__module__ = "optax_lossscale"  # as pickles name it
+from optax_lossscale._support.tree import KeyPath, in_dtype, is_array, is_symbolic, split
 
 
 def with_bfloat16_state(
@@ -44,8 +31,9 @@ def with_bfloat16_state(
     are, and no finite number becomes infinite. Derivatives pass through as if nothing was rounded.
 
     Arrays of which an optimizer takes small differences stay in float32: copies of the parameters
-    (a parameter's own array in the state that `inner.init` returns, as in Prodigy, DoG and
-    mechanize, and `z` of `schedule_free`), and the memories of L-BFGS and of line searches.
+    (what `inner.init` makes of them by moving alone, as in Prodigy, DoG, mechanize and
+    `schedule_free`), the two moments of which centered RMSProp takes the variance, and the
+    memories of L-BFGS and of line searches.
 
     The random bits depend on the step's number, the array's place in the state and the element's
     index: the same state gives the same step, on any number of devices under `jax.jit`. Inside
@@ -87,29 +75,25 @@ def with_bfloat16_state(
       <https://arxiv.org/abs/2010.06192>`_, 2020. The mixer of 32 bits: Wellons, `Prospecting for
       Hash Functions <https://nullprogram.com/blog/2018/07/31/>`_, 2018.
     """
-    inner = checks.transformation("inner", inner)
-    checks.keep(keep)
+    inner = checks.read_optimizer("inner", inner)
+    checks.require_keep(keep)
 
     def init_fn(params: optax.Params) -> Bfloat16State:
         inner_state = inner.init(params)
-        refuse_guard("inner", inner_state, "`with_loss_scaling(with_bfloat16_state(inner))`")
-        for path, found in subtrees(inner_state, MasterWeightsState, Bfloat16State):
-            raise ValueError(
-                f"`inner` must be the optimizer alone, got a {type(found).__name__} at "
-                f"{path_name(path)} of its state. Keep masters around it: "
-                "`with_master_weights(with_bfloat16_state(inner))`."
-            )
-        return Bfloat16State(jnp.zeros((), jnp.uint32), _in_bfloat16(inner_state, params, keep))
+        refuse_second_guard("inner", inner_state, "`with_loss_scaling(with_bfloat16_state(inner))`")
+        refuse_masters_inside(inner_state)
+        stay = {*_differences(inner_state), *_copies(inner.init, params)}
+        return Bfloat16State(jnp.zeros((), jnp.uint32), _in_bfloat16(inner_state, stay, keep))
 
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, Bfloat16State]:
-        count, old = checks.expect_state(state, Bfloat16State)
+        count, old = checks.read_state(state, Bfloat16State)
         # The new count, so that the old one has one reader, and XLA overwrites it in place.
         count = jnp.asarray(count, jnp.uint32) + 1
         leaves, treedef = jax.tree.flatten(old)
-        wide = treedef.unflatten(widened(x) if _is_bfloat16(x) else x for x in leaves)
-        updates, new = inner.update(updates, wide, params, **extra_args)
+        wide = (in_dtype(x, jnp.float32) if _is_bfloat16(x) else x for x in leaves)
+        updates, new = inner.update(updates, treedef.unflatten(wide), params, **extra_args)
         arrays = treedef.flatten_up_to(new)
         for place, leaf in enumerate(leaves):
             if _is_bfloat16(leaf):
@@ -120,41 +104,94 @@ def with_bfloat16_state(
 
 
 _LEAST_SIZE = 4096
-# Whose arrays are subtracted from others, or handed to a line search as they are.
-_LINE_SEARCHES = (
-    optax.ScaleByLBFGSState,
-    optax.ScaleByZoomLinesearchState,
-    optax.ScaleByBacktrackingLinesearchState,
+# States whose arrays need float32: their differences matter. A variance of rounded moments may be
+# negative, and line searches compare what they remember.
+_DIFFERENCES: tuple[type[Any], ...] = tuple(
+    getattr(optax, name)
+    for name in (
+        *("ScaleByRStdDevState", "ScaleByRStdDevWithCountState", "ScaleByLBFGSState"),
+        *("ScaleByZoomLinesearchState", "ScaleByBacktrackingLinesearchState"),
+    )
+    if hasattr(optax, name)  # not all are in Optax 0.2.6
+)
+# Operations that move numbers and change none.
+_MOVES = frozenset(
+    [
+        *("copy", "copy_p", "reshape", "concatenate", "transpose", "squeeze", "expand_dims"),
+        *("convert_element_type", "device_put", "sharding_constraint", "stop_gradient", "rev"),
+    ]
 )
 
 
+def _differences(inner_state: optax.OptState) -> Iterator[KeyPath]:
+    """Yield the paths of all arrays in states whose differences matter."""
+    for path, state in subtrees(inner_state, *_DIFFERENCES):
+        for below, _ in jax.tree_util.tree_leaves_with_path(state):
+            yield path + below
+
+
+def _copies(init: Callable[[Any], Any], params: optax.Params) -> set[KeyPath]:
+    """Return the paths in a state of what `init` makes of the parameters by moving alone.
+
+    Its jaxpr tells: `jax.jit` and `optax.flatten` make copies of other identity, and equal values
+    need not be copies.
+    """
+    arrays, join = split(params, lambda x: is_array(x) or isinstance(x, jax.ShapeDtypeStruct))
+    paths: list[KeyPath] = []
+
+    def on_arrays(arrays: list[Any]) -> list[Any]:
+        leaves = jax.tree_util.tree_leaves_with_path(init(join(arrays)))
+        found = [(path, leaf) for path, leaf in leaves if is_array(leaf)]
+        paths.extend(path for path, _ in found)
+        return [leaf for _, leaf in found]
+
+    jaxpr = jax.make_jaxpr(on_arrays)(arrays).jaxpr
+    is_copy = _moved(jaxpr, [True] * len(arrays))
+    return {path for path, copied in zip(paths, is_copy, strict=True) if copied}
+
+
+def _moved(jaxpr: Jaxpr, is_parameter: list[bool]) -> list[bool]:
+    """Return which outputs are made of parameters by moving alone."""
+    known = {var for var, yes in zip(jaxpr.invars, is_parameter, strict=True) if yes}
+
+    def are_known(atoms: list[Any]) -> list[bool]:
+        return [not is_literal(atom) and atom in known for atom in atoms]
+
+    for eqn in jaxpr.eqns:
+        sources = are_known(eqn.invars)
+        if eqn.primitive.name in CALLS:
+            pairs = zip(eqn.outvars, _moved(next(inner_jaxprs(eqn)), sources), strict=True)
+            known.update(var for var, yes in pairs if yes)
+        elif eqn.primitive.name in _MOVES and all(sources):
+            known.update(eqn.outvars)
+    return are_known(jaxpr.outvars)
+
+
 def _in_bfloat16(
-    inner_state: optax.OptState, params: optax.Params, keep: Callable[[str], bool] | None
+    inner_state: optax.OptState, stay: set[KeyPath], keep: Callable[[str], bool] | None
 ) -> optax.OptState:
     """Return the state of an optimizer with its large arrays in bfloat16."""
-    averages = subtrees(inner_state, optax.contrib.ScheduleFreeState)
-    memories = subtrees(inner_state, *_LINE_SEARCHES)
-    copies = [params, *(state.z for _, state in averages), *(state for _, state in memories)]
-    stay = set(map(id, jax.tree.leaves(copies)))
     names: dict[str, bool] = {}
 
-    def convert(path: KeyPath, leaf: Any) -> Any:
-        if getattr(leaf, "dtype", None) != jnp.float32 or leaf.size < _LEAST_SIZE:
+    def convert(path: KeyPath, below: KeyPath, leaf: Any) -> Any:
+        is_small = not is_symbolic(getattr(leaf, "size", 0)) and leaf.size < _LEAST_SIZE
+        if getattr(leaf, "dtype", None) != jnp.float32 or is_small or path + below in stay:
             return leaf
         name = jax.tree_util.keystr(path)
-        if id(leaf) in stay or (keep is not None and names.setdefault(name, bool(keep(name)))):
+        if keep is not None and names.setdefault(name, bool(keep(name))):
             return leaf
         return in_dtype(leaf, jnp.bfloat16)
 
     def convert_node(path: KeyPath, node: Any) -> Any:
-        return jax.tree.map(lambda leaf: convert(path, leaf), node)
+        # The path of an array in a Variable of flax.nnx, too, is that of other containers.
+        inside = lambda below, leaf: convert(path, below, leaf)  # noqa: E731
+        return jax.tree_util.tree_map_with_path(inside, node)
 
-    # The path of an array in a Variable of flax.nnx, too, is that of other containers.
     converted = jax.tree_util.tree_map_with_path(
         convert_node, inner_state, is_leaf=lambda node: is_nnx(node, "Variable")
     )
     if names and not any(names.values()):
-        checks.warn(f"`keep` names none of the arrays, whose paths are: {', '.join(names)}.")
+        warn_of_keep(names)
     return converted
 
 

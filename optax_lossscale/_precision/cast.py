@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from optax_lossscale._state import LossScaleState
+from optax_lossscale._state import LossScaleState, read_as
 from optax_lossscale._support import checks
+from optax_lossscale._support.lines import warn_of_keep
 from optax_lossscale._support.nnx import is_nnx
-from optax_lossscale._support.tree import KeyPath, Tree, is_array, is_fp8_metadata, read_as
+from optax_lossscale._support.tree import KeyPath, Tree, is_array, is_fp8_metadata
 
 
 def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = None) -> Tree:
@@ -40,8 +41,8 @@ def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = N
       >>> {name: str(array.dtype) for name, array in params.items()}
       {'dense': 'float16', 'norm': 'float32', 'steps': 'int32'}
     """
-    dtype = checks.floating("dtype", dtype)
-    checks.keep(keep)
+    dtype = checks.read_float_dtype("dtype", dtype)
+    checks.require_keep(keep)
     paths: list[str] = []
     kept: list[str] = []
 
@@ -67,5 +68,5 @@ def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = N
 
     converted = jax.tree_util.tree_map_with_path(convert, tree, is_leaf=stays_whole)
     if keep is not None and paths and not kept:
-        checks.warn(f"`keep` names none of the arrays, whose paths are: {', '.join(paths)}.")
+        warn_of_keep(paths)
     return converted

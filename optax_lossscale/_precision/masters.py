@@ -1,43 +1,27 @@
 """Float32 master weights of parameters in half precision."""
 
-import collections
 import sys
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optax_lossscale._precision import halves
+from optax_lossscale._state import MasterWeightsState, find
 from optax_lossscale._support import checks
 from optax_lossscale._support.nnx import is_nnx
 from optax_lossscale._support.tree import (
+    HALF,
     KeyPath,
     PyTree,
     Tree,
     at_least_float32,
-    children,
     has_fp8_metadata,
+    in_dtype,
     path_name,
-    subtrees,
 )
-
-
-class MasterWeightsState(NamedTuple):
-    """The state of `with_master_weights`.
-
-    Attributes:
-      master_weights: A tree like the parameters: `float32` arrays for those in float16 and
-        bfloat16, with `remainders=True` `int16` arrays for those in bfloat16, and
-        `optax.MaskedNode()` for all others.
-      inner_state: The inner optimizer's state, as it would be for float32 parameters.
-    """
-
-    master_weights: PyTree
-    inner_state: optax.OptState
-
-
-MasterWeightsState.__module__ = "optax_lossscale"  # as pickles name it
 
 
 def with_master_weights(
@@ -91,45 +75,44 @@ def with_master_weights(
       Micikevicius et al., `Mixed Precision Training <https://arxiv.org/abs/1710.03740>`_, 2018.
       Remainders: `store_param_remainders` of Apex' `DistributedFusedAdam`, and Megatron-LM.
     """
-    inner = checks.transformation("inner", inner)
-    remainders = checks.boolean("remainders", remainders)
+    inner = checks.read_optimizer("inner", inner)
+    remainders = checks.read_bool("remainders", remainders)
 
     def master(param: Any) -> Any:
-        wide = halves.widened(param)
-        if wide is param:
+        if not _is_half(param):
             return optax.MaskedNode()
         if remainders and param.dtype == jnp.bfloat16:
             is_array = not isinstance(param, jax.ShapeDtypeStruct)
-            return halves.in_dtype(jnp.zeros_like(param) if is_array else param, jnp.int16)
-        return wide
+            return in_dtype(jnp.zeros_like(param) if is_array else param, jnp.int16)
+        return _widened(param)
 
     def init_fn(params: optax.Params) -> MasterWeightsState:
-        masters = jax.tree.map(master, params)
-        return MasterWeightsState(masters, inner.init(jax.tree.map(halves.widened, params)))
+        wide = jax.tree.map(_widened, params)
+        return MasterWeightsState(jax.tree.map(master, params), inner.init(wide))
 
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, MasterWeightsState]:
-        masters, inner_state = checks.expect_state(state, MasterWeightsState)
+        masters, inner_state = checks.read_state(state, MasterWeightsState)
         for name, given in (("updates", updates), ("params", params)):
             if given is None:
                 raise ValueError(f"`{name}` must be given: `update(grads, state, params)`.")
-        numbers, weights = _weights(masters, params)
-        kept, masters_def = jax.tree.flatten(masters, is_leaf=_is_missing)
-        old, params_def = jax.tree.flatten(params)
+        kept, old = _by_name(masters, is_leaf=_is_missing), _by_name(params)
+        weights = _weights(kept, old)
+        params_def = jax.tree.structure(params)
+        wide = params_def.unflatten(weights.get(name, param) for name, (_, param) in old.items())
         grads = jax.tree.map(at_least_float32, updates)
-        updates, inner_state = inner.update(
-            grads, inner_state, params_def.unflatten(weights), **extra_args
-        )
-        moves = params_def.flatten_up_to(updates)
-        for i, number in enumerate(numbers):
-            if number is not None:
-                new = jnp.asarray(optax.apply_updates(weights[i], moves[i]), jnp.float32)
-                has_remainder = kept[number].dtype == jnp.int16
-                move = halves.move_remainder if has_remainder else halves.move_master
-                kept[number], moves[i] = move(new, old[i])
-        state = MasterWeightsState(masters_def.unflatten(kept), inner_state)
-        return params_def.unflatten(moves), state
+        updates, inner_state = inner.update(grads, inner_state, wide, **extra_args)
+        moves = dict(zip(old, params_def.flatten_up_to(updates), strict=True))
+        new_masters = {name: master for name, (_, master) in kept.items()}
+        for name, weight in weights.items():
+            new = jnp.asarray(optax.apply_updates(weight, moves[name]), jnp.float32)
+            has_remainder = new_masters[name].dtype == jnp.int16
+            move = halves.move_remainder if has_remainder else halves.move_master
+            new_masters[name], moves[name] = move(new, old[name][1])
+        masters_def = jax.tree.structure(masters, is_leaf=_is_missing)
+        state = MasterWeightsState(masters_def.unflatten(new_masters.values()), inner_state)
+        return params_def.unflatten(moves.values()), state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -163,97 +146,44 @@ def master_weights(opt_state: PyTree, params: Tree) -> Tree:
         nnx: Any = sys.modules["flax.nnx"]
         graph, arrays = nnx.split(params)
         return nnx.merge(graph, master_weights(opt_state, arrays))
-    remedy = "Wrap the optimizer with `with_master_weights`, or pass the state that is meant."
-    state = checks.only_one("opt_state", opt_state, MasterWeightsState, remedy)
-    if has_fp8_metadata(params) and not has_fp8_metadata(state.master_weights):
+    masters = find(MasterWeightsState, "opt_state", opt_state).master_weights
+    if has_fp8_metadata(params) and not has_fp8_metadata(masters):
         # Flax's TrainState shows its optimizer the parameters alone.
         variables: Any = params
         trained = master_weights(opt_state, variables["params"])
         return type(variables)({**variables, "params": trained})
-    _, weights = _weights(state.master_weights, params, others=True)
-    return jax.tree.structure(params).unflatten(weights)
+    named = _by_name(params)
+    weights = _weights(_by_name(masters, is_leaf=_is_missing), named, others=True)
+    leaves = (weights.get(name, param) for name, (_, param) in named.items())
+    return jax.tree.structure(params).unflatten(leaves)
 
 
-def warn_without_masters(params: optax.Params, opt_state: optax.OptState) -> None:
-    """Warn of parameters in half precision if `opt_state`, whose init it is, keeps no masters."""
-    dtypes = {getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(params)}
-    half = sorted(str(dtype) for dtype in dtypes.intersection(halves.HALF))
-    if half and not any(subtrees(opt_state, MasterWeightsState)):
-        least = 4 / max(jnp.finfo(dtype).eps for dtype in half)
-        checks.warn(
-            f"`params` are {' and '.join(half)}, and no float32 master weights are kept: an update "
-            f"below 1/{least:.0f} of a weight is lost. Wrap `with_master_weights(inner)`, or keep "
-            "the parameters in float32 and differentiate `autocast(loss_fn, dtype)`."
-        )
+def _is_half(param: Any) -> bool:
+    return getattr(param, "dtype", None) in HALF
 
 
-def refuse_changed_updates(inner_state: optax.OptState) -> None:
-    """Refuse masters around which stands more than is known to hand their updates through."""
-    for path, _ in subtrees(inner_state, MasterWeightsState):
-        around, node = None, inner_state
-        for key in path:
-            found = {own: child for (own,), child in children(node)[0]}
-            is_chain = type(node) in (tuple, collections.OrderedDict)  # of `named_chain`
-            is_group = isinstance(around, optax.MultiTransformState)  # a dict of states by label
-            is_last = is_chain and key == [*found][-1]
-            if not (is_last or is_group or isinstance(node, _HAND_THROUGH)):
-                raise ValueError(
-                    "`inner` must leave the updates of `with_master_weights` as they are, got a "
-                    f"MasterWeightsState at {path_name(path)} inside of a {type(node).__name__}. "
-                    "Wrap all of it, decay and averages too: `with_master_weights(inner)`."
-                )
-            around, node = node, found[key]
-
-
-_HAND_THROUGH = (
-    *(optax.MaskedState, optax.MultiTransformState, optax.MultiStepsState),
-    *(optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState),
-)
+def _widened(param: Any) -> Any:
+    """Return a parameter in half precision in float32, and any other as it is."""
+    return in_dtype(param, jnp.float32) if _is_half(param) else param
 
 
 def _is_missing(master: Any) -> bool:
     return isinstance(master, optax.MaskedNode)
 
 
-def _weights(
-    masters: PyTree, params: PyTree, *, others: bool = False
-) -> tuple[list[int | None], list[Any]]:
-    """Return for each leaf of `params` the number of its master, or None, and where a step starts.
-
-    A `MaskedNode` among the masters says that one parameter has none, or all below. With `others`,
-    `params` may hold arrays of which `masters` does not know.
-    """
-    kept = jax.tree_util.tree_leaves_with_path(masters, is_leaf=_is_missing)
-    missing = {_names(path) for path, master in kept if _is_missing(master)}
-    places = {_names(path): i for i, (path, master) in enumerate(kept) if not _is_missing(master)}
-    numbers: list[int | None] = []
-    weights: list[Any] = []
-    strangers: list[KeyPath] = []
-    for path, param in jax.tree_util.tree_leaves_with_path(params):
-        names = _names(path)
-        number = places.pop(names, None)
-        above = (names[:end] for end in range(len(names) + 1))
-        if number is None and not (others or any(each in missing for each in above)):
-            strangers.append(path)
-        weight = param
-        if number is not None:
-            master = kept[number][1]
-            checks.same_shape("params", path, param, master, _INITIALIZED)
-            if (param.dtype.name, master.dtype.name) not in _STORED:
-                raise TypeError(
-                    "`opt_state` must hold float32 masters, or int16 remainders of bfloat16, got "
-                    f"{master.dtype} for {param.dtype} at {path_name(path)}. {_INITIALIZED}"
-                )
-            weight = halves.start(param, master)
-        numbers.append(number)
-        weights.append(weight)
-    for path in [*strangers, *(kept[number][0] for number in places.values())]:
-        message = f"`params` must keep its structure, got another at {path_name(path)}."
-        raise ValueError(f"{message} {_INITIALIZED}")
-    return numbers, weights
+# The keys of a leaf, without their kinds, so that they are the same in any container.
+_Name: TypeAlias = tuple[Any, ...]
 
 
-def _names(path: KeyPath) -> tuple[Any, ...]:
+def _by_name(
+    tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
+) -> dict[_Name, tuple[KeyPath, Any]]:
+    """Return the paths and the leaves of a tree by their names, in order."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    return {_name(path): (path, leaf) for path, leaf in leaves}
+
+
+def _name(path: KeyPath) -> _Name:
     """Return the keys of a path, in any container.
 
     The array in an `nnx.Variable` is at `.value`, in the parameters or in the masters: a last key
@@ -261,6 +191,44 @@ def _names(path: KeyPath) -> tuple[Any, ...]:
     """
     keys = [getattr(key, "key", getattr(key, "name", getattr(key, "idx", None))) for key in path]
     return tuple(keys[:-1] if keys[-1:] == ["value"] else keys)
+
+
+def _weights(
+    masters: dict[_Name, tuple[KeyPath, Any]],
+    params: dict[_Name, tuple[KeyPath, Any]],
+    *,
+    others: bool = False,
+) -> dict[_Name, jax.Array]:
+    """Return where a step starts, by the name of each parameter that has a master.
+
+    A `MaskedNode` among the masters says that one parameter has none, or all below. With `others`,
+    `params` may hold arrays of which `masters` does not know.
+    """
+    weights: dict[_Name, jax.Array] = {}
+    for name, (path, master) in masters.items():
+        if _is_missing(master):
+            continue
+        if name not in params:
+            raise _of_others(path)
+        where, param = params[name]
+        checks.require_same_shape("params", where, param, master, _INITIALIZED)
+        if (param.dtype.name, master.dtype.name) not in _STORED:
+            raise TypeError(
+                "`opt_state` must hold float32 masters, or int16 remainders of bfloat16, got "
+                f"{master.dtype} for {param.dtype} at {path_name(where)}. {_INITIALIZED}"
+            )
+        weights[name] = halves.start(param, master)
+    missing = {name for name, (_, master) in masters.items() if _is_missing(master)}
+    for name, (path, _) in params.items() if not others else ():
+        above = (name[:end] for end in range(len(name) + 1))
+        if name not in weights and missing.isdisjoint(above):
+            raise _of_others(path)
+    return weights
+
+
+def _of_others(path: KeyPath) -> ValueError:
+    where = path_name(path)
+    return ValueError(f"`params` must keep its structure, got another at {where}. {_INITIALIZED}")
 
 
 # The dtypes of a parameter and of its master.

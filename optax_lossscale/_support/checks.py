@@ -1,12 +1,14 @@
-"""Every check of an argument, worded once: each raises where silence would corrupt or mislead."""
+"""Every check of an argument, worded once: each raises where silence would corrupt or mislead.
+
+`require_…` returns nothing; `read_…` returns the value in the form in which it is used.
+"""
 
 import functools
 import inspect
 import math
 import numbers
-import warnings
-from collections.abc import Hashable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,30 +17,18 @@ import optax
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
-from optax_lossscale._support.tree import Tree, first_difference, is_array, path_name, subtrees
-
-#: The name of a mapped axis, or several.
-AxisName: TypeAlias = Hashable | tuple[Hashable, ...]
-
-# Outside these bounds the float32 reciprocal of the loss scale is infinite or subnormal, and XLA
-# flushes subnormal numbers to zero: the gradients would vanish.
-SMALLEST_SCALE = 2.0**-126
-LARGEST_SCALE = 2.0**126
-INT32_MAX = int(np.iinfo(np.int32).max)
-
-
-def warn(message: str) -> None:
-    """Warn at the line of the user's code that led here."""
-    frame, level = inspect.currentframe(), 1
-    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)
+from optax_lossscale._support.bounds import INT32_MAX, LARGEST_SCALE, SMALLEST_SCALE, as_float32
+from optax_lossscale._support.tree import (
+    AxisName,
+    PyTree,
+    Tree,
+    first_difference,
+    is_array,
+    path_name,
+)
 
 
-_LIBRARIES = ("optax_lossscale", "jax", "optax", "flax", "equinox", "contextlib")
-
-
-def finite_number(name: str, value: object) -> float:
+def read_number(name: str, value: object) -> float:
     """Return `value` as a Python float that is finite in float32."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise TypeError(f"`{name}` must be a Python number, got {value!r}. Use `float`.")
@@ -51,15 +41,9 @@ def finite_number(name: str, value: object) -> float:
     return number
 
 
-def as_float32(value: float) -> float:
-    """Return the float32 next to `value`."""
-    with np.errstate(over="ignore", under="ignore"):
-        return float(np.float32(value))
-
-
-def scale_number(name: str, value: object) -> float:
+def read_scale(name: str, value: object) -> float:
     """Return `value` as a Python float within the bounds of a loss scale."""
-    number = finite_number(name, value)
+    number = read_number(name, value)
     if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
         raise ValueError(
             f"`{name}` must lie between 2**-126 and 2**126, got {value}. Use a power of two within."
@@ -67,20 +51,20 @@ def scale_number(name: str, value: object) -> float:
     return number
 
 
-def between(name: str, value: object, low: float, high: float) -> None:
+def require_between(name: str, value: object, low: float, high: float) -> None:
     """Refuse a number outside of the bounds."""
-    if not low <= finite_number(name, value) <= high:
+    if not low <= read_number(name, value) <= high:
         raise ValueError(f"`{name}` must lie between {low:g} and {high:g}, got {value}. Change it.")
 
 
-def boolean(name: str, value: object) -> bool:
+def read_bool(name: str, value: object) -> bool:
     """Return `value` as a Python bool."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"`{name}` must be True or False, got {value!r}. Any text is True.")
     return bool(value)
 
 
-def count(name: str, value: object, *, least: int = 1) -> int:
+def read_count(name: str, value: object, *, least: int = 1) -> int:
     """Return `value` as an int that an int32 holds."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise TypeError(f"`{name}` must be an integer, got {value!r}. Use `int` to convert it.")
@@ -89,7 +73,7 @@ def count(name: str, value: object, *, least: int = 1) -> int:
     return int(value)
 
 
-def flag(name: str, value: ArrayLike) -> jax.Array:
+def read_flag(name: str, value: ArrayLike) -> jax.Array:
     """Return `value` as bool[]."""
     if not (isinstance(value, bool) or (is_array(value) and value.dtype == jnp.bool_)):
         raise TypeError(
@@ -97,11 +81,11 @@ def flag(name: str, value: ArrayLike) -> jax.Array:
             "`all_finite`, `unscale_and_check` or a comparison."
         )
     array = jnp.asarray(value)
-    scalar(name, array, "Reduce it with `jnp.all`, or map over it with `jax.vmap`.")
+    require_scalar(name, array, "Reduce it with `jnp.all`, or map over it with `jax.vmap`.")
     return array
 
 
-def loss(name: str, value: Any) -> None:
+def require_numbers(name: str, value: Any) -> None:
     """Refuse a loss that holds something else than numbers: it would count as finite."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(value):
         is_number = is_array(leaf) and jnp.issubdtype(leaf.dtype, np.number)
@@ -112,34 +96,72 @@ def loss(name: str, value: Any) -> None:
             )
 
 
-def function(name: str, value: object, remedy: str) -> None:
-    """Refuse what cannot be called."""
+def require_function(name: str, value: object, remedy: str) -> None:
+    """Refuse anything that cannot be called."""
     if not callable(value):
         raise TypeError(f"`{name}` must be a function, got {value!r}. {remedy}")
 
 
-def keep(value: object) -> None:
+def require_keep(value: object) -> None:
     """Refuse anything but a function, or None."""
     if value is not None:
-        function("keep", value, 'For example `lambda path: "norm" in path`.')
+        require_function("keep", value, 'For example `lambda path: "norm" in path`.')
 
 
-def scalar(name: str, value: Any, remedy: str) -> None:
+def require_extra_args(name: str, fun: Callable[..., Any], *args: Any, **extra_args: Any) -> None:
+    """Refuse a rule that does not take the extra arguments that `update` is given."""
+    try:
+        inspect.signature(fun).bind(*args, **extra_args)
+    except TypeError as error:
+        raise TypeError(
+            f"`{name}` must take the extra arguments of `update`: {error}. Write `def rule(grads, "
+            "params, *, value, **extra_args)`, and give `update` the ones that it names."
+        ) from error
+    except ValueError:  # a function written in C has no signature
+        pass
+
+
+def require_argnums(argnums: Sequence[object]) -> None:
+    """Refuse anything but positions."""
+    for number in argnums:
+        if not isinstance(number, numbers.Integral):
+            raise TypeError(
+                f"`argnums` must be an integer or a tuple of them, got {number!r}. Count from the "
+                "first argument of `fun`."
+            )
+
+
+def require_no_functions(params: PyTree) -> None:
+    """Refuse functions among what JAX differentiates by, as an Equinox module has them."""
+    functions = [leaf for leaf in jax.tree.leaves(params) if callable(leaf)]
+    if functions:
+        raise TypeError(
+            "`transform` must be one that leaves functions in the parameters alone, got "
+            f"`jax.value_and_grad` for parameters with {functions[0]!r}. For an Equinox module, "
+            "give `transform=equinox.filter_value_and_grad`."
+        )
+
+
+def require_scalar(name: str, value: Any, remedy: str) -> None:
     """Refuse an array with axes."""
     if np.shape(value):
         raise ValueError(f"`{name}` must be a scalar, got shape {np.shape(value)}. {remedy}")
 
 
-def same_structure(name: str, tree: Any, expected: Any, remedy: str) -> None:
+def require_same_structure(name: str, tree: Any, expected: Any, remedy: str) -> None:
     """Refuse a tree of another structure or shapes; the message names the first that differs."""
     if jax.tree.structure(tree) != jax.tree.structure(expected):
-        where = path_name(first_difference(tree, expected))
-        raise ValueError(f"`{name}` must keep its structure, got another at {where}. {remedy}")
-    check = functools.partial(same_shape, name, remedy=remedy)
+        path, *nodes = first_difference(tree, expected)
+        got, wanted = (type(node).__name__ for node in nodes)
+        kinds = f" (a {got} for a {wanted})" if got != wanted else ""
+        raise ValueError(
+            f"`{name}` must keep its structure, got another at {path_name(path)}{kinds}. {remedy}"
+        )
+    check = functools.partial(require_same_shape, name, remedy=remedy)
     jax.tree_util.tree_map_with_path(check, tree, expected)
 
 
-def same_shape(name: str, path: Any, leaf: Any, expected: Any, remedy: str) -> None:
+def require_same_shape(name: str, path: Any, leaf: Any, expected: Any, remedy: str) -> None:
     """Refuse a leaf of another shape, which would be broadcast."""
     got, wanted = (getattr(x, "shape", ()) for x in (leaf, expected))
     if got != wanted:
@@ -148,36 +170,24 @@ def same_shape(name: str, path: Any, leaf: Any, expected: Any, remedy: str) -> N
         )
 
 
-def only_one(name: str, tree: Any, kind: type[Tree], remedy: str) -> Tree:
-    """Return the one sub-tree that is a `kind`."""
-    found = list(subtrees(tree, kind))
-    if len(found) != 1:
-        where = ", ".join(path_name(path) for path, _ in found) or "nowhere"
-        raise ValueError(
-            f"`{name}` must hold exactly one {kind.__name__}, got {len(found)} in a "
-            f"{type(tree).__name__}, found at: {where}. {remedy}"
-        )
-    return found[0][1]
-
-
 _INIT = "Make it with `init`; a plain optimizer's state goes into its `inner_state`."
 
 
-def expect_state(state: object, kind: type[Tree], name: str = "state", remedy: str = _INIT) -> Tree:
+def read_state(state: object, kind: type[Tree], name: str = "state", remedy: str = _INIT) -> Tree:
     """Return `state` if it is a `kind`."""
     if not isinstance(state, kind):
         raise TypeError(f"`{name}` must be a {kind.__name__}, got {type(state).__name__}. {remedy}")
     return state
 
 
-def concrete(name: str, tree: Any, remedy: str) -> None:
+def require_values(name: str, tree: Any, remedy: str) -> None:
     """Refuse traced arrays."""
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
         raise TypeError(f"`{name}` must hold values, got traced arrays. {remedy}")
 
 
-def axis_names(axis_name: AxisName | None) -> None:
-    """Reject values that cannot be axis names."""
+def require_axis_name(axis_name: AxisName | None) -> None:
+    """Refuse values that cannot name axes."""
     for name in axis_name if isinstance(axis_name, tuple) else (axis_name,):
         # An integer would stand for an axis of the array.
         if not isinstance(name, Hashable) or isinstance(name, numbers.Integral):
@@ -187,7 +197,7 @@ def axis_names(axis_name: AxisName | None) -> None:
             )
 
 
-def floating(name: str, dtype: DTypeLike | None, *, most_bits: int = 64) -> np.dtype:
+def read_float_dtype(name: str, dtype: DTypeLike | None, *, most_bits: int = 64) -> np.dtype:
     """Return a floating-point dtype of at most this size; NumPy would read None as float64."""
     try:
         kind = None if dtype is None else jnp.dtype(dtype)
@@ -201,9 +211,9 @@ def floating(name: str, dtype: DTypeLike | None, *, most_bits: int = 64) -> np.d
     return kind
 
 
-def half_or_float32(name: str, dtype: DTypeLike | None) -> np.dtype:
+def read_half_or_float32(name: str, dtype: DTypeLike | None) -> np.dtype:
     """Return one of the dtypes that products run in."""
-    kind = floating(name, dtype)
+    kind = read_float_dtype(name, dtype)
     if kind not in (jnp.float16, jnp.bfloat16, jnp.float32):
         remedy = "Use `jnp.float16` or `jnp.bfloat16`."
         if jnp.finfo(kind).bits < 16:
@@ -212,7 +222,7 @@ def half_or_float32(name: str, dtype: DTypeLike | None) -> np.dtype:
     return kind
 
 
-def policy(value: object) -> None:
+def require_policy(value: object) -> None:
     """Refuse a number, which would fix the loss scale, where the rule of a run is meant."""
     if isinstance(value, numbers.Real) or is_array(value):
         raise TypeError(
@@ -221,7 +231,7 @@ def policy(value: object) -> None:
         )
 
 
-def transformation(
+def read_optimizer(
     name: str, optimizer: optax.GradientTransformation | optax.MultiSteps
 ) -> optax.GradientTransformationExtraArgs:
     """Return the optimizer in the argument `name`, in the form that takes extra arguments."""

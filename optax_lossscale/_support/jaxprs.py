@@ -2,20 +2,24 @@
 
 import inspect
 import itertools
-import linecache
 import math
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
+from optax_lossscale._support.lines import source_of
 from optax_lossscale._support.tree import KeyPath, is_array, is_symbolic
 
 # `jax.extend.core` has these classes. Importing it takes as long as all else of the package.
 Jaxpr: TypeAlias = Any  # with or without its constants
 Equation: TypeAlias = Any
+
+
+# Operations that do nothing but run a function, those with derivatives of their own among them.
+# `eval_jaxpr` is the name of `closed_call` since jax 0.12.
+HAVE_RULES = frozenset(["custom_jvp_call", "custom_vjp_call"])
+CALLS = frozenset(["closed_call", "eval_jaxpr", "jit", "remat2"]) | HAVE_RULES
 
 
 def trace(
@@ -78,21 +82,6 @@ def inner_jaxprs(equation: Equation) -> Iterator[Jaxpr]:
 def holds_equations(param: Any) -> bool:
     """Return whether a parameter of an equation is a function, with or without its constants."""
     return hasattr(param, "eqns")
-
-
-def source_of(*equations: Equation) -> str:
-    """Return the innermost line that is not of an installed package, of the first that has one.
-
-    JAX forgets where the caller of some functions stands: of `jnp.where`, of a `jax.checkpoint`.
-    """
-    libraries = map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))
-    installed = (*libraries, str(Path(__file__).parents[1]))
-    tracebacks = (equation.source_info.traceback for equation in equations)
-    for frame in (frame for traceback in tracebacks if traceback for frame in traceback.frames):
-        if not frame.file_name.startswith(installed):
-            line = linecache.getline(frame.file_name, frame.line_num).strip()
-            return f"{frame.file_name}:{frame.line_num}" + (f": {line}" if line else "")
-    return ""
 
 
 class Product(NamedTuple):

@@ -1,6 +1,6 @@
-"""Pytrees: kinds of leaves, and where they stand."""
+"""Pytrees: kinds of leaves and where they stand, dtypes, and taking a tree apart."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import jax
@@ -14,7 +14,13 @@ PyTree: TypeAlias = Any
 #: Where a leaf stands in a tree: JAX's key path.
 KeyPath: TypeAlias = tuple[Any, ...]
 
+#: The name of a mapped axis, or several.
+AxisName: TypeAlias = Hashable | tuple[Hashable, ...]
+Flag: TypeAlias = jax.Array | np.bool_
+
 Tree = TypeVar("Tree")
+
+HALF = (jnp.dtype("float16"), jnp.dtype("bfloat16"))
 
 
 def is_array(leaf: object) -> TypeGuard[jax.Array | np.ndarray]:
@@ -29,10 +35,17 @@ def is_inexact(leaf: object) -> TypeGuard[ArrayLike]:
     return isinstance(leaf, (float, complex))
 
 
-def readable(leaf: ArrayLike) -> jax.Array:
-    """Return an array of a dtype that `isfinite` takes: not of every eight-bit format."""
-    array = jnp.asarray(leaf)
-    return array.astype(jnp.float32) if jnp.finfo(array.dtype).bits < 16 else array
+def is_selectable(leaf: Any) -> bool:
+    """Return whether `jnp.where` takes a leaf: not texts, objects, dates and float0 of NumPy."""
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf.dtype.kind not in "OSUMm" and leaf.dtype != jax.dtypes.float0
+    return isinstance(leaf, jax.Array)
+
+
+def is_finite(array: jax.Array) -> jax.Array:
+    """Return which elements are finite, of an array of any floating-point or complex dtype."""
+    # `jnp.isfinite` does not take every eight-bit format.
+    return jnp.isfinite(array.astype(jnp.float32) if jnp.finfo(array.dtype).bits < 16 else array)
 
 
 def at_least_float32(leaf: Any) -> Any:
@@ -42,6 +55,28 @@ def at_least_float32(leaf: Any) -> Any:
     value = jnp.asarray(leaf)
     # `promote_types` raises for eight-bit types and under strict dtype promotion.
     return value.astype(jnp.float32) if jnp.finfo(value.dtype).bits < 32 else value
+
+
+def multiplied(tree: Tree, number: jax.Array, *, keep_dtypes: bool = False) -> Tree:
+    """Multiply the floating-point and complex leaves by a number, `float32[]`, at least in float32.
+
+    With `keep_dtypes` the products are rounded to the dtypes that the leaves had.
+    """
+
+    def multiply(path: KeyPath, leaf: Any) -> Any:
+        if not is_inexact(leaf) or is_fp8_metadata(path):
+            return leaf
+        value = at_least_float32(leaf)
+        if jnp.iscomplexobj(value):  # by parts: a product with 1 + 0j loses the signs of zeros
+            times = number.astype(value.real.dtype)
+            product = jax.lax.complex(value.real * times, value.imag * times)
+        else:
+            product = value * number.astype(value.dtype)
+        return product.astype(jnp.result_type(leaf)) if keep_dtypes else product
+
+    # An overflow here is not an error: the check of the step detects it.
+    with jax.debug_nans(False), jax.debug_infs(False):
+        return jax.tree_util.tree_map_with_path(multiply, tree)
 
 
 def is_fp8_metadata(path: KeyPath) -> bool:
@@ -70,41 +105,18 @@ def children(tree: PyTree) -> tuple[list[tuple[KeyPath, PyTree]], Any]:
     return jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
 
 
-def first_difference(a: PyTree, b: PyTree, path: KeyPath = ()) -> KeyPath | None:
-    """Return the key path of the first place where two trees differ in structure."""
+def first_difference(a: PyTree, b: PyTree, path: KeyPath = ()) -> tuple[KeyPath, PyTree, PyTree]:
+    """Return the first place where two trees of different structure differ, and the nodes there."""
     (a_children, a_def), (b_children, b_def) = children(a), children(b)
     if a_def != b_def:
         a_keys, b_keys = ([key for key, _ in children] for children in (a_children, b_children))
         # The key of a leaf is empty.
         only_in_one = (key for key in a_keys + b_keys if key and (key in a_keys) != (key in b_keys))
-        return path + next(only_in_one, ())
-    for (key, x), (_, y) in zip(a_children, b_children, strict=True):
-        difference = first_difference(x, y, path + key) if key else None
-        if difference is not None:
-            return difference
-    return None
-
-
-def subtrees(tree: PyTree, *kinds: type[Tree]) -> Iterator[tuple[KeyPath, Tree]]:
-    """Yield every sub-tree that is of one of these NamedTuples, with its path."""
-    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: bool(read_as(kinds, x)))
-    return ((path, sub) for path, node in found if (sub := read_as(kinds, node)))
-
-
-def read_as(kinds: tuple[type[Any], ...], node: Any) -> Any:
-    """Return a node as a NamedTuple of one of these, or None if it is none.
-
-    `flax.nnx.split`, Flax's `to_state_dict` and Orbax without a target make mappings of it, and may
-    leave out fields that hold no arrays.
-    """
-    if isinstance(node, kinds):
-        return node
-    for kind in kinds if isinstance(node, Mapping) else ():
-        first, *rest = kind._fields
-        required = {first, *(name for name in rest if kind.__annotations__[name] is jax.Array)}
-        if required <= node.keys() <= {first, *rest}:
-            return kind(**dict.fromkeys(rest, ()) | dict(node))
-    return None
+        return path + next(only_in_one, ()), a, b
+    pairs = zip(a_children, b_children, strict=True)
+    differ = lambda x, y: jax.tree.structure(x) != jax.tree.structure(y)  # noqa: E731
+    key, x, y = next((key, x, y) for (key, x), (_, y) in pairs if differ(x, y))
+    return first_difference(x, y, path + key)
 
 
 def split(
@@ -125,12 +137,25 @@ def split(
 _CHOSEN = object()  # stands for a chosen leaf
 
 
-def as_strong_array(leaf: Any, dtype: Any = None) -> Any:
-    """Return `leaf` as a strongly typed array if it is a Python number or a weakly typed one."""
-    # NumPy arrays and PRNG keys lack the attribute.
-    if isinstance(leaf, (int, float, complex)) or getattr(leaf, "weak_type", False):
+def in_dtype(array: Any, dtype: Any) -> Any:
+    """Return an array in another dtype, or the description of one."""
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return array.update(dtype=dtype)
+    return jnp.asarray(array, dtype)
+
+
+def as_array(leaf: Any, dtype: Any = None, *, strong: bool = False) -> Any:
+    """Return a number of Python or NumPy as an array, and every other leaf as it is.
+
+    If `strong`, neither it nor an array that was given is weakly typed.
+    """
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        is_number = is_selectable(leaf)
+    else:
+        is_number = isinstance(leaf, (int, float, complex))
+    if strong and (is_number or getattr(leaf, "weak_type", False)):
         return jnp.asarray(leaf, dtype or jnp.result_type(leaf))
-    return leaf
+    return jnp.asarray(leaf, dtype) if is_number else leaf
 
 
 def is_symbolic(size: Any) -> bool:

@@ -16,11 +16,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import AxisType
 
-from optax_lossscale._support.choose import all_true
-from optax_lossscale._support.tree import is_symbolic, readable
+from optax_lossscale._support.flags import all_true
+from optax_lossscale._support.tree import is_finite, is_symbolic
 
 
 @jax.jit  # one dispatch in eager execution; inlined elsewhere
@@ -63,7 +64,7 @@ def _devices(context: Any) -> int | None:
 
 
 def _plain(*arrays: jax.Array) -> jax.Array:
-    return all_true([jnp.all(_is_finite(array)) for array in arrays])
+    return all_true([jnp.all(is_finite(array)) for array in arrays])
 
 
 def _anywhere(*arrays: jax.Array, devices: int) -> jax.Array:
@@ -89,7 +90,7 @@ def _counted(array: jax.Array, devices: int) -> jax.Array:
     An axis that is spread over devices, by a power of two, then moves nothing between them.
     """
     parts = 1 << (devices.bit_length() - 1)
-    finite, shape = _is_finite(array), array.shape
+    finite, shape = is_finite(array), array.shape
     if is_symbolic(array.size) or array.size < 2**16:
         return jnp.all(finite)
     # Most gradients of weights are transposed products, of which XLA:CPU reads groups of the last
@@ -183,11 +184,7 @@ def _joined(arrays: list[jax.Array]) -> jax.Array:
 
 
 def _jointly_finite(arrays: list[jax.Array]) -> jax.Array:
-    return functools.reduce(jnp.logical_and, map(_is_finite, arrays))
-
-
-def _is_finite(array: jax.Array) -> jax.Array:
-    return jnp.isfinite(readable(array))
+    return functools.reduce(jnp.logical_and, map(is_finite, arrays))
 
 
 def _conjunction(flags: list[jax.Array]) -> jax.Array:
@@ -196,9 +193,7 @@ def _conjunction(flags: list[jax.Array]) -> jax.Array:
     return jax.lax.optimization_barrier(functools.reduce(jnp.logical_and, flags))
 
 
-# The class is that of JAX's own primitives. Its module, `jax.extend.core`, takes as long to import
-# as all of the package, and jax 0.12 traces a step again if it is imported meanwhile.
-_operation: Any = type(jax.lax.add_p)("all_finite")
+_operation = Primitive("all_finite")
 _operation.def_impl(_run)
 _operation.def_abstract_eval(_typed)
 batching.primitive_batchers[_operation] = _batched

@@ -15,32 +15,45 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import eval_jaxpr
+from jax.core import Tracer, eval_jaxpr
 
-from optax_lossscale._support.choose import check_alike, constant_unless, is_selectable, zero_unless
+from optax_lossscale._support.choose import (
+    constant_if_skipped,
+    require_alike,
+    zeros_if_skipped,
+)
 from optax_lossscale._support.jaxprs import Equation, Jaxpr, inner_jaxprs, is_literal, read_by
-from optax_lossscale._support.tree import PyTree, split
+from optax_lossscale._support.tree import Flag, PyTree, is_selectable, split
 
 # Operations that may not end, or may act, on numbers that no step produces. LAPACK's iterations are
 # among the first.
 _LOOPS_AND_CALLS = frozenset(["while", "eig", "eigh", "schur", "svd", "pure_callback", "ffi_call"])
 
 
-def update_where(
-    pred: jax.Array, update: Callable[[Any, Any], tuple[Any, Any]], grads: PyTree, state: PyTree
-) -> tuple[PyTree, PyTree] | None:
-    """Do what `_guard.keep.update_where` does; return None where only the plain form can.
+class CannotReplayError(Exception):
+    """Only the plain form can take this step."""
 
-    An update without loops, callbacks and other effects sees the gradients as they are: zeros would
+
+def replay(
+    applied: Flag, step: Callable[[Any, Any], tuple[Any, Any]], grads: PyTree, state: PyTree
+) -> tuple[PyTree, PyTree]:
+    """Do what `_guard.keep.run_where` does.
+
+    A step without loops, callbacks and other effects sees the gradients as they are: zeros would
     make a norm of them wait for the flag, which is one more read of all gradients on a GPU or TPU.
+
+    Raises:
+      CannotReplayError: If the step is not being compiled, or cannot be traced by itself.
     """
+    if not isinstance(applied, Tracer):
+        raise CannotReplayError
     given, join_given = split(grads, is_selectable)
     old, join_old = split(state, is_selectable)
     join: dict[str, Callable[[Sequence[Any]], PyTree]] = {}
 
     def on_arrays(given: list[Any], old: list[Any]) -> list[Any]:
-        out, new_state = update(join_given(given), join_old(old))
-        check_alike(new_state, state)
+        out, new_state = step(join_given(given), join_old(old))
+        require_alike(new_state, state)
         new, join["new"] = split(new_state, is_selectable)
         outputs, join["out"] = split(out, is_selectable)
         return [*new, *outputs]
@@ -50,22 +63,18 @@ def update_where(
     except Exception as error:
         # flax.nnx allows writes to a Variable only in the trace that made it.
         if type(error).__name__ == "TraceContextError":
-            return None
+            raise CannotReplayError from error
         raise
     acts = _acts(closed.jaxpr)
-    inputs = [*closed.consts, *(zero_unless(pred, given) if acts else given), *old]
-    values = _evaluate(
-        pred,
-        closed.jaxpr,
-        [constant_unless(pred, array) for array in inputs],
-        old,
-        {} if acts else _leaves_read_later(closed.jaxpr, len(old)),
-    )
+    inputs = [*closed.consts, *(zeros_if_skipped(applied, given) if acts else given), *old]
+    early = {} if acts else _leaves_read_later(closed.jaxpr, len(old))
+    inputs = constant_if_skipped(applied, inputs)
+    values = _evaluate(applied, closed.jaxpr, inputs, old, early)
     return join["out"](values[len(old) :]), join["new"](values[: len(old)])
 
 
 def _evaluate(
-    pred: jax.Array,
+    applied: Flag,
     jaxpr: Jaxpr,
     inputs: list[jax.Array],
     old: list[jax.Array],
@@ -73,29 +82,30 @@ def _evaluate(
 ) -> list[jax.Array]:
     """Evaluate a jaxpr, whose first outputs are the new leaves, and choose between them and `old`.
 
-    `early` are the variables of leaves that are chosen where they are computed.
+    `early` has the numbers of leaves that are chosen where they are computed, by variable.
     """
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
     read = {var for var in jaxpr.outvars if not is_literal(var)} | read_by(jaxpr.eqns).keys()
-    kept: dict[int, jax.Array] = {}
-    for eqns, chosen in _pieces(jaxpr.eqns, early):
+    chosen: dict[int, jax.Array] = {}
+    for eqns, ends in _pieces(jaxpr.eqns, early):
         made = [var for eqn in eqns for var in eqn.outvars if var in read]
         needed = [var for var in read_by(eqns) if var in values]
         # As a jaxpr, equations keep their contexts and names.
         piece = jaxpr.replace(constvars=[], invars=needed, outvars=made, eqns=eqns)
         results = eval_jaxpr(piece, [], *map(values.get, needed))
         values.update(zip(made, results, strict=True))
-        for var in chosen:
-            leaf = old[early[var]]
-            choice = jnp.where(pred, values[var], leaf)
+        for var in ends:
+            leaf = early[var]
+            choice = jnp.where(applied, values[var], old[leaf])
             # Under `shard_map` one of them may vary over axes over which the other does not, and
             # the equations were traced for their types.
-            if jax.typeof(choice) == jax.typeof(leaf) == var.aval:
-                kept[early[var]] = choice
-                values[var] = constant_unless(pred, choice)
+            if jax.typeof(choice) == jax.typeof(old[leaf]) == var.aval:
+                chosen[leaf] = choice
+                values[var] = constant_if_skipped(applied, choice)
     outputs = [var.val if is_literal(var) else values[var] for var in jaxpr.outvars]
     for leaf, array in enumerate(old):
-        outputs[leaf] = kept[leaf] if leaf in kept else jnp.where(pred, outputs[leaf], array)
+        is_chosen = leaf in chosen
+        outputs[leaf] = chosen[leaf] if is_chosen else jnp.where(applied, outputs[leaf], array)
     return outputs
 
 

@@ -11,8 +11,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from optax_lossscale._support import checks
-from optax_lossscale._support.checks import INT32_MAX
-from optax_lossscale._support.tree import PyTree, is_array, is_inexact, is_symbolic, readable
+from optax_lossscale._support.bounds import INT32_MAX
+from optax_lossscale._support.lines import warn
+from optax_lossscale._support.tree import (
+    PyTree,
+    at_least_float32,
+    is_array,
+    is_inexact,
+    is_symbolic,
+)
 from optax_lossscale.diagnostics.reports import table_or_shapes
 
 if TYPE_CHECKING:
@@ -96,13 +103,13 @@ def gradient_exponents(
       Figure 3 of Micikevicius et al., `Mixed Precision Training
       <https://arxiv.org/abs/1710.03740>`_, 2018.
     """
-    dtype = checks.floating("dtype", dtype, most_bits=32)
-    checks.scalar("loss_scale", loss_scale, "Look at one replica at a time.")
+    dtype = checks.read_float_dtype("dtype", dtype, most_bits=32)
+    checks.require_scalar("loss_scale", loss_scale, "Look at one replica at a time.")
     if not isinstance(loss_scale, Tracer):
         number = jax.device_get(loss_scale).item() if is_array(loss_scale) else loss_scale
-        checks.scale_number("loss_scale", number)
+        checks.read_scale("loss_scale", number)
     parts = [jnp.zeros(0)]  # so that there is one
-    for array in (readable(leaf) for leaf in jax.tree.leaves(grads) if is_inexact(leaf)):
+    for array in (at_least_float32(leaf) for leaf in jax.tree.leaves(grads) if is_inexact(leaf)):
         parts += [array.real, array.imag] if jnp.iscomplexobj(array) else [array]
     size = sum(part.size for part in parts)
     if not is_symbolic(size) and size > INT32_MAX:
@@ -196,8 +203,8 @@ def suggest_loss_scale(
       >>> ols.diagnostics.suggest_loss_scale(exponents)
       2097152.0
     """
-    headroom = checks.count("headroom", headroom, least=0)
-    info = jnp.finfo(checks.floating("dtype", dtype, most_bits=32))
+    headroom = checks.read_count("headroom", headroom, least=0)
+    info = jnp.finfo(checks.read_float_dtype("dtype", dtype, most_bits=32))
     histogram = _histogram_of(exponents)
     if not histogram.any():
         raise ValueError(
@@ -208,7 +215,7 @@ def suggest_loss_scale(
     power = int(info.maxexp) - 1 - largest - headroom
     within = min(max(power, -126), 126)
     if power != within:
-        checks.warn(
+        warn(
             f"The loss scale that fits is 2**{power}, got its bound of 2**{within}. Multiply the "
             f"loss itself by 2**{power - within}."
         )
@@ -217,9 +224,9 @@ def suggest_loss_scale(
 
 def _histogram_of(exponents: GradientExponents) -> np.ndarray:
     remedy = "Return them from the compiled step, and look at them outside."
-    checks.concrete("exponents", exponents, remedy)
+    checks.require_values("exponents", exponents, remedy)
     remedy = "Count them with `gradient_exponents`."
-    checks.expect_state(exponents, GradientExponents, "exponents", remedy)
+    checks.read_state(exponents, GradientExponents, "exponents", remedy)
     histogram = np.asarray(exponents.histogram)
     if histogram.shape != EXPONENTS.shape:
         raise ValueError(
@@ -252,8 +259,10 @@ def plot_gradient_exponents(
     Raises:
       TypeError, ValueError: As `suggest_loss_scale`, but for an empty histogram.
     """
-    info = jnp.finfo(checks.floating("dtype", dtype, most_bits=32))
+    info = jnp.finfo(checks.read_float_dtype("dtype", dtype, most_bits=32))
     histogram = _histogram_of(exponents)
+    if not (ax is None or hasattr(ax, "axvspan")):
+        raise TypeError(f"`ax` must be the axes of a figure, got {ax!r}. Use `plt.gca()`.")
     if ax is None:
         from matplotlib.figure import Figure  # noqa: PLC0415 - matplotlib is an extra
 

@@ -12,10 +12,11 @@ import numpy as np
 from optax_lossscale._loss_scale.convert import LossScale, as_loss_scale, init
 from optax_lossscale._loss_scale.finite import all_finite
 from optax_lossscale._loss_scale.policies import FixedLossScale
-from optax_lossscale._state import GuardState, SpikeState, as_field, loss_scale_state
+from optax_lossscale._state import GuardState, SpikeState, loss_scale_state, subtrees
 from optax_lossscale._support import checks
-from optax_lossscale._support.checks import LARGEST_SCALE, SMALLEST_SCALE, as_float32
-from optax_lossscale._support.tree import KeyPath, PyTree, is_array, is_inexact, path_name, subtrees
+from optax_lossscale._support.bounds import LARGEST_SCALE, SMALLEST_SCALE, as_float32
+from optax_lossscale._support.lines import warn
+from optax_lossscale._support.tree import KeyPath, PyTree, is_array, is_inexact, path_name
 
 
 class LossScaleStalledError(RuntimeError):
@@ -58,8 +59,8 @@ def check_health(
       >>> import optax_lossscale as ols
       >>> ols.diagnostics.check_health(ols.init())
     """
-    limit = checks.count("max_consecutive_skipped", max_consecutive_skipped, least=0)
-    checks.policy(policy)
+    limit = checks.read_count("max_consecutive_skipped", max_consecutive_skipped, least=0)
+    checks.require_policy(policy)
     known = None if policy is None else as_loss_scale(policy)
     low, high, moves = _range_of(known)
     state = _read(loss_scale_state(opt_state)._asdict())
@@ -81,7 +82,7 @@ def check_health(
         with jax.transfer_guard("allow"):  # reading the initial loss scale is explicit
             start = init(known).loss_scale.item()
         if start < scale:
-            checks.warn(
+            warn(
                 f"The loss scale is at its cap of {scale:g} and no step was ever skipped. Either "
                 "the loss need not be scaled, as in bfloat16 and float32, or the cap is too low: "
                 "raise `max_scale`. `gradient_exponents` shows which."
@@ -195,10 +196,10 @@ def _range_of(policy: Any) -> tuple[float, float, bool | None]:
 def _read(fields: dict[str, Any]) -> dict[str, float]:
     """Return scalar fields of a state as Python numbers."""
     remedy = "Call `check_health` on what the compiled step returns; `is_stalled` works inside."
-    checks.concrete("opt_state", fields, remedy)
+    checks.require_values("opt_state", fields, remedy)
     for name, field in fields.items():
-        checks.scalar(f"opt_state.{name}", field, "Take one replica: `x[0]` of every leaf.")
-    return {name: jax.device_get(as_field(name, field)).item() for name, field in fields.items()}
+        checks.require_scalar(f"opt_state.{name}", field, "Take one replica: `x[0]` of every leaf.")
+    return {name: np.asarray(jax.device_get(field)).item() for name, field in fields.items()}
 
 
 def _read_spike(spike: SpikeState) -> dict[str, float]:
@@ -210,7 +211,7 @@ def _read_spike(spike: SpikeState) -> dict[str, float]:
 def _refuse_impossible(
     state: dict[str, float], rule_states: PyTree, inner_state: PyTree, low: float, high: float
 ) -> None:
-    """Refuse a state to which no training leads, but damage or an edit by hand does.
+    """Refuse a state that training cannot produce: it is damaged, or edited by hand.
 
     With a loss scale far too large or too small, all gradients are zero, and the steps applied.
     """

@@ -6,11 +6,14 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._state import loss_scale_state, typed_state, warn_of_what_stands_outside
+from optax_lossscale._order import warn_of_what_stands_outside
+from optax_lossscale._state import loss_scale_state
 from optax_lossscale._support import checks
-from optax_lossscale._support.checks import INT32_MAX
-from optax_lossscale._support.tree import PyTree, is_inexact, is_symbolic, readable
+from optax_lossscale._support.bounds import INT32_MAX
+from optax_lossscale._support.tree import PyTree, is_finite, is_inexact, is_symbolic
 from optax_lossscale.diagnostics.reports import Report, table_or_shapes
+
+_ADVICE_GIVEN: set[str] = set()  # in this process
 
 
 def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
@@ -28,14 +31,17 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
     Raises:
       ValueError: If `opt_state` holds no such state, or several.
 
+    Warns:
+      UserWarning: Once for each advice in a process, if transformations stand outside of the guard.
+
     Examples:
       >>> import optax_lossscale as ols
       >>> state = ols.update(ols.init(), False, "dynamic")
       >>> print(*(f"{k}={v}" for k, v in ols.diagnostics.metrics(state).items()))
       loss_scale=16384.0 applied=False growth_count=0 consecutive_skipped=1 total_skipped=1
     """
-    warn_of_what_stands_outside(opt_state)
-    state = typed_state(loss_scale_state(opt_state))
+    warn_of_what_stands_outside(opt_state, _ADVICE_GIVEN)
+    state = loss_scale_state(opt_state)
     return {
         "loss_scale": state.loss_scale,
         "applied": state.consecutive_skipped == 0,
@@ -68,8 +74,8 @@ def is_stalled(opt_state: PyTree, *, max_consecutive_skipped: int = 50) -> jax.A
       >>> bool(ols.diagnostics.is_stalled(state._replace(consecutive_skipped=51)))
       True
     """
-    limit = checks.count("max_consecutive_skipped", max_consecutive_skipped, least=0)
-    return typed_state(loss_scale_state(opt_state)).consecutive_skipped > limit
+    limit = checks.read_count("max_consecutive_skipped", max_consecutive_skipped, least=0)
+    return loss_scale_state(opt_state).consecutive_skipped > limit
 
 
 class NonfiniteCounts(NamedTuple):
@@ -143,12 +149,12 @@ def nonfinite_report(grads: PyTree) -> Mapping[str, NonfiniteCounts]:
         is_large = not is_symbolic(array.size) and array.size > INT32_MAX
         # An int32 would wrap around, to 0 for 2**32 elements.
         dtype, largest = (jnp.float32, 2.0**31 - 128) if is_large else (jnp.int32, INT32_MAX)
-        is_nan = jnp.isnan(array)
-        masks = is_nan, jnp.isinf(array) & ~is_nan
+        is_nan = array != array  # noqa: PLR0124 - `jnp.isnan` does not take every eight-bit format
+        masks = is_nan, ~(is_finite(array) | is_nan)
         nan, inf = (jnp.minimum(jnp.sum(mask, dtype=dtype), largest) for mask in masks)
         size = INT32_MAX if is_large else array.size
         return NonfiniteCounts(*(jnp.asarray(x, jnp.int32) for x in (nan, inf, size)))
 
     leaves = jax.tree_util.tree_leaves_with_path(grads)
-    arrays = {jax.tree_util.keystr(path): readable(x) for path, x in leaves if is_inexact(x)}
-    return NonfiniteReport({name: counts(array) for name, array in arrays.items()})
+    arrays = {jax.tree_util.keystr(path): x for path, x in leaves if is_inexact(x)}
+    return NonfiniteReport({name: counts(jnp.asarray(x)) for name, x in arrays.items()})

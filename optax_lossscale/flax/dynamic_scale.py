@@ -1,7 +1,8 @@
 """A drop-in for Flax's `DynamicScale`."""
 
+import numbers
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,8 @@ from optax_lossscale._loss_scale.finite import all_finite
 from optax_lossscale._loss_scale.scale import unscale_and_check
 from optax_lossscale._state import increment, initial_state
 from optax_lossscale._support import checks
-from optax_lossscale._support.checks import INT32_MAX, LARGEST_SCALE, SMALLEST_SCALE
-from optax_lossscale._support.tree import as_strong_array
+from optax_lossscale._support.bounds import INT32_MAX, LARGEST_SCALE, SMALLEST_SCALE
+from optax_lossscale._support.tree import as_array, is_array
 
 #: The result of `DynamicScale.value_and_grad`: Flax's own class.
 DynamicScaleResult = dynamic_scale.DynamicScaleResult
@@ -49,9 +50,6 @@ class DynamicScale(dynamic_scale.DynamicScale):
     """
 
     __module__ = "optax_lossscale.flax"  # the public name, which pickles keep
-    #: It grows on the interval itself; read by `interop.from_flax_dynamic_scale`.
-    grows_late: ClassVar[bool] = False
-
     # Annotated as in Flax. Arrays cannot be hashed, and a static argument must be. Each object has
     # an array of its own: a shared buffer cannot be donated.
     fin_steps: int = struct.field(default_factory=lambda: jnp.zeros((), jnp.int32), hash=False)
@@ -59,11 +57,16 @@ class DynamicScale(dynamic_scale.DynamicScale):
 
     def __post_init__(self) -> None:
         """Turn Python numbers into arrays, but not axes."""
+        for name in ("growth_factor", "backoff_factor", "growth_interval", "minimum_scale"):
+            value = getattr(self, name)
+            is_given = value is not None or name != "minimum_scale"
+            if is_given and not (isinstance(value, numbers.Real) or is_array(value)):
+                raise TypeError(f"`{name}` must be a number, got {value!r}. Leave it out.")
         # Ints below 2, and None, may be axes of `jax.vmap`, as in `jax.tree.map(lambda _: 0, ds)`.
         fields: tuple[Any, ...] = (self.fin_steps, self.scale)
         if not all(x is None or (isinstance(x, int) and x < 2) for x in fields):
-            object.__setattr__(self, "fin_steps", as_strong_array(self.fin_steps, jnp.int32))
-            object.__setattr__(self, "scale", as_strong_array(self.scale, jnp.float32))
+            object.__setattr__(self, "fin_steps", as_array(self.fin_steps, jnp.int32, strong=True))
+            object.__setattr__(self, "scale", as_array(self.scale, jnp.float32, strong=True))
 
     def value_and_grad(
         self,
@@ -88,7 +91,7 @@ class DynamicScale(dynamic_scale.DynamicScale):
         Raises:
           TypeError: If `axis_name` cannot name an axis, or the loss is not floating-point.
         """
-        checks.axis_names(axis_name)
+        checks.require_axis_name(axis_name)
         interval: Any = self.growth_interval
         if not isinstance(interval, jax.Array):  # a number may be beyond an int32, or infinite
             interval = jnp.int32(min(interval, INT32_MAX))

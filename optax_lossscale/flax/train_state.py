@@ -1,5 +1,6 @@
 """Linen's `TrainState` that skips bad steps."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -13,11 +14,17 @@ from jax.typing import ArrayLike
 from optax_lossscale._guard.guard import with_loss_scaling
 from optax_lossscale._loss_scale.convert import LossScaleLike
 from optax_lossscale._loss_scale.scale import scale_loss
-from optax_lossscale._state import Guard, applied, increment, loss_scale_state, refuse_guard
+from optax_lossscale._order import Guard, refuse_second_guard
+from optax_lossscale._state import applied, increment, loss_scale_state
 from optax_lossscale._support import checks
-from optax_lossscale._support.checks import AxisName
 from optax_lossscale._support.choose import tree_where
-from optax_lossscale._support.tree import FP8_METADATA, Tree, as_strong_array, has_fp8_metadata
+from optax_lossscale._support.tree import (
+    FP8_METADATA,
+    AxisName,
+    Tree,
+    as_array,
+    has_fp8_metadata,
+)
 
 
 class TrainState(train_state.TrainState):
@@ -95,10 +102,10 @@ class TrainState(train_state.TrainState):
             params=params,
             tx=guard,
             opt_state=guard.init(params),
-            count_skipped=checks.boolean("count_skipped", count_skipped),
+            count_skipped=checks.read_bool("count_skipped", count_skipped),
             **kwargs,
         )
-        return jax.tree.map(as_strong_array, state)
+        return jax.tree.map(functools.partial(as_array, strong=True), state)
 
     @property
     def loss_scale(self) -> jax.Array:
@@ -136,7 +143,7 @@ class TrainState(train_state.TrainState):
         params = params.fast if isinstance(params, optax.LookaheadParams) else params
         # Summed with the parameter, a gradient of another shape would be broadcast.
         remedy = "Differentiate with respect to all of `state.params`."
-        checks.same_structure("grads", grads, params, remedy)
+        checks.require_same_structure("grads", grads, params, remedy)
         extra_args = {} if value is None else {"value": value}
         updates, opt_state = self.tx.update(grads, self.opt_state, self.params, **extra_args)
         is_applied = applied(opt_state)
@@ -153,11 +160,12 @@ class TrainState(train_state.TrainState):
 
 def _without_fp8_metadata(tx: Any) -> optax.GradientTransformation:
     """Return `tx` for trees that also hold Flax's fp8 metadata, which it must not see."""
-    inner = checks.transformation("tx", tx)
+    inner = checks.read_optimizer("tx", tx)
 
     def init_fn(params: Any) -> optax.OptState:
         state = inner.init(params["params"] if has_fp8_metadata(params) else params)
-        refuse_guard("tx", state, "`TrainState.create(tx=inner, skip_if=rule, ...)`")
+        instead = "`TrainState.create(tx=inner, loss_scale=policy, skip_if=rule, ...)`"
+        refuse_second_guard("tx", state, instead)
         return state
 
     def update_fn(

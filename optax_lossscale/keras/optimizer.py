@@ -9,10 +9,11 @@ import optax
 
 from optax_lossscale._guard.guard import with_loss_scaling
 from optax_lossscale._loss_scale.policies import DynamicLossScale, FixedLossScale
+from optax_lossscale._state import EmaParamsState, find
 from optax_lossscale._support import checks
-from optax_lossscale._support.checks import SMALLEST_SCALE, AxisName
-from optax_lossscale._support.tree import PyTree
-from optax_lossscale.keras.parts import EmaParamsState, accumulated, averaged, clipped_each, decayed
+from optax_lossscale._support.bounds import SMALLEST_SCALE
+from optax_lossscale._support.tree import AxisName, PyTree
+from optax_lossscale.keras.parts import accumulated, averaged, clipped_each, decayed
 
 
 def loss_scale_optimizer(
@@ -20,14 +21,14 @@ def loss_scale_optimizer(
     initial_scale: float | None = None,
     dynamic_growth_steps: int | None = None,
     *,
-    dynamic: bool = True,
+    dynamic: bool | None = True,
     learning_rate: float | optax.Schedule | None = None,
     weight_decay: float | None = None,
     clipnorm: float | None = None,
     clipvalue: float | None = None,
     global_clipnorm: float | None = None,
-    use_ema: bool = False,
-    ema_momentum: float | None = None,
+    use_ema: bool | None = False,
+    ema_momentum: float | None = 0.99,
     ema_overwrite_frequency: int | None = None,
     loss_scale_factor: float | None = None,
     gradient_accumulation_steps: int | None = None,
@@ -55,7 +56,7 @@ def loss_scale_optimizer(
       global_clipnorm: All gradients together are scaled down to at most this norm.
       use_ema: Whether to keep an average of the params, which `ema_params` reads: the params after
         the first applied step, then `ema_momentum * average + (1 - ema_momentum) * params`.
-      ema_momentum: A number in [0, 1]; 0.99 by default.
+      ema_momentum: A number in [0, 1].
       ema_overwrite_frequency: Applied steps after which the average replaces the params, to within
         two units in the last place of the larger, again and again.
       loss_scale_factor: A fixed loss scale instead. Nothing is checked, and no step is skipped.
@@ -87,9 +88,13 @@ def loss_scale_optimizer(
       >>> ema_params(opt_state)
       Array([0.5, 1.5], dtype=float32)
     """
+    # R writes NULL for each default.
+    dynamic = True if dynamic is None else dynamic
+    use_ema = False if use_ema is None else use_ema
+    ema_momentum = 0.99 if ema_momentum is None else ema_momentum
     given = {name: value for name, value in locals().items() if value is not None}
     _check(given)
-    tx: Any = checks.transformation("inner_optimizer", inner_optimizer)
+    tx: Any = checks.read_optimizer("inner_optimizer", inner_optimizer)
     if weight_decay is not None:
         tx = decayed(tx, weight_decay, learning_rate)
     if clipnorm is not None:
@@ -99,8 +104,7 @@ def loss_scale_optimizer(
     if global_clipnorm is not None:
         tx = optax.chain(optax.clip_by_global_norm(global_clipnorm), tx)
     if use_ema:
-        momentum = 0.99 if ema_momentum is None else ema_momentum
-        tx = optax.chain(tx, averaged(momentum, ema_overwrite_frequency))
+        tx = optax.chain(tx, averaged(ema_momentum, ema_overwrite_frequency))
     if gradient_accumulation_steps is not None:
         tx = accumulated(tx, int(gradient_accumulation_steps))
 
@@ -139,29 +143,28 @@ def ema_params(opt_state: PyTree) -> PyTree:
       >>> ema_params(tx.init({"w": jnp.array([1.0, 2.0])}))
       {'w': Array([1., 2.], dtype=float32)}
     """
-    remedy = "Build the optimizer with `use_ema=True`, or pass the state that is meant."
-    return checks.only_one("opt_state", opt_state, EmaParamsState, remedy).ema_params
+    return find(EmaParamsState, "opt_state", opt_state).ema_params
 
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
-_norm = functools.partial(checks.between, low=SMALLEST_SCALE, high=_LARGEST)
-_rate = functools.partial(checks.between, low=0, high=_LARGEST)
+_norm = functools.partial(checks.require_between, low=SMALLEST_SCALE, high=_LARGEST)
+_rate = functools.partial(checks.require_between, low=0, high=_LARGEST)
 
 # Optax and the policies check some of these, too, but under other names.
 _CHECKS: dict[str, Callable[[str, Any], object]] = {
-    "dynamic": checks.boolean,
-    "use_ema": checks.boolean,
-    "initial_scale": checks.scale_number,
-    "loss_scale_factor": checks.scale_number,
+    "dynamic": checks.read_bool,
+    "use_ema": checks.read_bool,
+    "initial_scale": checks.read_scale,
+    "loss_scale_factor": checks.read_scale,
     "clipnorm": _norm,
     "clipvalue": _norm,
     "global_clipnorm": _norm,
     "learning_rate": lambda name, value: callable(value) or _rate(name, value),
     "weight_decay": _rate,
-    "ema_momentum": functools.partial(checks.between, low=0, high=1),
-    "dynamic_growth_steps": checks.count,
-    "ema_overwrite_frequency": checks.count,
-    "gradient_accumulation_steps": functools.partial(checks.count, least=2),
+    "ema_momentum": functools.partial(checks.require_between, low=0, high=1),
+    "dynamic_growth_steps": checks.read_count,
+    "ema_overwrite_frequency": checks.read_count,
+    "gradient_accumulation_steps": functools.partial(checks.read_count, least=2),
 }
 
 
@@ -171,6 +174,11 @@ def _check(given: dict[str, Any]) -> None:
         raise TypeError(
             "`inner_optimizer` must be an optax.GradientTransformation, got an optax.MultiSteps. "
             "Use `gradient_accumulation_steps`."
+        )
+    if isinstance(given.get("initial_scale"), bool):
+        raise TypeError(
+            f"`initial_scale` must be a Python number, got {given['initial_scale']}. The second "
+            "argument of tf.keras is `dynamic` here: `dynamic=False, initial_scale=1024`."
         )
     for name in _CHECKS.keys() & given.keys():
         _CHECKS[name](name, given[name])

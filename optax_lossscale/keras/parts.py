@@ -1,42 +1,14 @@
 """The parts of Keras' optimizers for which Optax has other rules."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.tree_util import DictKey, GetAttrKey
 
-from optax_lossscale._state import increment
+from optax_lossscale._state import DecayedState, EmaParamsState, increment
 from optax_lossscale._support.tree import at_least_float32, is_inexact, path_name
-
-
-class DecayedState(NamedTuple):
-    """The state of an optimizer with decoupled weight decay.
-
-    Attributes:
-      inner_state: The optimizer's own state.
-      decay_steps: Applied steps, which a schedule of the rate counts. `int32[]`.
-    """
-
-    __module__ = "optax_lossscale.keras"  # the public name, which pickles keep
-
-    inner_state: optax.OptState
-    decay_steps: jax.Array
-
-
-class EmaParamsState(NamedTuple):
-    """The moving average of the parameters.
-
-    Attributes:
-      ema_params: The average, as `ema_params(opt_state)` returns it.
-      ema_steps: Applied steps. `int32[]`.
-    """
-
-    __module__ = "optax_lossscale.keras"  # the public name, which pickles keep
-
-    ema_params: optax.Params
-    ema_steps: jax.Array
 
 
 def clipped_each(max_norm: float) -> optax.GradientTransformation:

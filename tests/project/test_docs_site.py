@@ -58,7 +58,9 @@ def test_a_public_name_leads_to_its_source_and_code_can_be_copied(site):
     assert 'href="../_modules/optax_lossscale/_guard/guard.html#with_loss_scaling"' in page
     source = site / "_modules/optax_lossscale/_guard/guard.html"
     assert 'id="with_loss_scaling"' in source.read_text("utf-8")
-    assert "_loss_scale/policies.html#DynamicLossScale" in page  # which names the package as its module
+    assert (
+        "_loss_scale/policies.html#DynamicLossScale" in page
+    )  # which names the package as its module
     assert "_static/copy.js" in page
 
 

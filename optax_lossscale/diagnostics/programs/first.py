@@ -12,7 +12,8 @@ import numpy as np
 from jax.core import eval_jaxpr
 
 from optax_lossscale._support import checks
-from optax_lossscale._support.jaxprs import Equation, Jaxpr, is_literal, read_by, source_of, trace
+from optax_lossscale._support.jaxprs import CALLS, Equation, Jaxpr, is_literal, read_by, trace
+from optax_lossscale._support.lines import source_of
 from optax_lossscale._support.tree import PyTree, is_inexact
 from optax_lossscale.diagnostics.programs.first_values import (
     FirstNonfinite,
@@ -25,12 +26,6 @@ from optax_lossscale.diagnostics.programs.first_values import (
     layer_of,
 )
 
-# Operations that do nothing but run a function, which is followed instead.
-_CALLS = frozenset(
-    # `eval_jaxpr` is the name of `closed_call` since jax 0.12.
-    ["closed_call", "custom_jvp_call", "custom_vjp_call", "eval_jaxpr", "jit", "remat2"]
-)
-
 
 def first_nonfinite(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> FirstNonfinite | None:
     """Find the operation that makes the first NaN or infinity: which layer overflowed?
@@ -41,9 +36,10 @@ def first_nonfinite(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Fi
     derivative is not: if the loss is finite and the gradients are not, search `jax.grad(loss_fn)`.
 
     Infinities in the code (`jnp.where(mask, scores, -jnp.inf)`) and negative ones in the arguments
-    are taken as meant; an operation that makes NaN of them is returned. A finite number in the code
-    that a small dtype makes infinite (the -1e30 of a mask, in float16) is returned as the cast of a
-    constant: such a mask should be `jnp.finfo(x.dtype).min`.
+    are taken as meant, unless the result is not finite because of them alone; an operation that
+    makes NaN of them is returned. A finite number in the code that a small dtype makes infinite
+    (the -1e30 of a mask, in float16) is returned as the cast of a constant: such a mask should be
+    `jnp.finfo(x.dtype).min`.
 
     This is much slower than a compiled call, which may also keep more digits between operations,
     and overflow later. Calls, `jax.checkpoint`, `jax.lax.cond` and `jax.lax.scan` are followed;
@@ -56,7 +52,8 @@ def first_nonfinite(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Fi
       **kwargs: Its keyword arguments, likewise.
 
     Returns:
-      The operation, or an argument whose NaN or positive infinity reaches the output; or None.
+      The operation, or an argument or closed-over array whose NaN or infinity reaches the output.
+      None if the result is finite.
 
     Raises:
       TypeError: If `fun` is not a function, or an argument is traced: call it outside of `jax.jit`.
@@ -71,14 +68,21 @@ def first_nonfinite(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Fi
       >>> found.layer, found.operation, found.inf
       ("params['energy']", 'integer_pow', 8)
     """
-    checks.function("fun", fun, "Give its arguments after it.")
-    checks.concrete("args", (args, kwargs), "Call it outside of `jax.jit`; `fun` may be jitted.")
+    checks.require_function("fun", fun, "Give its arguments after it.")
+    checks.require_values(
+        "args", (args, kwargs), "Call it outside of `jax.jit`; `fun` may be jitted."
+    )
     # JAX's debugging flags would stop at the NaN that the search is for.
     with jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
         closed, inputs = trace(fun, args, kwargs)
-        place = _Place(itertools.count())
-        arguments = list(_arguments(closed.jaxpr, inputs, place))
-        origin = earliest(_call(closed, arguments, place))
+        # If only infinities that are taken as meant reach the result, one of them was not.
+        for takes_as_meant in (True, False):
+            place = _Place(itertools.count(), takes_as_meant)
+            arguments = list(_arguments(closed.jaxpr, inputs, place))
+            results = _call(closed, arguments, place)
+            origin = earliest(results)
+            if origin or not any(value.kinds for value in results):
+                break
     return origin.found if origin else None
 
 
@@ -86,6 +90,7 @@ class _Place(NamedTuple):
     """Where an operation stands in the program."""
 
     clock: Iterator[int]  # the same for all operations, which run one after the other
+    takes_as_meant: bool  # infinities in the code, and some of those that are given
     scope: str = ""  # the `jax.named_scope`s around it, and the steps of scans
     calls: tuple[Equation, ...] = ()  # the equations that it lies within, the innermost first
 
@@ -112,7 +117,7 @@ def _arguments(jaxpr: Jaxpr, inputs: list[tuple[str, Any, Any]], place: _Place) 
 def _given(array: Any, name: str, meant: set[str], place: _Place) -> Value:
     """Return an array that is not computed, of which infinities of these kinds are meant."""
     kinds, origin = kinds_of(array), None
-    if not kinds <= meant:
+    if not kinds <= (meant if place.takes_as_meant else set()):
         found = FirstNonfinite(layer=name, operation=None, **count_nonfinite(array))
         origin = Origin(next(place.clock), found)
     return Value(array, kinds, origin)
@@ -135,7 +140,7 @@ def _call(function: Any, operands: list[Value], place: _Place) -> list[Value]:
 
     for eqn in jaxpr.eqns:
         scope = f"{place.scope}/{eqn.source_info.name_stack}"
-        inside = _Place(place.clock, scope, (eqn, *place.calls))
+        inside = place._replace(scope=scope, calls=(eqn, *place.calls))
         results = _follow(jaxpr, eqn, [read(atom) for atom in eqn.invars], inside)
         env.update(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
@@ -144,7 +149,7 @@ def _call(function: Any, operands: list[Value], place: _Place) -> list[Value]:
 def _follow(jaxpr: Jaxpr, eqn: Equation, operands: list[Value], place: _Place) -> list[Value]:
     """Run an operation, by way of the function that it holds if there is one to follow."""
     name, params = eqn.primitive.name, eqn.params
-    if name in _CALLS:
+    if name in CALLS:
         return _call(params.get("jaxpr") or params["call_jaxpr"], operands, place)
     if name == "cond":
         index, *rest = operands
@@ -206,8 +211,8 @@ def _apply(jaxpr: Jaxpr, eqn: Equation, operands: list[Value], place: _Place) ->
                 origin.found = dataclasses.replace(origin.found, layer=layer[1])
                 origin.cast = None
     is_cast = eqn.primitive.name == "convert_element_type"
-    constant = operands[0].number() if is_cast else None
-    meant = frozenset[str]().union(*(x.kinds for x in operands))
+    constant = operands[0].number() if is_cast and not operands[0].kinds else None
+    meant = frozenset[str]().union(*(x.kinds for x in operands if place.takes_as_meant))
     leaves = [x.leaf for x in read if x.leaf]
     leaf = leaves[0] if leaves and len(read) == 1 else None
     scope = "/".join(name for name in re.split(r"\w+\(|\)|/", place.scope) if name)

@@ -84,7 +84,7 @@ def precision_report(
       >>> print(str(report).splitlines()[0])
       float16: 2 matrix products, 65,536 operations (84.2 %)
     """
-    checks.function("fun", fun, "Give its arguments after it.")
+    checks.require_function("fun", fun, "Give its arguments after it.")
     try:
         closed, _ = trace(fun, args, kwargs)
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:

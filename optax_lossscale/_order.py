@@ -1,0 +1,195 @@
+"""Which transformation may stand around which: what is refused, and what is warned of.
+
+The order is read from the state, in which every transformation has a container of its own.
+"""
+
+import collections
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import optax.contrib
+
+from optax_lossscale._state import (
+    Bfloat16State,
+    GuardState,
+    LossScaleState,
+    MasterWeightsState,
+    subtrees,
+)
+from optax_lossscale._support.lines import warn
+from optax_lossscale._support.tree import HALF, KeyPath, PyTree, children, path_name
+
+
+class Guard(optax.GradientTransformationExtraArgs):
+    """An optimizer that decides about each step, and whose state says how: `applied`."""
+
+
+ONE_GUARD = "`with_loss_scaling(inner, skip_if=rule)` or `with_skipping(inner, skip_if=rule)`"
+
+
+def refuse_second_guard(argument: str, inner_state: PyTree, instead: str = ONE_GUARD) -> None:
+    """Refuse an optimizer that decides about steps inside of another that does."""
+    for path, _ in subtrees(inner_state, LossScaleState):
+        raise ValueError(
+            f"`{argument}` must not decide about steps itself, got a LossScaleState at "
+            f"{path_name(path)} of its state. Use one guard, around the whole optimizer: {instead}."
+        )
+
+
+def refuse_masters_inside(inner_state: PyTree) -> None:
+    """Refuse master weights, or a state in bfloat16, inside of a state in bfloat16."""
+    for path, found in subtrees(inner_state, MasterWeightsState, Bfloat16State):
+        raise ValueError(
+            f"`inner` must be the optimizer alone, got a {type(found).__name__} at "
+            f"{path_name(path)} of its state. Keep masters around it: "
+            "`with_master_weights(with_bfloat16_state(inner))`."
+        )
+
+
+def refuse_changed_updates(inner_state: PyTree) -> None:
+    """Refuse master weights whose updates another transformation may change."""
+    for path, _ in subtrees(inner_state, MasterWeightsState):
+        for container in _containers(inner_state, path):
+            if not _hands_through(container):
+                raise ValueError(
+                    "`inner` must leave the updates of `with_master_weights` as they are, got a "
+                    f"MasterWeightsState at {path_name(path)} inside of a "
+                    f"{type(container.node).__name__}. Wrap all of it, decay and averages too: "
+                    "`with_master_weights(inner)`."
+                )
+
+
+def warn_of_half_precision(params: PyTree, inner_state: PyTree) -> None:
+    """Warn of parameters in half precision without masters, and of injected numbers in it."""
+    half = _half_dtypes(params)
+    if half and not any(subtrees(inner_state, MasterWeightsState)):
+        least = 4 / max(jnp.finfo(dtype).eps for dtype in half)
+        warn(
+            f"`params` are {' and '.join(half)}, and no float32 master weights are kept: an update "
+            f"below 1/{least:.0f} of a weight is lost. Wrap `with_master_weights(inner)`, or keep "
+            "the parameters in float32 and differentiate `autocast(loss_fn, dtype)`."
+        )
+    for injected in _injected(inner_state):
+        if half := _half_dtypes(injected):
+            warn(
+                f"`inject_hyperparams` keeps numbers in {' and '.join(half)}, where 0.999 is 1: "
+                "the first step of Adam is NaN. Inject them in float32, "
+                "`inject_hyperparams(..., hyperparam_dtype=jnp.float32)`, or keep masters around "
+                "it, `with_master_weights(inject_hyperparams(...))`."
+            )
+            return
+
+
+def warn_of_what_stands_outside(opt_state: PyTree, given: set[str]) -> None:
+    """Warn if a state shows transformations around the guard or beside it, once for each advice."""
+    for path, _ in subtrees(opt_state, GuardState):
+        containers = _containers(opt_state, path)
+        inside = next(filter(None, map(_belongs_inside, containers)), None)
+        if inside and inside not in given:
+            given.add(inside)
+            warn(
+                "Transformations stand outside of the guard. If any of them is more than an "
+                "identity, it sees scaled gradients, or moves on skipped steps. Write "
+                f"`with_loss_scaling({inside})`, or the same with `with_skipping`. To silence "
+                "this, pass `loss_scale_state(opt_state)`."
+            )
+        return
+
+
+class _Container(NamedTuple):
+    """A node of a state on the way to another state."""
+
+    node: PyTree
+    key: Any  # of the child on the way
+    members: dict[Any, PyTree]  # all children
+    around: "_Container | None"
+
+    def others(self) -> list[PyTree]:
+        """Return the members that are not on the way."""
+        return [member for key, member in self.members.items() if key != self.key]
+
+
+def _containers(tree: PyTree, path: KeyPath) -> Iterator[_Container]:
+    """Yield the nodes on the way to a path, the outermost first."""
+    container = None
+    for key in path:
+        members = {own: child for (own,), child in children(tree)[0]}
+        container = _Container(tree, key, members, container)
+        yield container
+        tree = members[key]
+
+
+_INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
+_HAND_THROUGH = (
+    *(optax.MaskedState, optax.MultiTransformState, optax.MultiStepsState, *_INJECTED),
+)
+
+
+def _hands_through(container: _Container) -> bool:
+    """Return whether a container is known to leave the updates of a member as they are."""
+    is_last = _is_chain(container.node) and container.key == [*container.members][-1]
+    return is_last or _is_partition(container) or isinstance(container.node, _HAND_THROUGH)
+
+
+# What to write in place of a transformation around the guard, by the type of its state.
+_INSIDE = {
+    optax.MultiStepsState: "optax.MultiSteps(inner, k)",
+    optax.ApplyIfFiniteState: "inner",
+    optax.LookaheadState: "optax.lookahead(inner, ...)",
+    optax.contrib.ScheduleFreeState: "optax.contrib.schedule_free(inner, ...)",
+    **dict.fromkeys(_INJECTED, "optax.inject_hyperparams(inner)(...)"),
+}
+
+
+def _belongs_inside(container: _Container) -> str | None:
+    """Return what to write inside of the guard in place of a container around it."""
+    node, others = container.node, container.others()
+    if isinstance(node, optax.MaskedState):
+        return None if _holds_groups(container.around) else "optax.masked(inner, mask)"
+    if _is_partition(container):
+        label = "optax.partition({label: inner, ...}, labels)"
+        return label if jax.tree.leaves(others) else None
+    if _is_chain(node) and others and all(map(_is_of_optax, others)):
+        is_more = jax.tree.leaves(others) or not _holds_groups(container)
+        return "optax.chain(...)" if is_more else None
+    return _INSIDE.get(type(node))
+
+
+def _is_chain(node: PyTree) -> bool:
+    return type(node) in (tuple, collections.OrderedDict)  # of `chain` and of `named_chain`
+
+
+def _is_partition(container: _Container) -> bool:
+    """Return whether a container is the dict of states by label."""
+    around = container.around
+    return around is not None and isinstance(around.node, optax.MultiTransformState)
+
+
+def _holds_groups(container: _Container | None) -> bool:
+    """Return whether each member is the state of one group of the parameters."""
+    if container is None:
+        return False
+    masked = [isinstance(member, optax.MaskedState) for member in container.members.values()]
+    return _is_partition(container) or (_is_chain(container.node) and all(masked))
+
+
+def _is_of_optax(state: Any) -> bool:
+    """Return whether a node is the state of a transformation, or of a chain of them."""
+    if _is_chain(state):
+        return all(map(_is_of_optax, jax.tree.leaves(state, is_leaf=lambda x: x is not state)))
+    return type(state).__module__.startswith("optax")
+
+
+def _half_dtypes(tree: PyTree) -> list[str]:
+    dtypes = {getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(tree)}
+    return sorted(str(dtype) for dtype in dtypes.intersection(HALF))
+
+
+def _injected(state: PyTree) -> Iterator[PyTree]:
+    """Yield the numbers that each `inject_hyperparams` keeps, also within another."""
+    for _, found in subtrees(state, *_INJECTED):
+        yield found.hyperparams
+        yield from _injected(found.inner_state)

@@ -1,0 +1,23 @@
+"""Bounds of numbers: of a loss scale, and of a count."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Outside these bounds the float32 reciprocal of the loss scale is infinite or subnormal, and XLA
+# flushes subnormal numbers to zero: the gradients would vanish.
+SMALLEST_SCALE = 2.0**-126
+LARGEST_SCALE = 2.0**126
+INT32_MAX = int(np.iinfo(np.int32).max)
+
+
+def as_float32(value: float) -> float:
+    """Return the float32 next to `value`."""
+    with np.errstate(over="ignore", under="ignore"):
+        return float(np.float32(value))
+
+
+def reciprocal(loss_scale: jax.Array) -> jax.Array:
+    """Return `1 / loss_scale`, and NaN outside of the bounds: such a step must be skipped."""
+    is_within = (loss_scale >= SMALLEST_SCALE) & (loss_scale <= LARGEST_SCALE)
+    return jnp.where(is_within, 1 / loss_scale, jnp.nan)

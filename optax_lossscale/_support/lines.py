@@ -1,0 +1,54 @@
+"""The user's own lines of code: warn at them, and name them."""
+
+import inspect
+import itertools
+import linecache
+import os
+import sys
+import sysconfig
+import warnings
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+_LIBRARIES = ("optax_lossscale", "jax", "optax", "flax", "equinox", "haiku", "contextlib")
+
+
+def warn(message: str) -> None:
+    """Warn at the line of the user's code that led here."""
+    frame, level = inspect.currentframe(), 1
+    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
+
+
+def warn_of_keep(paths: Collection[str]) -> None:
+    """Warn that the function `keep` names none of these arrays."""
+    some = ", ".join(itertools.islice(paths, 5))
+    more = f" and {len(paths) - 5:,} more" if len(paths) > 5 else ""
+    warn(f"`keep` names none of the arrays, whose paths are: {some}{more}.")
+
+
+def source_of(*equations: Any) -> str:
+    """Return the user's innermost source line, from the first equation of a jaxpr that has one.
+
+    JAX forgets where the caller of some functions stands: of `jnp.where`, of a `jax.checkpoint`.
+    """
+    libraries = _folders_of_libraries()
+    tracebacks = (equation.source_info.traceback for equation in equations)
+    for frame in (frame for traceback in tracebacks if traceback for frame in traceback.frames):
+        if not frame.file_name.startswith(libraries):
+            line = linecache.getline(frame.file_name, frame.line_num).strip()
+            return f"{frame.file_name}:{frame.line_num}" + (f": {line}" if line else "")
+    return ""
+
+
+def _folders_of_libraries() -> tuple[str, ...]:
+    """Return where libraries lie: Python's own, those installed beside JAX, and editable ones."""
+    folders = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
+    for name in _LIBRARIES:
+        if file := getattr(sys.modules.get(name), "__file__", None):
+            folder = Path(file).parent
+            installed = folder.parent.name in ("site-packages", "dist-packages")
+            folders.add(str(folder.parent if installed else folder))
+    return tuple(folder + os.sep for folder in folders)
