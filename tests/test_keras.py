@@ -263,7 +263,8 @@ def test_small_params_are_decayed_and_averaged_in_float32(dtype, rate):
     average = {"use_ema": True, "ema_momentum": 0.5}
     tx = loss_scale_optimizer(inner, learning_rate=rate, weight_decay=2.0**-14, **average)
     grads, params = {"p": jnp.zeros(2, dtype)}, {"p": jnp.ones(2, dtype)}
-    state = tx.init(params)
+    with pytest.warns(UserWarning, match="`inject_hyperparams` keeps numbers in"):
+        state = tx.init(params)
     expected = types(state)
     # Under jit XLA may keep more digits between two operations than their dtype has.
     for update in (tx.update, jax.jit(tx.update)):

@@ -407,7 +407,7 @@ ALTERNATIVES = [{*HOLDERS}, {*KERAS}, {"masters", "masters with remainders"}]
 ANOTHER_GUARD = "must not decide about steps itself"
 # What is refused with what, and the remedy.
 REFUSED = [
-    (["TrainState"], KERAS, f"{ANOTHER_GUARD}.*TrainState.create.tx=inner, skip_if="),
+    (["TrainState"], KERAS, f"{ANOTHER_GUARD}.*TrainState.create.tx=inner, .*skip_if="),
     (KERAS, RULES, f"{ANOTHER_GUARD}.*`with_loss_scaling.inner, skip_if=rule.`"),
     (KERAS, ["MultiSteps"], "Use `gradient_accumulation_steps`"),
     (KERAS[1:], HALVES, "`inner` must leave the updates of `with_master_weights` as they are"),
