@@ -355,6 +355,37 @@ TABLE = {
         lambda x=x: differentiate(jnp.sum, transform=returning(returning(x)))
         for x in (3.0, (1.0, 2.0), [(1.0, None), 2.0], ([1.0, None], 2.0), ((1.0, None),))
     ],
+    # -- arguments that are kept for later
+    "TypeError: `{}` must be a function, got ": [
+        *given((ols.value_and_grad, ols.grad), "transform", None, 3, fun=jnp.sum),
+        *given(assert_scaled_once, "grad_fn", None, ONE, state=STATE),
+    ],
+    "TypeError: `argnums` must be an integer or a tuple of them, got ": [
+        lambda f=f, x=x: f(jnp.sum, argnums=x)
+        for f in (ols.value_and_grad, ols.grad)
+        for x in ("w", 1.5, None, (0, "w"))
+    ],
+    "TypeError: `has_aux` must be True or False, got ": [
+        lambda x=x: ols.value_and_grad(jnp.sum, has_aux=x) for x in ("aux", None, 2)
+    ],
+    "TypeError: `ax` must be the axes of a figure, got ": [
+        lambda: plot(ax=3),
+        lambda: plot(ax="x"),
+    ],
+    "TypeError: `{}` must be a number, got 'x'. Leave it out": given(
+        DynamicScale, "growth_factor backoff_factor growth_interval minimum_scale", "x"
+    ),
+    # -- arguments in the place of others
+    "TypeError: `state` must be a GuardState, got dict": [
+        lambda: TX.update(PARAMS, PARAMS, OPT_STATE),
+    ],
+    "TypeError: `skip_if` must take the extra arguments of `update`": [
+        lambda: skip(lambda grads, params: False, value=1.0),
+    ],
+    "ValueError: `state.rule_states` must be a tuple with the state of each of 0 rules": [
+        lambda: TX.update(PARAMS, holding(rule_states=[]), PARAMS),
+        lambda: TX.update(PARAMS, holding(rule_states=optax.EmptyState()), PARAMS),
+    ],
     # -- trees
     "ValueError: `on_true` must keep its structure, got another at {}": [
         *named("`['a']`", lambda: choose({"a": None}, {"a": 1}), lambda: choose(1, {"a": 1})),
