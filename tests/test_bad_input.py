@@ -380,7 +380,7 @@ TABLE = {
         lambda: TX.update(PARAMS, PARAMS, OPT_STATE),
     ],
     "TypeError: `skip_if` must take the extra arguments of `update`": [
-        lambda: skip(lambda grads, params: False, value=1.0),
+        lambda: skip(lambda _grads, _params: False, value=1.0),
     ],
     "ValueError: `state.rule_states` must be a tuple with the state of each of 0 rules": [
         lambda: TX.update(PARAMS, holding(rule_states=[]), PARAMS),
