@@ -134,7 +134,7 @@ def _hands_through(container: _Container) -> bool:
     return is_last or _is_partition(container) or isinstance(container.node, _HAND_THROUGH)
 
 
-# What to write in place of a transformation around the guard, by the type of its state.
+# The line to write in place of a transformation around the guard, by the type of its state.
 _INSIDE = {
     optax.MultiStepsState: "optax.MultiSteps(inner, k)",
     optax.ApplyIfFiniteState: "inner",

@@ -122,8 +122,8 @@ for _state in (LossScaleState, GuardState, SpikeState, MasterWeightsState, Bfloa
 for _state in (DecayedState, EmaParamsState):
     _state.__module__ = "optax_lossscale.keras"
 
-# What a mapping of the fields must hold. Flax's `nnx.split` and `to_state_dict`, and Orbax without
-# a target, make mappings, and may leave out fields that hold no arrays.
+# The fields that a mapping must hold. Flax's `nnx.split` and `to_state_dict`, and Orbax without a
+# target, make mappings, and may leave out fields that hold no arrays.
 _NEEDED: dict[type[Any], tuple[str, ...]] = {
     LossScaleState: LossScaleState._fields,
     GuardState: ("loss_scale_state",),

@@ -199,7 +199,7 @@ def _guard(
 
 
 class Decision(NamedTuple):
-    """What is decided about a step, on all devices alike."""
+    """The decision about a step, the same on all devices."""
 
     applied: Flag
     grads_finite: Flag

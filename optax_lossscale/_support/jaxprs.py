@@ -101,7 +101,7 @@ class Product(NamedTuple):
 def products_of(jaxpr: Jaxpr) -> list[Product]:
     """Return the products on the way to the outputs of a jaxpr, the last one first.
 
-    Of the branches of a conditional, those of the branch with the most operations in their dtype.
+    A conditional counts as its branch with the most operations in their dtype.
     """
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     return list(_products(jaxpr, [True] * len(jaxpr.outvars)))
@@ -173,8 +173,8 @@ LONG = 8  # the shortest side of a tensor core's block, and of a dimension witho
 class Sides(NamedTuple):
     """The sides of a product: how many, of how many rows and columns, of how many terms each.
 
-    Of a convolution, the positions of the output in all examples, its channels, and the weights of
-    each channel.
+    A convolution has the positions of its output in all examples as rows, its output channels as
+    columns, and the weights of each channel as terms.
     """
 
     batch: int

@@ -1,4 +1,4 @@
-"""What the library knows of `flax.nnx`, which it never imports by itself."""
+"""All knowledge of `flax.nnx`, which the library never imports by itself."""
 
 import sys
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def on_arrays(
 ) -> Callable[..., Any]:
     """Return `transform(fun)` for a transform that knows arrays alone.
 
-    What `fun` changes in the objects among its arguments is written back, as by `nnx.jit`.
+    Changes that `fun` makes to the objects among its arguments are written back, as by `nnx.jit`.
     """
     # Flax's transforms are made of these two functions, of which `flax.nnx` shows neither.
     from flax.nnx.transforms.general import merge_inputs, split_inputs  # noqa: PLC0415

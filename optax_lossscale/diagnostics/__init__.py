@@ -3,7 +3,7 @@
 There is one function for each question: which layer overflowed, is the loss scale too small, is the
 loss itself broken, why does nothing learn, which part runs in float16. Functions of gradients run
 inside `jax.jit` and never wait for the device; those that search, draw or raise run on the host.
-What they return prints as a table.
+Their results print as tables.
 """
 
 from optax_lossscale.diagnostics.exponents import (

@@ -162,7 +162,7 @@ def _likely_causes(
 ) -> list[str]:
     """Return the causes that the fields of a `LossScaleState` do not rule out, the likeliest first.
 
-    Of the steps skipped in a row, a `Spike` has skipped the last `spikes`. None is no known policy.
+    A `Spike` has skipped the last `spikes` of the steps in a row. None is no known policy.
     """
     (low, high, moves), scale = _range_of(policy), state["loss_scale"]
     skipped, patience = state["consecutive_skipped"], getattr(policy, "loss_patience", math.inf)
@@ -239,7 +239,7 @@ def _impossible(expected: str, got: object) -> ValueError:
 def _is_count(path: KeyPath, leaf: Any) -> bool:
     """Return whether a leaf is one integer, with the name that Optax gives to counts."""
     is_integer = (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.integer)) or type(leaf) is int
-    # Of a Variable of flax.nnx, the last key is `value`.
+    # The last key of a Variable of flax.nnx is `value`.
     is_named = re.search("count|step", jax.tree_util.keystr(path[-2:])) is not None
     return is_named and is_integer and not np.ndim(leaf)
 

@@ -1,4 +1,4 @@
-"""What a report is: a mapping that prints as a table, a line that sums up and one for each fact."""
+"""Reports: mappings that print as tables, with a line that sums up and one for each fact."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar

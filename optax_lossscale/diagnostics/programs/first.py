@@ -166,9 +166,9 @@ def _follow(jaxpr: Jaxpr, eqn: Equation, operands: list[Value], place: _Place) -
 
 
 def _step_by_step(eqn: Equation, operands: list[Value], place: _Place) -> list[Value]:
-    """Run a scan step by step, and return its results: of those that it stacks, one step.
+    """Run a scan step by step, and return its results, with one step of those that it stacks.
 
-    Of a stacked result, it is the first step that makes NaN or infinity. Of a carried one, it is
+    A stacked result is that of the first step that makes NaN or infinity. A carried one is that of
     the last, since a number that a later step discards does not reach the output.
     """
     body = eqn.params["jaxpr"]
