@@ -11,9 +11,8 @@ from optax_lossscale._loss_scale.convert import (
     update,
 )
 from optax_lossscale._loss_scale.differentiate import grad, value_and_grad
-from optax_lossscale._loss_scale.finite import all_finite
 from optax_lossscale._loss_scale.policies import DynamicLossScale, FixedLossScale
-from optax_lossscale._loss_scale.scale import scale_loss, unscale_and_check
+from optax_lossscale._loss_scale.scale import all_finite, scale_loss, unscale_and_check
 from optax_lossscale._precision.autocast import autocast
 from optax_lossscale._precision.bfloat16_state import with_bfloat16_state
 from optax_lossscale._precision.cast import cast

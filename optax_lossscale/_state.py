@@ -9,7 +9,15 @@ import optax
 
 from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import INT32_MAX
-from optax_lossscale._support.tree import Flag, KeyPath, PyTree, Tree, is_array, path_name
+from optax_lossscale._support.tree import (
+    ARRAYS,
+    Flag,
+    KeyPath,
+    PyTree,
+    Tree,
+    in_dtype,
+    path_name,
+)
 
 
 class LossScaleState(NamedTuple):
@@ -173,18 +181,18 @@ def typed(state: LossScaleState) -> LossScaleState:
     remedy = "Find it in an optimizer's state with `loss_scale_state(opt_state)`."
     checks.read_state(state, LossScaleState, remedy=remedy)
 
-    def field(name: str, value: Any) -> Any:
-        if isinstance(value, jax.ShapeDtypeStruct):
-            return value
-        is_scale = name == "loss_scale"
+    for name, value in state._asdict().items():
         # Array values are not checked: they may be traced, and reading them waits for the device.
-        if not is_array(value) and is_scale:
+        if isinstance(value, (*ARRAYS, jax.ShapeDtypeStruct)):
+            continue
+        if name == "loss_scale":
             checks.read_scale(f"state.{name}", value)
-        elif not is_array(value):
+        else:
             checks.read_count(f"state.{name}", value, least=0)
-        return jnp.asarray(value, jnp.float32 if is_scale else jnp.int32)
+    return LossScaleState(*map(in_dtype, state, _DTYPES))
 
-    return LossScaleState(*map(field, state._fields, state))
+
+_DTYPES = (jnp.float32, jnp.int32, jnp.int32, jnp.int32, jnp.int32)
 
 
 def loss_scale_of(state: LossScaleState, argument: str = "state") -> jax.Array:

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checkpoint_formats import FORMATS
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_checkpoints import FORMATS
 
 import optax_lossscale as ols
 from optax_lossscale import diagnostics

@@ -9,11 +9,13 @@ import sys
 import types
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
 import optax_lossscale as ols
 import optax_lossscale.flax
 import optax_lossscale.keras
+from optax_lossscale import _xla
 
 PACKAGE = Path(inspect.getfile(ols)).parent
 PUBLIC_ROOMS = [ols, ols.diagnostics, ols.flax, ols.keras]
@@ -38,6 +40,7 @@ MAY_IMPORT = {
 OPEN_ROOMS = {"_order", "_state", "_support", "_xla"}  # every other room may use their names
 sys.path.insert(0, str(PACKAGE.parent / "tools"))
 rooms = importlib.import_module("rooms")
+step_trace = importlib.import_module("step_trace")
 MODULES = rooms.modules(PACKAGE)
 
 FLOAT16 = "<class 'jax.numpy.float16'>"
@@ -175,3 +178,23 @@ def test_modules_are_short_and_the_picture_names_each():
     for name, path in MODULES.items():
         assert path.read_text("utf-8").count("\n") <= MOST_LINES, path
         assert name.rpartition(".")[2] in picture
+
+
+# For the plain guard and README's stack, each in the plain forms and with `_xla`.
+MOST_TO_WALK = {
+    ("PLAIN", False): step_trace.Walk(functions=47, files=11, changes=100),
+    ("PLAIN", True): step_trace.Walk(functions=67, files=14, changes=150),
+    ("STACK", False): step_trace.Walk(functions=70, files=15, changes=150),
+    ("STACK", True): step_trace.Walk(functions=90, files=17, changes=260),
+}
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("case", MOST_TO_WALK, ids=str)
+def test_a_reader_can_follow_one_traced_step(case, monkeypatch):
+    name, enabled = case
+    monkeypatch.setattr(_xla, "enabled", enabled)
+    dtype = jnp.bfloat16 if name == "STACK" else jnp.float32
+    walk = step_trace.walk(getattr(step_trace, name), dtype=dtype)
+    most = MOST_TO_WALK[case]
+    assert all(count <= limit for count, limit in zip(walk, most, strict=True)), walk

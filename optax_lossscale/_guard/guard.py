@@ -8,16 +8,16 @@ new state or keeps the old one, and counts: `with_loss_scaling`, and without a l
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_lossscale._guard.extra_args import unscale_copies, warn_of_loss
 from optax_lossscale._guard.keep import step_where
-from optax_lossscale._guard.rules import Rule, as_rules, judge, measures_of
+from optax_lossscale._guard.rules import Rule, as_rules, judge, measure, warn_of_loss
 from optax_lossscale._loss_scale.convert import LossScale, LossScaleLike, as_loss_scale, init
-from optax_lossscale._loss_scale.finite import all_finite
 from optax_lossscale._loss_scale.policies import FixedLossScale
+from optax_lossscale._loss_scale.scale import all_finite
 from optax_lossscale._order import (
     Guard,
     refuse_changed_updates,
@@ -33,9 +33,8 @@ from optax_lossscale._state import (
     typed,
 )
 from optax_lossscale._support import checks
-from optax_lossscale._support.bounds import reciprocal
-from optax_lossscale._support.flags import agree, all_true
-from optax_lossscale._support.tree import AxisName, Flag, PyTree, multiplied
+from optax_lossscale._support.choose import agree, all_true
+from optax_lossscale._support.tree import ARRAYS, AxisName, Flag, PyTree, is_inexact, unscaled
 
 
 def with_loss_scaling(
@@ -175,11 +174,12 @@ def _guard(
         nonlocal has_warned
         state = checks.read_state(state, GuardState)
         scale_state = find(LossScaleState, "state", state.loss_scale_state)
-        if not has_warned:
-            has_warned = warn_of_loss(rules, extra_args)
-        times = reciprocal(loss_scale_of(scale_state))
-        grads = multiplied(updates, times, keep_dtypes=not is_scaled)
-        extra_args = unscale_copies(extra_args, updates, grads)
+        if "loss" in extra_args and "value" not in extra_args and not has_warned:
+            warn_of_loss(rules)
+            has_warned = True
+        checks.require_rule_states(state.rule_states, rules)
+        grads = unscaled(updates, loss_scale_of(scale_state), keep_dtypes=not is_scaled)
+        extra_args = _unscaled_copies(extra_args, updates, grads)
         if policy.skip_nonfinite or rules:
             decision = decide(
                 rules, state.rule_states, grads, params, extra_args, axis_name=axis_name
@@ -220,9 +220,51 @@ def decide(
     value = extra_args.get("value")
     checks.require_numbers("value", value)
     flags = [all_finite(grads), all_finite(value)]
-    measures = measures_of(rules, flags[0] & flags[1], grads, params, extra_args)
+    here = flags[0] & flags[1]
+    measures = [measure(rule, here, grads, params, extra_args) for rule in rules]
     (grads_finite, loss_finite), measures = agree(flags, axis_name, measures)
     finite = grads_finite & loss_finite
-    skips, rule_states = judge(rules, rule_states, measures, finite)
-    applied = all_true([finite, *(~skip for skip in skips)])
-    return Decision(applied, grads_finite, loss_finite, rule_states)
+    judged = [judge(*each, finite) for each in zip(rules, rule_states, measures, strict=True)]
+    applied = all_true([finite, *(~skip for skip, _ in judged)])
+    return Decision(applied, grads_finite, loss_finite, tuple(after for _, after in judged))
+
+
+def _unscaled_copies(extra_args: dict[str, Any], scaled: PyTree, grads: PyTree) -> dict[str, Any]:
+    """Return the extra arguments, with true gradients for those that hold the scaled ones.
+
+    Optax' line searches are called with `grad=grads`. What differs from the scaled gradients in one
+    bit is in true units, and stays.
+    """
+    scaled_leaves, scaled_def = jax.tree.flatten(scaled)
+    true_args: dict[str, Any] = {}
+    for name, arg in extra_args.items():
+        leaves, treedef = jax.tree.flatten(arg)
+        if name == "value" or len(leaves) != len(scaled_leaves) or not leaves:
+            continue
+        pairs = [*zip(leaves, scaled_leaves, strict=True)]
+        if all(leaf is grad for leaf, grad in pairs):  # also in the Variables of flax.nnx
+            true_args[name] = treedef.unflatten(jax.tree.leaves(grads))
+        elif treedef == scaled_def and all(_are_alike(*pair) for pair in pairs):
+            # Two arguments of a jitted function may hold the same numbers.
+            are_same = all_true([_have_same_bits(*pair) for pair in pairs if is_inexact(pair[0])])
+            true_args[name] = _where(are_same, grads, arg)
+    return extra_args | true_args
+
+
+def _are_alike(a: Any, b: Any) -> bool:
+    is_array = isinstance(a, ARRAYS) and isinstance(b, ARRAYS)
+    return is_array and (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+def _have_same_bits(a: jax.Array, b: jax.Array) -> jax.Array:
+    def bits(x: jax.Array) -> list[jax.Array]:
+        parts = [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
+        kind = f"uint{jnp.finfo(x.dtype).bits}"
+        return [jax.lax.bitcast_convert_type(part, kind) for part in parts]
+
+    return all_true([jnp.all(x == y) for x, y in zip(bits(a), bits(b), strict=True)])
+
+
+def _where(are_same: jax.Array, grads: PyTree, arg: PyTree) -> PyTree:
+    choose = lambda true, leaf: jnp.where(are_same, true, leaf.astype(true.dtype))  # noqa: E731
+    return jax.tree.map(lambda g, x: choose(g, x) if is_inexact(x) else x, grads, arg)

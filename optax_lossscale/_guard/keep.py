@@ -9,15 +9,15 @@ import optax
 
 from optax_lossscale import _xla
 from optax_lossscale._support import checks
-from optax_lossscale._support.choose import constant_if_skipped, tree_where, zeros_if_skipped
+from optax_lossscale._support.choose import constant_if_skipped, require_same, zeros_if_skipped
 from optax_lossscale._support.tree import (
+    ARRAYS,
     HALF,
     Flag,
     KeyPath,
     Tree,
     as_array,
     first_difference,
-    is_array,
     is_inexact,
     path_name,
 )
@@ -38,15 +38,21 @@ def step_where(
     params = constant_if_skipped(applied, params)
 
     def step(grads: Any, state: Any) -> tuple[Any, Any]:
-        return _take_step(inner, grads, state, params, extra_args)
+        try:
+            updates, new_state = inner.update(grads, state, params, **extra_args)
+        except (TypeError, ValueError) as error:
+            _add_likely_causes(error, grads, params)
+            raise
+        return updates, _like(state, new_state)
 
     updates, state = run_where(applied, step, grads, state)
 
     def negative_zero_if_skipped(leaf: Any) -> Any:
-        is_integer = is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.integer)
+        is_integer = isinstance(leaf, ARRAYS) and jnp.issubdtype(leaf.dtype, jnp.integer)
         if not (is_inexact(leaf) or is_integer):
             return leaf
-        return jnp.where(applied, leaf, -jax.lax.full_like(jnp.asarray(leaf), 0))
+        array = jnp.asarray(leaf)
+        return jnp.where(applied, array, -jax.lax.full_like(array, 0))
 
     return jax.tree.map(negative_zero_if_skipped, updates), state
 
@@ -60,7 +66,8 @@ def run_where(
     """Return `step(grads, state)`, but the old state where `applied` is false.
 
     There `step` sees zeros for `grads`, since a line search loops on NaN and a callback may raise;
-    the first output is undefined; and the derivative of the state is that of the old one.
+    the first output is undefined; and the derivative of the state is that of the old one. `step`
+    returns a state like the one that it is given.
     """
     if _xla.enabled:
         try:
@@ -69,32 +76,14 @@ def run_where(
             pass
     zeros = zeros_if_skipped(applied, grads)
     out, new_state = step(zeros, constant_if_skipped(applied, state))
-    return out, tree_where(applied, new_state, state)
+
+    def choose(new: Any, old: Any) -> Any:
+        return jnp.where(applied, new, old) if isinstance(old, jax.Array) else new
+
+    return out, jax.tree.map(choose, new_state, state)
 
 
-def _take_step(
-    inner: optax.GradientTransformationExtraArgs,
-    grads: optax.Updates,
-    state: optax.OptState,
-    params: optax.Params | None,
-    extra_args: dict[str, Any],
-) -> tuple[optax.Updates, optax.OptState]:
-    """Take a step, after which the state has the dtypes that it had before."""
-    try:
-        updates, new_state = inner.update(grads, state, params, **extra_args)
-    except (TypeError, ValueError) as error:
-        if params is not None and jax.tree.structure(grads) != jax.tree.structure(params):
-            path, *_ = first_difference(grads, params)
-            error.args = (
-                f"{error}\n`updates` and `params` differ in structure at {path_name(path)}.",
-            )
-        for note in _likely_causes(grads, params):
-            error.add_note(note)
-        raise
-    return updates, _cast_like(new_state, state)
-
-
-def _cast_like(new: Tree, old: Tree) -> Tree:
+def _like(old: Tree, new: Tree) -> Tree:
     """Return the new state of the inner optimizer with the dtypes of the old one.
 
     Optax promotes: Adam's float16 moments become float32 when they meet float32 gradients.
@@ -105,8 +94,11 @@ def _cast_like(new: Tree, old: Tree) -> Tree:
     )
     checks.require_same_structure("inner", new, old, remedy)
 
-    def cast(path: KeyPath, new_leaf: Any, old_leaf: Any) -> Any:
-        if not is_array(old_leaf) or getattr(new_leaf, "dtype", None) == old_leaf.dtype:
+    def cast(path: KeyPath, old_leaf: Any, new_leaf: Any) -> Any:
+        if not isinstance(old_leaf, jax.Array):
+            require_same(path, new_leaf, old_leaf)
+            return new_leaf
+        if getattr(new_leaf, "dtype", None) == old_leaf.dtype:
             return new_leaf
         if is_inexact(new_leaf) and not jnp.issubdtype(old_leaf.dtype, jnp.inexact):
             raise TypeError(
@@ -115,24 +107,26 @@ def _cast_like(new: Tree, old: Tree) -> Tree:
             )
         return jnp.asarray(new_leaf, old_leaf.dtype)
 
-    return jax.tree_util.tree_map_with_path(cast, new, old)
+    return jax.tree_util.tree_map_with_path(cast, old, new)
 
 
-def _likely_causes(grads: optax.Updates, params: optax.Params | None) -> list[str]:
-    """Return what may have made an optimizer fail: small dtypes, and gradients that are None."""
-    notes: list[str] = []
+def _add_likely_causes(error: Exception, grads: optax.Updates, params: optax.Params | None) -> None:
+    """Say what may have made an optimizer fail: structure, small dtypes, gradients of None."""
+    if params is not None and jax.tree.structure(grads) != jax.tree.structure(params):
+        path, *_ = first_difference(grads, params)
+        where = path_name(path)
+        error.args = (f"{error}\n`updates` and `params` differ in structure at {where}.",)
     dtypes = {jnp.result_type(leaf) for leaf in jax.tree.leaves(params) if is_inexact(leaf)}
     if any(jnp.finfo(dtype).bits < 32 for dtype in dtypes):
         masters = "Wrap it: `with_master_weights(inner)`. Or keep" if dtypes & {*HALF} else "Keep"
-        notes.append(
+        error.add_note(
             "`params` are smaller than float32, and `inner` may not take them with float32 "
             f"gradients. {masters} the parameters in float32, and cast them in the loss function."
         )
     leaves = jax.tree_util.tree_leaves_with_path(grads, is_leaf=lambda grad: grad is None)
     nones = [path_name(path) for path, grad in leaves if grad is None]
     if nones:
-        notes.append(
+        error.add_note(
             f"The gradient is None at {', '.join(nones)}. Give zeros, or leave the parameter out: "
             "`optax.masked`, `optax.partition`."
         )
-    return notes

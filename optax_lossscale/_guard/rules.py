@@ -1,6 +1,7 @@
 """Rules that skip finite steps."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,6 +13,7 @@ from optax_lossscale._guard.keep import run_where
 from optax_lossscale._loss_scale.convert import LossScale
 from optax_lossscale._support import checks
 from optax_lossscale._support.choose import tree_where, zeros_if_skipped
+from optax_lossscale._support.lines import warn
 from optax_lossscale._support.tree import PyTree, as_array
 
 
@@ -67,55 +69,58 @@ def as_rules(skip_if: Any) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-def measures_of(
-    rules: tuple[Rule, ...],
+def warn_of_loss(rules: tuple[Rule, ...]) -> None:
+    """Warn of the extra argument `loss`, which Optax calls `value`, unless a rule asks for it."""
+    if not any(map(_asks_for_loss, rules)):
+        warn(
+            "`loss` is an extra argument, and is not checked: a step whose loss is NaN may be "
+            "applied. Optax calls the loss `value`: `tx.update(grads, state, params, value=loss)`."
+        )
+
+
+def _asks_for_loss(rule: Any) -> bool:
+    fun = rule.function if isinstance(rule, Function) else rule.measure
+    try:
+        named = inspect.signature(fun).parameters
+    except (TypeError, ValueError):  # of some functions written in C
+        named = {}
+    return "loss" in named or getattr(rule, "of", None) == "loss"
+
+
+def measure(
+    rule: Rule,
     finite: jax.Array,
     grads: optax.Updates,
     params: optax.Params | None,
     extra_args: dict[str, Any],
-) -> list[jax.Array]:
-    """Return what each rule measures, and zeros on a step that is not finite."""
-    extra_args = {name: zeros_if_skipped(finite, arg) for name, arg in extra_args.items()}
+) -> jax.Array:
+    """Return what a rule measures, and 0 on a step that is not finite. `float32[]`."""
+    safe_args = {name: zeros_if_skipped(finite, arg) for name, arg in extra_args.items()}
 
-    def measure(rule: Rule) -> jax.Array:
-        def without_state(grads: optax.Updates, none: tuple[()]) -> tuple[jax.Array, tuple[()]]:
-            measure = rule.measure(grads, params, **extra_args)
-            name, remedy = f"{type(rule).__name__}.measure", "Return one number: a mean."
-            checks.require_scalar(name, measure, remedy)
-            return jnp.asarray(measure, jnp.float32), none
+    def without_state(grads: optax.Updates, none: tuple[()]) -> tuple[jax.Array, tuple[()]]:
+        measure = rule.measure(grads, params, **safe_args)
+        name, remedy = f"{type(rule).__name__}.measure", "Return one number: a mean."
+        checks.require_scalar(name, measure, remedy)
+        return jnp.asarray(measure, jnp.float32), none
 
-        # A measure of finite gradients may overflow, which is a skip and no error.
-        with jax.debug_nans(False), jax.debug_infs(False):
-            measure, _ = run_where(finite, without_state, grads, ())
-            return zeros_if_skipped(finite, measure)
-
-    return [measure(rule) for rule in rules]
+    # A measure of finite gradients may overflow, which is a skip and no error.
+    with jax.debug_nans(False), jax.debug_infs(False):
+        measure, _ = run_where(finite, without_state, grads, ())
+        return zeros_if_skipped(finite, measure)
 
 
 def judge(
-    rules: tuple[Rule, ...],
-    rule_states: tuple[PyTree, ...],
-    measures: list[jax.Array],
-    finite: jax.Array,
-) -> tuple[list[jax.Array], tuple[PyTree, ...]]:
-    """Return whether each rule skips the step, and its state after a step that is finite."""
-    if type(rule_states) is not tuple or len(rule_states) != len(rules):
-        raise ValueError(
-            f"`state.rule_states` must be a tuple with the state of each of {len(rules)} rules, "
-            f"got {rule_states!r}. Add or drop one: "
-            "`state._replace(rule_states=(rule.init(params),))`."
-        )
-    skips: list[jax.Array] = []
-    new_states: list[PyTree] = []
-    for rule, given, measure in zip(rules, rule_states, measures, strict=True):
-        old = jax.tree.map(as_array, given)
-        with jax.debug_nans(False), jax.debug_infs(False):
-            skip, new = rule.judge(old, measure)
-        skips.append(checks.read_flag(f"{type(rule).__name__}.judge", skip))
-        try:
-            new_states.append(tree_where(finite, new, old))
-        except (TypeError, ValueError) as error:
-            error.add_note(f"It is in the state of {rule!r}: `judge` must return one like `init`.")
-            raise
+    rule: Rule, rule_state: PyTree, measure: jax.Array, finite: jax.Array
+) -> tuple[jax.Array, PyTree]:
+    """Return whether a rule skips the step, and its state after a step that is finite."""
+    old = jax.tree.map(as_array, rule_state)
+    with jax.debug_nans(False), jax.debug_infs(False):
+        skip, new = rule.judge(old, measure)
+    skip = checks.read_flag(f"{type(rule).__name__}.judge", skip)
+    try:
+        new = tree_where(finite, new, old)
+    except (TypeError, ValueError) as error:
+        error.add_note(f"It is in the state of {rule!r}: `judge` must return one like `init`.")
+        raise
     # A memory decides, and decisions have no derivative.
-    return skips, jax.lax.stop_gradient(tuple(new_states))
+    return skip, jax.lax.stop_gradient(new)

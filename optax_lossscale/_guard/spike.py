@@ -11,7 +11,7 @@ import optax
 from optax_lossscale._state import SpikeState, increment
 from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import LARGEST_SCALE, SMALLEST_SCALE, as_float32
-from optax_lossscale._support.tree import at_least_float32, is_fp8_metadata, is_inexact
+from optax_lossscale._support.tree import FP8_KEY, at_least_float32, is_inexact
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Spike:
             arrays = [
                 at_least_float32(leaf)
                 for path, leaf in jax.tree_util.tree_leaves_with_path(grads)
-                if is_inexact(leaf) and not is_fp8_metadata(path)
+                if is_inexact(leaf) and FP8_KEY not in path
             ]
             return jnp.asarray(optax.tree.norm(arrays), jnp.float32)
         value = extra_args.get(self.of)

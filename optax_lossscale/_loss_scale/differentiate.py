@@ -66,9 +66,6 @@ def value_and_grad(
     def scaled_value_and_grad(state: PyTree, /, *args: Any, **kwds: Any) -> tuple[Any, PyTree]:
         loss_scale = loss_scale_of(find(LossScaleState, "state", state))
         warn_of_what_stands_outside(state, advice_given)
-        if is_of_jax:
-            chosen = [args[number] for number in positions if -len(args) <= number < len(args)]
-            checks.require_no_functions(chosen)
 
         def scaled_loss(*args: Any, **kwds: Any) -> tuple[Any, Any]:
             value = fun(*args, **kwds)
@@ -79,15 +76,22 @@ def value_and_grad(
                 )
             return scaled(value[0] if has_aux else value, loss_scale), value
 
-        result: Any = transform(scaled_loss, has_aux=True, **kwargs)(*args, **kwds)
-        # `jax.grad` returns gradients and aux, which could be taken for a value and gradients.
-        if not (_is_pair(result) and _is_pair(result[0])):
-            raise TypeError(
-                "`transform` must return ((loss, aux), grads), as `jax.value_and_grad` does, got "
-                f"{result!r} of {transform!r}. Pass the function that returns the value too."
-            )
-        (_, value), grads = result
-        return value, grads
+        try:
+            result: Any = transform(scaled_loss, has_aux=True, **kwargs)(*args, **kwds)
+        except TypeError:
+            if is_of_jax:
+                chosen = [args[number] for number in positions if -len(args) <= number < len(args)]
+                checks.require_no_functions(chosen)
+            raise
+        match result:
+            case tuple((tuple((_, value)), grads)):
+                return value, grads
+            case _:  # as of `jax.grad`, which returns gradients and aux
+                raise TypeError(
+                    "`transform` must return ((loss, aux), grads), as `jax.value_and_grad` does, "
+                    f"got {result!r} of {transform!r}. Pass the function that returns the value "
+                    "too."
+                )
 
     return _with_signature_of(fun, scaled_value_and_grad)
 
@@ -141,7 +145,3 @@ def _with_signature_of(fun: Callable[..., Any], function: Any) -> Callable[..., 
     state = inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY)
     function.__signature__ = inspect.Signature([state, *parameters.values()])
     return function
-
-
-def _is_pair(value: object) -> bool:
-    return isinstance(value, tuple) and len(value) == 2

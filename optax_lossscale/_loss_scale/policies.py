@@ -98,7 +98,9 @@ class FixedLossScale(_Policy):
         self, state: LossScaleState, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True
     ) -> LossScaleState:
         """Count the step; the loss scale is unchanged. See `update` for the arguments."""
-        state, grads_finite, loss_finite = _checked(state, grads_finite, loss_finite)
+        state = typed(state)
+        grads_finite = checks.read_flag("grads_finite", grads_finite)
+        loss_finite = checks.read_flag("loss_finite", loss_finite)
         if not self.skip_nonfinite:
             return state
         applied = grads_finite & loss_finite
@@ -177,6 +179,7 @@ class DynamicLossScale(_Policy):
     hysteresis: int = 1
     consecutive_hysteresis: bool = False
     loss_patience: int = 2
+    skip_nonfinite = True  # no field: the rule depends on the gradients
 
     def __post_init__(self) -> None:
         """Check the hyper-parameters."""
@@ -207,11 +210,6 @@ class DynamicLossScale(_Policy):
                 f"{self}. Move the bound, or start within."
             )
 
-    @property
-    def skip_nonfinite(self) -> bool:
-        """Always true: the rule depends on the gradients."""
-        return True
-
     def init(self) -> LossScaleState:
         """Return the state before the first step."""
         return initial_state(self.initial_scale)
@@ -220,7 +218,9 @@ class DynamicLossScale(_Policy):
         self, state: LossScaleState, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True
     ) -> LossScaleState:
         """Apply the rule above once. See `update` for the arguments."""
-        state, grads_finite, loss_finite = _checked(state, grads_finite, loss_finite)
+        state = typed(state)
+        grads_finite = checks.read_flag("grads_finite", grads_finite)
+        loss_finite = checks.read_flag("loss_finite", loss_finite)
         applied = grads_finite & loss_finite
         skipped = increment(state.consecutive_skipped)
         is_forgiven = ~loss_finite & (skipped < self.loss_patience)
@@ -229,8 +229,12 @@ class DynamicLossScale(_Policy):
         state = state._replace(loss_scale=jnp.where(jnp.isnan(scale), self.min_scale, scale))
 
         forgiven = state._replace(growth_count=jnp.zeros_like(state.growth_count))
-        new = _choose(is_forgiven, forgiven, self._after_overflow(state))
-        return count_step(_choose(applied, self._after_finite(state), new), state, applied)
+        where_forgiven, where_applied = (
+            functools.partial(jnp.where, flag) for flag in (is_forgiven, applied)
+        )
+        skip = jax.tree.map(where_forgiven, forgiven, self._after_overflow(state))
+        new = jax.tree.map(where_applied, self._after_finite(state), skip)
+        return count_step(new, state, applied)
 
     def _after_overflow(self, state: LossScaleState) -> LossScaleState:
         """Return the state after an overflow."""
@@ -254,20 +258,6 @@ class DynamicLossScale(_Policy):
             growth_count=jnp.where(grows, 0, growth_count),
             overflow_count=jnp.where(refills, 0, state.overflow_count),
         )
-
-
-def _choose(pred: jax.Array, on_true: LossScaleState, on_false: LossScaleState) -> LossScaleState:
-    return jax.tree.map(functools.partial(jnp.where, pred), on_true, on_false)
-
-
-def _checked(
-    state: LossScaleState, grads_finite: ArrayLike, loss_finite: ArrayLike
-) -> tuple[LossScaleState, jax.Array, jax.Array]:
-    flags = (
-        checks.read_flag("grads_finite", grads_finite),
-        checks.read_flag("loss_finite", loss_finite),
-    )
-    return typed(state), *flags
 
 
 for _public in (FixedLossScale, DynamicLossScale):

@@ -1,26 +1,26 @@
-"""Scale losses, unscale gradients."""
+"""Scale losses, unscale gradients, and check them."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._loss_scale.finite import all_finite
+from optax_lossscale import _xla
 from optax_lossscale._state import LossScaleState, find, loss_scale_of
 from optax_lossscale._support import checks
-from optax_lossscale._support.bounds import reciprocal
-from optax_lossscale._support.flags import agree
+from optax_lossscale._support.choose import agree, all_true
 from optax_lossscale._support.lines import warn
 from optax_lossscale._support.tree import (
+    ARRAYS,
     AxisName,
     KeyPath,
     PyTree,
     Tree,
     at_least_float32,
-    is_array,
+    is_finite,
     is_inexact,
-    multiplied,
     path_name,
+    unscaled,
 )
 
 
@@ -53,7 +53,9 @@ def scale_loss(loss: Tree, state: PyTree) -> Tree:
 
 def scaled(loss: Tree, loss_scale: jax.Array) -> Tree:
     """Multiply the loss by a number, `float32[]`."""
-    if any(is_array(leaf) and leaf.dtype == jnp.float16 for leaf in jax.tree.leaves(loss)):
+    if any(
+        isinstance(leaf, ARRAYS) and leaf.dtype == jnp.float16 for leaf in jax.tree.leaves(loss)
+    ):
         warn(
             "The loss is float16, and so is the loss scale in the backward pass: infinite above "
             "65504. Compute the loss in float32, for example from `logits.astype(jnp.float32)`."
@@ -61,7 +63,7 @@ def scaled(loss: Tree, loss_scale: jax.Array) -> Tree:
 
     def scale(path: KeyPath, leaf: Any) -> jax.Array:
         if not is_inexact(leaf) or jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
-            kind = leaf.dtype if is_array(leaf) else type(leaf).__name__
+            kind = leaf.dtype if isinstance(leaf, ARRAYS) else type(leaf).__name__
             raise TypeError(
                 f"`loss` must be floating-point, got {kind} at {path_name(path)}. Cast it with "
                 "`astype(jnp.float32)`, take the real part of a complex loss, or give "
@@ -108,7 +110,33 @@ def unscale_and_check(
     """
     checks.require_axis_name(axis_name)
     loss_scale = loss_scale_of(find(LossScaleState, "state", state))
-    unscaled = multiplied(grads, reciprocal(loss_scale))
-    # The reciprocal is positive and finite, or NaN, so NaN and infinity are preserved: one check.
-    (grads_finite,), _ = agree([all_finite(unscaled)], axis_name)
-    return unscaled, grads_finite
+    grads = unscaled(grads, loss_scale)
+    (grads_finite,), _ = agree([all_finite(grads)], axis_name)
+    return grads, grads_finite
+
+
+def all_finite(tree: PyTree) -> jax.Array:
+    """Return whether every number in `tree` is finite.
+
+    The check is exact: it looks at each element, never at a sum, which finite values can overflow.
+
+    Args:
+      tree: Any pytree. Leaves without floating-point or complex numbers (`None`, integers,
+        booleans, float0, PRNG keys, objects that are not arrays) count as finite, as empty ones do.
+
+    Returns:
+      Whether every number is finite. `bool[]`.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax_lossscale as ols
+      >>> bool(ols.all_finite({"w": jnp.ones(3), "step": 7}))
+      True
+      >>> bool(ols.all_finite({"w": jnp.array([1.0, jnp.nan]), "step": 7}))
+      False
+    """
+    arrays = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
+    if not arrays:
+        return jnp.asarray(True)
+    if _xla.enabled:
+        return _xla.all_finite(arrays)
+    return all_true([jnp.all(is_finite(array)) for array in arrays])

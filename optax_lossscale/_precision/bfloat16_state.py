@@ -14,7 +14,7 @@ from optax_lossscale._support import checks
 from optax_lossscale._support.jaxprs import CALLS, Jaxpr, inner_jaxprs, is_literal
 from optax_lossscale._support.lines import warn_of_keep
 from optax_lossscale._support.nnx import is_nnx
-from optax_lossscale._support.tree import KeyPath, in_dtype, is_array, is_symbolic, split
+from optax_lossscale._support.tree import ARRAYS, KeyPath, in_dtype, is_symbolic, split
 
 
 def with_bfloat16_state(
@@ -136,12 +136,12 @@ def _copies(init: Callable[[Any], Any], params: optax.Params) -> set[KeyPath]:
     Its jaxpr tells: `jax.jit` and `optax.flatten` make copies of other identity, and equal values
     need not be copies.
     """
-    arrays, join = split(params, lambda x: is_array(x) or isinstance(x, jax.ShapeDtypeStruct))
+    arrays, join = split(params, lambda x: isinstance(x, (ARRAYS, jax.ShapeDtypeStruct)))
     paths: list[KeyPath] = []
 
     def on_arrays(arrays: list[Any]) -> list[Any]:
         leaves = jax.tree_util.tree_leaves_with_path(init(join(arrays)))
-        found = [(path, leaf) for path, leaf in leaves if is_array(leaf)]
+        found = [(path, leaf) for path, leaf in leaves if isinstance(leaf, ARRAYS)]
         paths.extend(path for path, _ in found)
         return [leaf for _, leaf in found]
 

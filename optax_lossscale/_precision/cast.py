@@ -11,7 +11,7 @@ from optax_lossscale._state import LossScaleState, read_as
 from optax_lossscale._support import checks
 from optax_lossscale._support.lines import warn_of_keep
 from optax_lossscale._support.nnx import is_nnx
-from optax_lossscale._support.tree import KeyPath, Tree, is_array, is_fp8_metadata
+from optax_lossscale._support.tree import ARRAYS, FP8_KEY, KeyPath, Tree
 
 
 def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = None) -> Tree:
@@ -52,8 +52,8 @@ def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = N
                 f"`tree` must not hold a stateful flax.nnx object, got {type(leaf).__name__}: its "
                 "copy's updates would be lost. Cast `nnx.state(model)`, and merge it."
             )
-        is_floating = is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
-        if not is_floating or is_fp8_metadata(path):
+        is_floating = isinstance(leaf, ARRAYS) and jnp.issubdtype(leaf.dtype, jnp.floating)
+        if not is_floating or FP8_KEY in path:
             return leaf
         paths.append(jax.tree_util.keystr(path))
         if keep is not None and keep(paths[-1]):

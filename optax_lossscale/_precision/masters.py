@@ -84,10 +84,10 @@ def with_master_weights(
         if remainders and param.dtype == jnp.bfloat16:
             is_array = not isinstance(param, jax.ShapeDtypeStruct)
             return in_dtype(jnp.zeros_like(param) if is_array else param, jnp.int16)
-        return _widened(param)
+        return in_dtype(param, jnp.float32)
 
     def init_fn(params: optax.Params) -> MasterWeightsState:
-        wide = jax.tree.map(_widened, params)
+        wide = jax.tree.map(lambda x: in_dtype(x, jnp.float32) if _is_half(x) else x, params)
         return MasterWeightsState(jax.tree.map(master, params), inner.init(wide))
 
     def update_fn(
@@ -160,11 +160,6 @@ def master_weights(opt_state: PyTree, params: Tree) -> Tree:
 
 def _is_half(param: Any) -> bool:
     return getattr(param, "dtype", None) in HALF
-
-
-def _widened(param: Any) -> Any:
-    """Return a parameter in half precision in float32, and any other as it is."""
-    return in_dtype(param, jnp.float32) if _is_half(param) else param
 
 
 def _is_missing(master: Any) -> bool:

@@ -1,7 +1,5 @@
 """Bounds of numbers: of a loss scale, and of a count."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 # Outside these bounds the float32 reciprocal of the loss scale is infinite or subnormal, and XLA
@@ -15,9 +13,3 @@ def as_float32(value: float) -> float:
     """Return the float32 next to `value`."""
     with np.errstate(over="ignore", under="ignore"):
         return float(np.float32(value))
-
-
-def reciprocal(loss_scale: jax.Array) -> jax.Array:
-    """Return `1 / loss_scale`, and NaN outside of the bounds: such a step must be skipped."""
-    is_within = (loss_scale >= SMALLEST_SCALE) & (loss_scale <= LARGEST_SCALE)
-    return jnp.where(is_within, 1 / loss_scale, jnp.nan)

@@ -19,11 +19,11 @@ from jax.typing import ArrayLike, DTypeLike
 
 from optax_lossscale._support.bounds import INT32_MAX, LARGEST_SCALE, SMALLEST_SCALE, as_float32
 from optax_lossscale._support.tree import (
+    ARRAYS,
     AxisName,
     PyTree,
     Tree,
     first_difference,
-    is_array,
     path_name,
 )
 
@@ -75,7 +75,7 @@ def read_count(name: str, value: object, *, least: int = 1) -> int:
 
 def read_flag(name: str, value: ArrayLike) -> jax.Array:
     """Return `value` as bool[]."""
-    if not (isinstance(value, bool) or (is_array(value) and value.dtype == jnp.bool_)):
+    if not (isinstance(value, bool) or (isinstance(value, ARRAYS) and value.dtype == jnp.bool_)):
         raise TypeError(
             f"`{name}` must be a bool or a boolean array, got {value!r}. Compute it with "
             "`all_finite`, `unscale_and_check` or a comparison."
@@ -88,7 +88,7 @@ def read_flag(name: str, value: ArrayLike) -> jax.Array:
 def require_numbers(name: str, value: Any) -> None:
     """Refuse a loss that holds something else than numbers: it would count as finite."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(value):
-        is_number = is_array(leaf) and jnp.issubdtype(leaf.dtype, np.number)
+        is_number = isinstance(leaf, ARRAYS) and jnp.issubdtype(leaf.dtype, np.number)
         if not (is_number or isinstance(leaf, (bool, int, float, complex))):
             raise TypeError(
                 f"`{name}` must be a number, an array or a tree of them, got {leaf!r} at "
@@ -180,6 +180,16 @@ def read_state(state: object, kind: type[Tree], name: str = "state", remedy: str
     return state
 
 
+def require_rule_states(rule_states: object, rules: Sequence[object]) -> None:
+    """Refuse anything but a tuple with a state for each rule."""
+    if type(rule_states) is not tuple or len(rule_states) != len(rules):
+        raise ValueError(
+            f"`state.rule_states` must be a tuple with the state of each of {len(rules)} rules, "
+            f"got {rule_states!r}. Add or drop one: "
+            "`state._replace(rule_states=(rule.init(params),))`."
+        )
+
+
 def require_values(name: str, tree: Any, remedy: str) -> None:
     """Refuse traced arrays."""
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
@@ -224,7 +234,7 @@ def read_half_or_float32(name: str, dtype: DTypeLike | None) -> np.dtype:
 
 def require_policy(value: object) -> None:
     """Refuse a number, which would fix the loss scale, where the rule of a run is meant."""
-    if isinstance(value, numbers.Real) or is_array(value):
+    if isinstance(value, (numbers.Real, ARRAYS)):
         raise TypeError(
             f'`policy` must be a policy, "dynamic" or a dict from `get_config`, got {value!r}. For '
             "a loss scale x that never moves, write `FixedLossScale(x)`."

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 
 from optax_lossscale._support.lines import source_of
-from optax_lossscale._support.tree import KeyPath, is_array, is_symbolic
+from optax_lossscale._support.tree import ARRAYS, KeyPath, is_symbolic
 
 # `jax.extend.core` has these classes. Importing it takes as long as all else of the package.
 Jaxpr: TypeAlias = Any  # with or without its constants
@@ -32,7 +32,7 @@ def trace(
     """
     names = [*argument_names(fun, len(args)), *kwargs]
     leaves, treedef = jax.tree_util.tree_flatten_with_path([*args, *kwargs.values()])
-    is_traced = [is_array(x) or isinstance(x, jax.ShapeDtypeStruct) for _, x in leaves]
+    is_traced = [isinstance(x, (ARRAYS, jax.ShapeDtypeStruct)) for _, x in leaves]
     given = itertools.compress(leaves, is_traced)
     inputs = [(names[root.idx], tuple(path), x) for (root, *path), x in given]
 
@@ -44,7 +44,7 @@ def trace(
         results = jax.tree.leaves(fun(*inner[: len(args)], **by_name))
         before = set(map(id, both))
         written = [x for x in jax.tree.leaves(inner) if id(x) not in before]
-        return [x for x in [*results, *written] if is_array(x)]
+        return [x for x in [*results, *written] if isinstance(x, ARRAYS)]
 
     return jax.make_jaxpr(on_arrays)([x for *_, x in inputs]), inputs
 

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from optax_lossscale._support.bounds import LARGEST_SCALE, SMALLEST_SCALE
+
 #: Any nested container that JAX knows, with leaves of any kind.
 PyTree: TypeAlias = Any
 
@@ -22,15 +24,16 @@ Tree = TypeVar("Tree")
 
 HALF = (jnp.dtype("float16"), jnp.dtype("bfloat16"))
 
+# Where Flax's fp8 layers keep metadata, whose gradient is the new value.
+FP8_METADATA = "_overwrite_with_gradient"
+FP8_KEY = jax.tree_util.DictKey(FP8_METADATA)
 
-def is_array(leaf: object) -> TypeGuard[jax.Array | np.ndarray]:
-    """Say whether `leaf` is an array or a traced array, of any dtype."""
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+ARRAYS = (jax.Array, np.ndarray, np.generic)  # the types of arrays, traced ones among them
 
 
 def is_inexact(leaf: object) -> TypeGuard[ArrayLike]:
     """Say whether `leaf` holds floating-point or complex numbers, Python's own among them."""
-    if is_array(leaf):
+    if isinstance(leaf, ARRAYS):
         return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
     return isinstance(leaf, (float, complex))
 
@@ -57,39 +60,34 @@ def at_least_float32(leaf: Any) -> Any:
     return value.astype(jnp.float32) if jnp.finfo(value.dtype).bits < 32 else value
 
 
-def multiplied(tree: Tree, number: jax.Array, *, keep_dtypes: bool = False) -> Tree:
-    """Multiply the floating-point and complex leaves by a number, `float32[]`, at least in float32.
+def unscaled(grads: Tree, loss_scale: jax.Array, *, keep_dtypes: bool = False) -> Tree:
+    """Multiply gradients by `1 / loss_scale`, at least in float32.
 
-    With `keep_dtypes` the products are rounded to the dtypes that the leaves had.
+    What is not finite stays so, and a loss scale out of its bounds makes NaN: one check of the
+    result sees all. With `keep_dtypes`, gradients are rounded to the dtypes that they had.
     """
+    is_within = (loss_scale >= SMALLEST_SCALE) & (loss_scale <= LARGEST_SCALE)
+    reciprocal = jnp.where(is_within, 1 / loss_scale, jnp.nan)
 
-    def multiply(path: KeyPath, leaf: Any) -> Any:
-        if not is_inexact(leaf) or is_fp8_metadata(path):
+    def unscale(path: KeyPath, leaf: Any) -> Any:
+        if not is_inexact(leaf) or FP8_KEY in path:
             return leaf
         value = at_least_float32(leaf)
         if jnp.iscomplexobj(value):  # by parts: a product with 1 + 0j loses the signs of zeros
-            times = number.astype(value.real.dtype)
+            times = reciprocal.astype(value.real.dtype)
             product = jax.lax.complex(value.real * times, value.imag * times)
         else:
-            product = value * number.astype(value.dtype)
+            product = value * reciprocal.astype(value.dtype)
         return product.astype(jnp.result_type(leaf)) if keep_dtypes else product
 
     # An overflow here is not an error: the check of the step detects it.
     with jax.debug_nans(False), jax.debug_infs(False):
-        return jax.tree_util.tree_map_with_path(multiply, tree)
-
-
-def is_fp8_metadata(path: KeyPath) -> bool:
-    """Return whether a leaf is metadata of Flax's fp8 layers, whose gradient is the new value."""
-    return jax.tree_util.DictKey(FP8_METADATA) in path
+        return jax.tree_util.tree_map_with_path(unscale, grads)
 
 
 def has_fp8_metadata(params: Any) -> bool:
     """Return whether Flax keeps fp8 metadata beside the parameters in this collection."""
     return isinstance(params, Mapping) and FP8_METADATA in params
-
-
-FP8_METADATA = "_overwrite_with_gradient"
 
 
 def path_name(path: KeyPath | None) -> str:

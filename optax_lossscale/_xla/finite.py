@@ -20,7 +20,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import AxisType
 
-from optax_lossscale._support.flags import all_true
+from optax_lossscale._support.choose import all_true
 from optax_lossscale._support.tree import is_finite, is_symbolic
 
 

@@ -14,9 +14,9 @@ from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import INT32_MAX
 from optax_lossscale._support.lines import warn
 from optax_lossscale._support.tree import (
+    ARRAYS,
     PyTree,
     at_least_float32,
-    is_array,
     is_inexact,
     is_symbolic,
 )
@@ -106,7 +106,7 @@ def gradient_exponents(
     dtype = checks.read_float_dtype("dtype", dtype, most_bits=32)
     checks.require_scalar("loss_scale", loss_scale, "Look at one replica at a time.")
     if not isinstance(loss_scale, Tracer):
-        number = jax.device_get(loss_scale).item() if is_array(loss_scale) else loss_scale
+        number = jax.device_get(loss_scale).item() if isinstance(loss_scale, ARRAYS) else loss_scale
         checks.read_scale("loss_scale", number)
     parts = [jnp.zeros(0)]  # so that there is one
     for array in (at_least_float32(leaf) for leaf in jax.tree.leaves(grads) if is_inexact(leaf)):

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._loss_scale.convert import LossScale, as_loss_scale, init
-from optax_lossscale._loss_scale.finite import all_finite
 from optax_lossscale._loss_scale.policies import FixedLossScale
+from optax_lossscale._loss_scale.scale import all_finite
 from optax_lossscale._state import GuardState, SpikeState, loss_scale_state, subtrees
 from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import LARGEST_SCALE, SMALLEST_SCALE, as_float32
 from optax_lossscale._support.lines import warn
-from optax_lossscale._support.tree import KeyPath, PyTree, is_array, is_inexact, path_name
+from optax_lossscale._support.tree import KeyPath, PyTree, is_inexact, path_name
 
 
 class LossScaleStalledError(RuntimeError):
@@ -238,7 +238,7 @@ def _impossible(expected: str, got: object) -> ValueError:
 
 def _is_count(path: KeyPath, leaf: Any) -> bool:
     """Return whether a leaf is one integer, with the name that Optax gives to counts."""
-    is_integer = (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.integer)) or type(leaf) is int
+    is_integer = jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.integer)
     # The last key of a Variable of flax.nnx is `value`.
     is_named = re.search("count|step", jax.tree_util.keystr(path[-2:])) is not None
     return is_named and is_integer and not np.ndim(leaf)

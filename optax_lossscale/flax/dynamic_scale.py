@@ -10,12 +10,11 @@ from flax import struct
 from flax.training import dynamic_scale
 
 from optax_lossscale._loss_scale.differentiate import value_and_grad
-from optax_lossscale._loss_scale.finite import all_finite
-from optax_lossscale._loss_scale.scale import unscale_and_check
+from optax_lossscale._loss_scale.scale import all_finite, unscale_and_check
 from optax_lossscale._state import increment, initial_state
 from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import INT32_MAX, LARGEST_SCALE, SMALLEST_SCALE
-from optax_lossscale._support.tree import as_array, is_array
+from optax_lossscale._support.tree import ARRAYS, as_array
 
 #: The result of `DynamicScale.value_and_grad`: Flax's own class.
 DynamicScaleResult = dynamic_scale.DynamicScaleResult
@@ -60,7 +59,7 @@ class DynamicScale(dynamic_scale.DynamicScale):
         for name in ("growth_factor", "backoff_factor", "growth_interval", "minimum_scale"):
             value = getattr(self, name)
             is_given = value is not None or name != "minimum_scale"
-            if is_given and not (isinstance(value, numbers.Real) or is_array(value)):
+            if is_given and not (isinstance(value, (numbers.Real, ARRAYS))):
                 raise TypeError(f"`{name}` must be a number, got {value!r}. Leave it out.")
         # Ints below 2, and None, may be axes of `jax.vmap`, as in `jax.tree.map(lambda _: 0, ds)`.
         fields: tuple[Any, ...] = (self.fin_steps, self.scale)

@@ -43,8 +43,9 @@ PRELOADED = (
     *("jax.numpy", "jmp", "keras", "matplotlib.figure", "optax.contrib", "orbax.checkpoint"),
     *("pytest", "sybil", "tensorboardX"),
 )
-TESTS = ("tests/test_*.py", "README.md", "docs/**/*.md", f"{PACKAGE}/**/*.py")
-NOT_RUN = {"test_mutants", "test_processes", "test_typing"}  # they start other programs
+TESTS = ("tests/**/test_*.py", "README.md", "docs/**/*.md", f"{PACKAGE}/**/*.py")
+# They start other programs, or say nothing of the package.
+NOT_RUN = {"test_mutants", "test_processes", "test_typing", "oracles", "project"}
 OPTIONS = (
     *("-q", "--no-header", "--tb=short", "-m", "not exhaustive"),
     "--assert=plain",  # otherwise pytest compiles the modules with doctests itself
@@ -317,7 +318,7 @@ def main() -> int:
         _preload(options.output)
         run = Run(options)
         found = (path for pattern in TESTS for path in sorted(Path().glob(pattern)))
-        files = [str(path) for path in found if path.stem not in NOT_RUN]
+        files = [str(p) for p in found if NOT_RUN.isdisjoint({p.stem, p.parent.name})]
         with ThreadPoolExecutor(options.jobs) as pool:
             try:
                 for found in pool.map(lambda f: run.record(f, chosen), options.tests or files):

@@ -7,13 +7,13 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from checkpoint_formats import FORMATS
 from flax import nnx
 from flax.core import FrozenDict
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optimizers import OPTIMIZERS, tiers
 from plain_where import assert_same_bits, types
-from test_checkpoints import FORMATS
 
 import optax_lossscale as ols
 from optax_lossscale import diagnostics

@@ -24,7 +24,7 @@ import optax_lossscale as ols
 
 pytestmark = pytest.mark.integration
 
-ORACLES = Path(__file__).parent / "oracles"
+ORACLES = Path(__file__).parents[1] / "oracles"
 PUBLISHED = json.loads((ORACLES / "published.json").read_text("utf-8"))
 FILES = "tensorflow-2.4", "tensorflow-2.21", "mindspore-2.10"
 RECORDED = [json.loads((ORACLES / f"recorded/{n}.json").read_text("utf-8")) for n in FILES]

@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
-from flax import serialization
+from checkpoint_formats import FORMATS
 from plain_where import assert_same_bits
 from process_worker import BAD_ROW, POLICY, STEPS, batch, init_params, make_step
 
@@ -45,29 +44,6 @@ def make_trainer(policy):
     return (init_params(), tx.init(init_params())), train, traces
 
 
-def save_orbax(path, state):
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path, state)
-
-
-def restore_orbax(path, like):
-    with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(path, jax.tree.map(ocp.utils.to_shape_dtype_struct, like))
-
-
-FORMATS = {
-    "pickle": (
-        lambda path, state: path.write_bytes(pickle.dumps(state)),
-        lambda path, _: pickle.loads(path.read_bytes()),  # noqa: S301, written by this test
-    ),
-    "flax": (
-        lambda path, state: path.write_bytes(serialization.to_bytes(state)),
-        lambda path, like: serialization.from_bytes(like, path.read_bytes()),
-    ),
-    "orbax": (save_orbax, restore_orbax),
-}
-
-
 def resume_all(folder):
     """Restore every checkpoint in `folder`, train to the end, and write the results."""
     policy = ols.as_loss_scale(json.loads((folder / "policy.json").read_text("utf-8")))
@@ -92,7 +68,8 @@ def test_training_goes_on_bit_for_bit_in_a_new_process(tmp_path):
     (tmp_path / "policy.json").write_text(json.dumps(POLICY.get_config()), "utf-8")
     subprocess.run(  # noqa: S603, the interpreter and this file
         [sys.executable, __file__, str(tmp_path)],
-        env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "false"},
+        env=os.environ
+        | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "false", "PYTHONPATH": os.pathsep.join(sys.path)},
         check=True,
     )
     resumed = pickle.loads((tmp_path / "results.pickle").read_bytes())  # noqa: S301
