@@ -226,6 +226,17 @@ TABLE = {
     "TypeError: `{}` must be a number, an array or a tree": given(
         take, "value", "nan", decimal.Decimal("NaN"), np.array([NAN], object), [1.0, "x"]
     ),
+    "ValueError: `policy` must be a policy": [
+        lambda: ols.update(STATE, True, "static"),
+        lambda: check_health(STATE, policy="static"),
+    ],
+    "TypeError: `policy` must be a policy": [
+        lambda x=x: check_health(STATE, policy=x) for x in (8.0, [], SGD, DynamicLossScale, ONE)
+    ],
+    "TypeError: `{}` must be a scalar": [
+        *named("value", lambda: skip(ols.Spike(), value={"a": 1.0})),
+        *given(exponents, "loss_scale", STATE),
+    ],
     "ValueError: `{}` must be a scalar": [
         *given(ols.tree_where, "pred", ONE > 0, TWO > 0, on_true=ONE, on_false=ONE),
         *given(exponents, "loss_scale", TWO),
@@ -322,7 +333,7 @@ TABLE = {
         *named("Bfloat16State", lambda: ols.with_bfloat16_state(SMALL).init(PARAMS)),
     ],
     "TypeError: `{}` must be a floating-point dtype": [
-        *given(ols.cast, "dtype", "int8", None, "complex64", "bf16", tree=PARAMS),
+        *given(ols.cast, "dtype", "int8", None, "complex64", "bf16", PARAMS, tree=PARAMS),
         *given(ols.autocast, "dtype", None, "int8", "bf16", fun=jnp.sum),
         *given(exponents, "dtype", "int8", "complex64"),
         *given((suggest_loss_scale, plot), "dtype", "int8"),
@@ -350,6 +361,9 @@ TABLE = {
             ("pair", lambda x=x: differentiate(returning(x), has_aux=True))
             for x in (None, (1.0,), (1.0, 2.0, 3.0), {"a": 1.0, "b": 2.0})
         ),
+    ],
+    "TypeError: `transform` must take a function and has_aux, argnums": [
+        lambda: differentiate(jnp.sum, transform=lambda fun: fun, argnums=1)
     ],
     "TypeError: `transform` must return ((loss, aux), grads)": [
         lambda x=x: differentiate(jnp.sum, transform=returning(returning(x)))
@@ -506,6 +520,24 @@ ACCEPTED = [
     *given(lambda leaf: choose(leaf, leaf), "leaf", type("Opaque", (), {"__array__": None})()),
     *given(take, "value", None, 1, True, np.float16(1), {"a": jnp.int32(1)}),
 ]
+
+
+@pytest.mark.parametrize("wrapper", [*WRAPPERS, ols.with_master_weights])
+def test_an_optimizers_error_says_where_updates_and_params_differ(wrapper):
+    tx, params = wrapper(optax.adamw(0.1)), {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}
+    for place, updates in (
+        ("structure at `['v']`", {**params, "v": ONE}),
+        ("shape at `['w']`", {**params, "w": jnp.ones((2, 3))}),
+    ):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            tx.update(updates, tx.init(params), params)
+        assert str(caught.value).count(f"`updates` and `params` differ in {place}.") == 1
+
+
+@pytest.mark.parametrize("wrapper", [ols.with_loss_scaling, ols.with_skipping])
+def test_an_optimizers_error_names_the_parameter_that_is_no_array(wrapper):
+    with pytest.raises(TypeError, match=r"\n`params` must be .* got 'text' at `\['w'\]`\.$"):
+        wrapper(optax.adam(0.1)).init({"b": 1.0, "w": "text"})
 
 
 def test_the_bounds_themselves_are_accepted():

@@ -161,7 +161,11 @@ def _guard(
     has_warned = False
 
     def init_fn(params: optax.Params) -> GuardState:
-        inner_state = inner.init(params)
+        try:
+            inner_state = inner.init(params)
+        except (TypeError, ValueError) as error:
+            checks.add_other_leaves(error, params)
+            raise
         refuse_second_guard("inner", inner_state)
         refuse_changed_updates(inner_state)
         warn_of_half_precision(params, inner_state)

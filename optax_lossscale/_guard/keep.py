@@ -17,7 +17,6 @@ from optax_lossscale._support.tree import (
     KeyPath,
     Tree,
     as_array,
-    first_difference,
     is_inexact,
     path_name,
 )
@@ -112,10 +111,7 @@ def _like(old: Tree, new: Tree) -> Tree:
 
 def _add_likely_causes(error: Exception, grads: optax.Updates, params: optax.Params | None) -> None:
     """Say what may have made an optimizer fail: structure, small dtypes, gradients of None."""
-    if params is not None and jax.tree.structure(grads) != jax.tree.structure(params):
-        path, *_ = first_difference(grads, params)
-        where = path_name(path)
-        error.args = (f"{error}\n`updates` and `params` differ in structure at {where}.",)
+    checks.add_difference(error, grads, params)
     dtypes = {jnp.result_type(leaf) for leaf in jax.tree.leaves(params) if is_inexact(leaf)}
     if any(jnp.finfo(dtype).bits < 32 for dtype in dtypes):
         masters = "Wrap it: `with_master_weights(inner)`. Or keep" if dtypes & {*HALF} else "Keep"

@@ -110,10 +110,10 @@ def measure(
 
 
 def judge(
-    rule: Rule, rule_state: PyTree, measure: jax.Array, finite: jax.Array
+    rule: Rule, state: PyTree, measure: jax.Array, finite: jax.Array
 ) -> tuple[jax.Array, PyTree]:
     """Return whether a rule skips the step, and its state after a step that is finite."""
-    old = jax.tree.map(as_array, rule_state)
+    old = jax.tree.map(as_array, state)
     with jax.debug_nans(False), jax.debug_infs(False):
         skip, new = rule.judge(old, measure)
     skip = checks.read_flag(f"{type(rule).__name__}.judge", skip)

@@ -77,7 +77,15 @@ def value_and_grad(
             return scaled(value[0] if has_aux else value, loss_scale), value
 
         try:
-            result: Any = transform(scaled_loss, has_aux=True, **kwargs)(*args, **kwds)
+            differentiated = transform(scaled_loss, has_aux=True, **kwargs)
+        except TypeError as error:
+            given = ", ".join(["has_aux", *kwargs])
+            raise TypeError(
+                f"`transform` must take a function and {given}, as `jax.value_and_grad` does, got "
+                f"{transform!r}: {error}. Pass one that does."
+            ) from error
+        try:
+            result: Any = differentiated(*args, **kwds)
         except TypeError:
             if is_of_jax:
                 chosen = [args[number] for number in positions if -len(args) <= number < len(args)]

@@ -93,7 +93,11 @@ def with_bfloat16_state(
         count = jnp.asarray(count, jnp.uint32) + 1
         leaves, treedef = jax.tree.flatten(old)
         wide = (in_dtype(x, jnp.float32) if _is_bfloat16(x) else x for x in leaves)
-        updates, new = inner.update(updates, treedef.unflatten(wide), params, **extra_args)
+        try:
+            updates, new = inner.update(updates, treedef.unflatten(wide), params, **extra_args)
+        except (TypeError, ValueError) as error:
+            checks.add_difference(error, updates, params)
+            raise
         arrays = treedef.flatten_up_to(new)
         for place, leaf in enumerate(leaves):
             if _is_bfloat16(leaf):

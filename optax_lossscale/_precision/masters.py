@@ -102,7 +102,11 @@ def with_master_weights(
         params_def = jax.tree.structure(params)
         wide = params_def.unflatten(weights.get(name, param) for name, (_, param) in old.items())
         grads = jax.tree.map(at_least_float32, updates)
-        updates, inner_state = inner.update(grads, inner_state, wide, **extra_args)
+        try:
+            updates, inner_state = inner.update(grads, inner_state, wide, **extra_args)
+        except (TypeError, ValueError) as error:
+            checks.add_difference(error, updates, params)
+            raise
         moves = dict(zip(old, params_def.flatten_up_to(updates), strict=True))
         new_masters = {name: master for name, (_, master) in kept.items()}
         for name, weight in weights.items():
@@ -228,4 +232,4 @@ def _of_others(path: KeyPath) -> ValueError:
 
 # The dtypes of a parameter and of its master.
 _STORED = {("float16", "float32"), ("bfloat16", "float32"), ("bfloat16", "int16")}
-_INITIALIZED = "Give the parameters that the state was initialized with."
+_INITIALIZED = "Give the `params` that the state was initialized with."

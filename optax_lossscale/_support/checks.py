@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -143,7 +143,9 @@ def require_no_functions(params: PyTree) -> None:
 
 
 def require_scalar(name: str, value: Any, remedy: str) -> None:
-    """Refuse an array with axes."""
+    """Refuse an array with axes, and a container."""
+    if not jax.tree_util.all_leaves([value]):
+        raise TypeError(f"`{name}` must be a scalar, got a {type(value).__name__}. {remedy}")
     if np.shape(value):
         raise ValueError(f"`{name}` must be a scalar, got shape {np.shape(value)}. {remedy}")
 
@@ -168,6 +170,32 @@ def require_same_shape(name: str, path: Any, leaf: Any, expected: Any, remedy: s
         raise ValueError(
             f"`{name}` must keep its shapes, got {got} for {wanted} at {path_name(path)}. {remedy}"
         )
+
+
+def add_other_leaves(error: Exception, params: Any) -> None:
+    """Say in an optimizer's error which leaf of `params` is no array, if one is not."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not hasattr(leaf, "shape") and not isinstance(leaf, numbers.Number):
+            where = path_name(path)
+            error.args = (f"{error}\n`params` must be a tree of arrays, got {leaf!r} at {where}.",)
+            return
+
+
+def add_difference(error: Exception, updates: Any, params: Any) -> None:
+    """Say in an optimizer's error where `updates` and `params` differ, if they do."""
+    if params is None or "`updates` and `params` differ" in str(error):
+        return
+    kind = "structure"
+    if jax.tree.structure(updates) != jax.tree.structure(params):
+        path, *_ = first_difference(updates, params)
+    else:
+        kind, leaves = "shape", jax.tree_util.tree_leaves_with_path(updates)
+        pairs = zip(leaves, jax.tree.leaves(params), strict=True)
+        differ = (path for (path, a), b in pairs if np.shape(a) != np.shape(b))
+        path = next(differ, None)
+    if path is not None:
+        where = path_name(path)
+        error.args = (f"{error}\n`updates` and `params` differ in {kind} at {where}.",)
 
 
 _INIT = "Make it with `init`; a plain optimizer's state goes into its `inner_state`."
@@ -198,20 +226,23 @@ def require_values(name: str, tree: Any, remedy: str) -> None:
 
 def require_axis_name(axis_name: AxisName | None) -> None:
     """Refuse values that cannot name axes."""
-    for name in axis_name if isinstance(axis_name, tuple) else (axis_name,):
-        # An integer would stand for an axis of the array.
-        if not isinstance(name, Hashable) or isinstance(name, numbers.Integral):
-            raise TypeError(
-                "`axis_name` must be the name of a mapped axis or a tuple of them, got "
-                f"{axis_name!r}. Give the one that `jax.shard_map` or `jax.vmap` maps over."
-            )
+    try:
+        names = {*axis_name} if isinstance(axis_name, tuple) else {axis_name}
+    except TypeError:  # it cannot be hashed
+        names = {0}
+    # An integer would stand for an axis of the array.
+    if any(isinstance(name, numbers.Integral) for name in names):
+        raise TypeError(
+            "`axis_name` must be the name of a mapped axis or a tuple of them, got "
+            f"{axis_name!r}. Give the one that `jax.shard_map` or `jax.vmap` maps over."
+        )
 
 
 def read_float_dtype(name: str, dtype: DTypeLike | None, *, most_bits: int = 64) -> np.dtype:
     """Return a floating-point dtype of at most this size; NumPy would read None as float64."""
     try:
         kind = None if dtype is None else jnp.dtype(dtype)
-    except TypeError:  # text that names no dtype
+    except (TypeError, ValueError):  # what names no dtype
         kind = None
     if kind is None or not jnp.issubdtype(kind, jnp.floating) or jnp.finfo(kind).bits > most_bits:
         raise TypeError(
@@ -234,8 +265,9 @@ def read_half_or_float32(name: str, dtype: DTypeLike | None) -> np.dtype:
 
 def require_policy(value: object) -> None:
     """Refuse a number, which would fix the loss scale, where the rule of a run is meant."""
-    if isinstance(value, (numbers.Real, ARRAYS)):
-        raise TypeError(
+    is_named = value is None or isinstance(value, Mapping) or str(value) == "dynamic"
+    if not is_named and (isinstance(value, type) or not hasattr(value, "skip_nonfinite")):
+        raise (ValueError if isinstance(value, str) else TypeError)(
             f'`policy` must be a policy, "dynamic" or a dict from `get_config`, got {value!r}. For '
             "a loss scale x that never moves, write `FixedLossScale(x)`."
         )

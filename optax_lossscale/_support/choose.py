@@ -98,7 +98,7 @@ def tree_where(pred: ArrayLike, on_true: Tree, on_false: Tree) -> Tree:
       {'mean': Array([2.], dtype=float32), 'momentum': 0.9}
     """
     pred = checks.read_flag("pred", pred)
-    remedy = "Select between two versions of one tree."
+    remedy = "`on_true` and `on_false` are two versions of one tree."
     checks.require_same_structure("on_true", on_true, on_false, remedy)
 
     def choose(path: KeyPath, new: Any, old: Any) -> Any:

@@ -2,8 +2,8 @@
 
 For XLA:CPU, XLA:GPU and XLA:TPU (jaxlib 0.10.2 to 0.12.0). Arrays of one shape are checked in one
 kernel, and the rest depends on the platform and the number of devices. JAX tells these only to the
-lowering of a primitive, so the check is one. On an H100 an AdamW step on 12 arrays takes 21 kernels
-with it and 42 without, on 161 arrays 198 and 383; on a v5e 0.92 of the estimated cycles; on a CPU
+lowering of a primitive, so the check is one. On an H100 an AdamW step on 12 arrays takes 26 kernels
+with it and 46 without, on 161 arrays 203 and 387; on a v5e 0.92 of the estimated cycles; on a CPU
 1.16 of plain Optax's time for 2.30. For a CPU it can go once
 `test_the_check_writes_no_mask_of_the_array` fails, and for a GPU once
 `test_the_plain_check_of_jmp_takes_twice_the_kernels` does.

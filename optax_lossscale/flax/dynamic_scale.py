@@ -91,6 +91,7 @@ class DynamicScale(dynamic_scale.DynamicScale):
           TypeError: If `axis_name` cannot name an axis, or the loss is not floating-point.
         """
         checks.require_axis_name(axis_name)
+        has_aux = checks.read_bool("has_aux", has_aux)
         interval: Any = self.growth_interval
         if not isinstance(interval, jax.Array):  # a number may be beyond an int32, or infinite
             interval = jnp.int32(min(interval, INT32_MAX))
@@ -100,8 +101,8 @@ class DynamicScale(dynamic_scale.DynamicScale):
         state = initial_state(_within_bounds(self.scale))
 
         def loss_and_aux(*args: Any, **kwargs: Any) -> Any:
-            loss, aux, *_ = fun(*args, **kwargs)  # Flax drops the rest, too
-            return loss, aux
+            result = fun(*args, **kwargs)
+            return result[:2] if isinstance(result, (tuple, list)) else result  # as Flax
 
         scaled_value_and_grad = value_and_grad(loss_and_aux if has_aux else fun, argnums, has_aux)
 
