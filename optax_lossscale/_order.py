@@ -1,4 +1,4 @@
-"""Which transformation may stand around which: what is refused, and what is warned of.
+"""The order of transformations: those that are refused around others, and those warned of.
 
 The order is read from the state, in which every transformation has a container of its own.
 """

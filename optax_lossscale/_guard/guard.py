@@ -236,8 +236,8 @@ def decide(
 def _unscaled_copies(extra_args: dict[str, Any], scaled: PyTree, grads: PyTree) -> dict[str, Any]:
     """Return the extra arguments, with true gradients for those that hold the scaled ones.
 
-    Optax' line searches are called with `grad=grads`. What differs from the scaled gradients in one
-    bit is in true units, and stays.
+    Optax' line searches are called with `grad=grads`. An argument that differs from the scaled
+    gradients in one bit is in true units, and stays.
     """
     scaled_leaves, scaled_def = jax.tree.flatten(scaled)
     true_args: dict[str, Any] = {}

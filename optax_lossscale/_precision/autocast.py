@@ -47,8 +47,8 @@ def autocast(fun: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
     dimensions apart; a convolution, if it has 8 output positions in all examples, 8 output
     channels and 8 weights for each. So outer and inner products, a matrix times a vector, and
     products of coordinates stay. Its operands are float32 or half, at least one and the result
-    float32, and its precision is the default one. What must stay float32 says so in JAX's own
-    words: `precision="highest"`, or `with jax.default_matmul_precision("highest"):`.
+    float32, and its precision is the default one. A product that must stay float32 says so in
+    JAX's own words: `precision="highest"`, or `with jax.default_matmul_precision("highest"):`.
 
     The operands are converted to `dtype`, each for each product, and so is what flows back; the
     result is converted back from `dtype`. The functions of `jax.jit`, `jax.checkpoint`, `scan`,
@@ -61,8 +61,8 @@ def autocast(fun: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
         `jax.checkpoint`: no Python `if` on values, and nothing written to a closure. Random keys
         and modules of `flax.nnx` are arguments, which move on as they would without `autocast`.
         Put `jax.vmap` inside of `autocast`: outside, it hides the batch.
-      dtype: `jnp.float16`, `jnp.bfloat16`, or `jnp.float32`, which casts nothing. Of one `autocast`
-        in another, the inner one decides.
+      dtype: `jnp.float16`, `jnp.bfloat16`, or `jnp.float32`, which casts nothing. Where one
+        `autocast` stands in another, the inner one decides.
 
     Returns:
       A function of the same signature. It traces `fun` once in each call. Its arguments and results

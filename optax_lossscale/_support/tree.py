@@ -63,8 +63,8 @@ def at_least_float32(leaf: Any) -> Any:
 def unscaled(grads: Tree, loss_scale: jax.Array, *, keep_dtypes: bool = False) -> Tree:
     """Multiply gradients by `1 / loss_scale`, at least in float32.
 
-    What is not finite stays so, and a loss scale out of its bounds makes NaN: one check of the
-    result sees all. With `keep_dtypes`, gradients are rounded to the dtypes that they had.
+    NaN and infinity stay, and a loss scale out of its bounds makes NaN: one check of the result
+    sees all. With `keep_dtypes`, gradients are rounded to the dtypes that they had.
     """
     is_within = (loss_scale >= SMALLEST_SCALE) & (loss_scale <= LARGEST_SCALE)
     reciprocal = jnp.where(is_within, 1 / loss_scale, jnp.nan)

@@ -5,8 +5,8 @@ loop that writes the parameters if the choice is made on what the optimizer retu
 then have two readers, cannot be overwritten in place, and are copied: 3.9 to 4.8 times the cost of
 plain Optax for 1.1 to 1.3 times with this. XLA:GPU and XLA:TPU compile both forms alike.
 
-The update is traced, and its equations are evaluated up to each that makes a new leaf. What comes
-after reads the chosen leaf, and the old one has a single reader. It can go once
+The update is traced, and its equations are evaluated up to each that makes a new leaf. Later
+equations read the chosen leaf, and the old one has a single reader. It can go once
 `test_plain_where_on_the_outputs_copies_the_state` fails.
 """
 

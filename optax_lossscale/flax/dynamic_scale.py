@@ -101,8 +101,8 @@ class DynamicScale(dynamic_scale.DynamicScale):
         state = initial_state(_within_bounds(self.scale))
 
         def loss_and_aux(*args: Any, **kwargs: Any) -> Any:
-            result = fun(*args, **kwargs)
-            return result[:2] if isinstance(result, (tuple, list)) else result  # as Flax
+            result = fun(*args, **kwargs)  # Flax drops all but the first two
+            return tuple(result[:2]) if isinstance(result, (tuple, list)) else result
 
         scaled_value_and_grad = value_and_grad(loss_and_aux if has_aux else fun, argnums, has_aux)
 

@@ -30,9 +30,9 @@ from optax_lossscale.diagnostics.programs.first_values import (
 def first_nonfinite(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> FirstNonfinite | None:
     """Find the operation that makes the first NaN or infinity: which layer overflowed?
 
-    `fun` is traced, and run on the host operation by operation. Of the operations that turn finite
-    numbers into NaN or infinity, the earliest whose result reaches the output is returned. An
-    infinity that does not is harmless: `x / (1 + exp(-x))` is right where `exp` overflows. Its
+    `fun` is traced, and run on the host operation by operation. The result is the earliest
+    operation that turns finite numbers into NaN or infinity which reach the output. An infinity
+    that does not is harmless: `x / (1 + exp(-x))` is right where `exp` overflows. Its
     derivative is not: if the loss is finite and the gradients are not, search `jax.grad(loss_fn)`.
 
     Infinities in the code (`jnp.where(mask, scores, -jnp.inf)`) and negative ones in the arguments

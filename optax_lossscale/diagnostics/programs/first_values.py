@@ -19,7 +19,7 @@ class FirstNonfinite:
     Attributes:
       layer: The key path, in the arguments of the function, of the layer whose parameters were read
         last, or whose input is cast; of several layers that one operation reads, the part that
-        their paths share; without any, the named scope. Of an argument, its own key path.
+        their paths share; without any, the named scope. For an argument, its own key path.
       operation: The name of the operation in JAX, such as `"dot_general"` or
         `"convert_element_type"` (a cast). None for an argument.
       dtype: The type of the array that is not finite.

@@ -50,11 +50,11 @@ def precision_report(
     """Count the matrix products and convolutions by the dtypes of their operands.
 
     A model whose arrays are cast trains in float32 from its first `x.astype(jnp.float32)` on, and
-    nothing says so. Of `autocast(fun, dtype)`, the report shows what stays in float32, and where.
+    nothing says so. A report of `autocast(fun, dtype)` shows what stays in float32, and where.
 
     `fun` is traced, and does not run. A product counts for each iteration of a scan and of a Pallas
-    grid, but once in a `jax.lax.while_loop`. Of the branches of a conditional, that with the most
-    operations in a dtype counts; under `jax.shard_map`, one device. A product whose result is not
+    grid, but once in a `jax.lax.while_loop`. The branch of a conditional with the most operations
+    in a dtype counts; under `jax.shard_map`, one device. A product whose result is not
     used does not count, unless a loop carries it. A GPU may compute those of float32 in TF32.
 
     Args:
@@ -64,8 +64,8 @@ def precision_report(
       **kwargs: Its keyword arguments, likewise.
 
     Returns:
-      The counts by dtype, the one with the most operations first. They print as a table. Of two
-      operands, the wider dtype counts; if they are as wide, both are named: `"float8_e4m3fn x
+      The counts by dtype, the one with the most operations first. They print as a table. The
+      wider dtype of two operands counts; if they are as wide, both are named: `"float8_e4m3fn x
       float8_e5m2"`.
 
     Raises:
