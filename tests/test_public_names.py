@@ -131,7 +131,7 @@ def test_all_is_the_sorted_public_names_which_have_docstrings(module):
     ]
     assert module.__all__ == sorted(names)
     bare = [name for name in names if not getattr(module, name).__doc__]
-    # An alias cannot hold one before Python 3.14; docs/api/core.md describes it.
+    # An alias cannot hold one before Python 3.14; docs/api/policies.md describes it.
     assert bare == (["LossScaleLike"] if module is ols and sys.version_info < (3, 14) else [])
 
 

@@ -224,8 +224,8 @@ def decide(
     value = extra_args.get("value")
     checks.require_numbers("value", value)
     flags = [all_finite(grads), all_finite(value)]
-    here = flags[0] & flags[1]
-    measures = [measure(rule, here, grads, params, extra_args) for rule in rules]
+    finite_here = flags[0] & flags[1]
+    measures = [measure(rule, finite_here, grads, params, extra_args) for rule in rules]
     (grads_finite, loss_finite), measures = agree(flags, axis_name, measures)
     finite = grads_finite & loss_finite
     judged = [judge(*each, finite) for each in zip(rules, rule_states, measures, strict=True)]
@@ -270,5 +270,9 @@ def _have_same_bits(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _where(are_same: jax.Array, grads: PyTree, arg: PyTree) -> PyTree:
-    choose = lambda true, leaf: jnp.where(are_same, true, leaf.astype(true.dtype))  # noqa: E731
-    return jax.tree.map(lambda g, x: choose(g, x) if is_inexact(x) else x, grads, arg)
+    def choose(grad: Any, leaf: Any) -> Any:
+        if not is_inexact(leaf):
+            return leaf
+        return jnp.where(are_same, grad, jnp.asarray(leaf, grad.dtype))
+
+    return jax.tree.map(choose, grads, arg)

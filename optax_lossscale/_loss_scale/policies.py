@@ -229,11 +229,9 @@ class DynamicLossScale(_Policy):
         state = state._replace(loss_scale=jnp.where(jnp.isnan(scale), self.min_scale, scale))
 
         forgiven = state._replace(growth_count=jnp.zeros_like(state.growth_count))
-        where_forgiven, where_applied = (
-            functools.partial(jnp.where, flag) for flag in (is_forgiven, applied)
-        )
-        skip = jax.tree.map(where_forgiven, forgiven, self._after_overflow(state))
-        new = jax.tree.map(where_applied, self._after_finite(state), skip)
+        overflow, finite = self._after_overflow(state), self._after_finite(state)
+        skip = jax.tree.map(functools.partial(jnp.where, is_forgiven), forgiven, overflow)
+        new = jax.tree.map(functools.partial(jnp.where, applied), finite, skip)
         return count_step(new, state, applied)
 
     def _after_overflow(self, state: LossScaleState) -> LossScaleState:
