@@ -29,6 +29,7 @@ extensions = [
     "sphinx.ext.viewcode",
 ]
 default_role = "literal"  # a backtick in a docstring is code; see `LinkNames`
+highlight_language = "none"  # a block that names no language is a rule or a drawing
 
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
@@ -107,11 +108,32 @@ LINKED |= {f"optax_lossscale.flax.{name}": f"optax_lossscale.flax.{name}" for na
 
 # What is searched for, and not in the page's title.
 WORDS = {
-    "accumulation": ("micro-batch", "microbatching", "MultiSteps"),
+    "accumulation": ("accumulate", "micro-batch", "microbatching", "MultiSteps"),
+    "api/index": ("glossary", "underflow", "subnormal", "half precision"),
     "averages": ("EMA", "exponential moving average", "BatchNorm"),
-    "bfloat16_state": ("stochastic rounding", "mu_dtype", "optimizer memory", "OOM", "8-bit"),
-    "casting": ("mixed", "mixed precision", "master weights", "recipe", "attention", "memory"),
-    "checkpoints": ("resume", "restore", "Orbax"),
+    "bfloat16_state": (
+        "stochastic rounding",
+        "mu_dtype",
+        "optimizer memory",
+        "memory",
+        "out of memory",
+        "OOM",
+        "8-bit",
+        "8-bit adam",
+    ),
+    "casting": (
+        "mixed",
+        "mixed precision",
+        "automatic mixed precision",
+        "master weights",
+        "recipe",
+        "attention",
+        "cast",
+        "autocast",
+        "inference",
+        "deploy",
+    ),
+    "checkpoints": ("checkpoint", "resume", "restore", "Orbax"),
     "diagnostics": (
         "NaN",
         "NaN loss",
@@ -120,13 +142,15 @@ WORDS = {
         "inf",
         "falls",
         "falls to 1",
+        "loss scale stuck",
+        "stuck",
         "skips",
         "stalled",
         "FAQ",
     ),
+    "distributed": ("multi gpu", "multi-gpu", "multi host", "multi-host", "data parallel"),
     "fine_tuning": ("LoRA", "frozen"),
     "flax": ("fp8", "Linen", "NNX"),
-    "glossary": ("underflow", "subnormal", "half precision"),
     "gradient_penalty": ("hypergradients", "meta-learning"),
     "install": (
         "Windows",
@@ -144,14 +168,14 @@ WORDS = {
     "logging": ("wandb", "W&B", "TensorBoard"),
     "migration/index": ("migrate", "switch", "DreamerV3"),
     "migration/keras": ("Keras", "R"),
-    "migration/torch": ("PyTorch", "torch", "AMP", "GradScaler", "autocast"),
+    "migration/torch": ("PyTorch", "torch", "AMP", "GradScaler"),
     "order": ("clip", "clipping", "gradient clipping", "mistakes"),
     "performance": ("cost", "overhead", "slow", "speed"),
     "recipes": ("remat", "jax.checkpoint", "examples", "gallery", "repeat"),
     "reinforcement_learning": ("REINFORCE", "GRPO", "rollout"),
     "several_losses": ("GAN", "two losses"),
     "sharded": ("FSDP", "pmap", "shard_map"),
-    "skipping": ("spike", "guard", "rule"),
+    "skipping": ("spike", "guard", "rule", "skip", "skip step"),
     "trust": ("trust", "tested"),
 }
 
@@ -209,6 +233,19 @@ class JoinPercents(SphinxTransform):
                 text.parent.replace(text, nodes.Text(re.sub(r"(?<=\d) %", "\u00a0%", text)))
 
 
+class LeaveFieldsOut(SphinxTransform):
+    """Leaves the fields of a state or a report out of the contents beside its page."""
+
+    default_priority = 500
+
+    def apply(self, **kwargs: object) -> None:
+        """Mark each attribute as Sphinx marks what has no entry there."""
+        del kwargs
+        for entry in self.document.findall(addnodes.desc):
+            if entry["objtype"] == "attribute":
+                entry["no-contents-entry"] = True
+
+
 class LinkNotebooks(SphinxTransform):
     """Links the notebook of an example beside the example."""
 
@@ -247,6 +284,7 @@ def setup(app: Sphinx) -> None:
     """Add what is ours."""
     app.add_transform(LinkNames)
     app.add_transform(FindWords)
+    app.add_transform(LeaveFieldsOut)
     app.add_transform(LinkNotebooks)
     app.add_transform(JoinPercents)
     app.connect("build-finished", write_notebooks)

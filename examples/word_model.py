@@ -75,8 +75,8 @@ def train(name: str, data: np.ndarray, steps: int, size: int) -> tuple[np.ndarra
 
 def report(runs: dict[str, tuple], path: Path) -> None:
     """Print the table, and draw the test loss and the share of zeros against the step."""
-    figure = Figure(figsize=(9, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    figure = Figure(figsize=(7, 3), layout="constrained")
+    left, right = figure.subplots(1, 2)
     row = "{:<24}{:>11}{:>16}{:>9}{:>12}{:>21}".format
     print(row("", "test loss", "gradient zeros", "skipped", "loss scale", "bytes per parameter"))
     for name, ((loss, zeros, skipped, scale), stored) in runs.items():
@@ -85,11 +85,11 @@ def report(runs: dict[str, tuple], path: Path) -> None:
         ends = f"{loss[-1]:.2f}", f"{zeros.mean():.1%}", f"{skipped[-1]:.0f}", f"{scale[-1]:,.0f}"
         print(row(name, *ends, f"{stored:.1f}"))
     axis = {"xlabel": "step", "xticks": len(loss) * np.arange(5) // 4}
-    left.set(title="Test loss", **axis)
-    right.set(title="Zeros in the output layer's gradient, %", ylim=(-3, 103), **axis)
-    left.legend(frameon=False, fontsize="large")
+    left.set(ylabel="test loss", **axis)
+    right.set(ylabel="zeros in the output gradient, %", ylim=(-3, 103), **axis)
+    left.legend(frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=160)
 
 
 def problems(float32: float, float16: float, scaled: float) -> list[str]:

@@ -32,7 +32,7 @@ def site(python, tmp_path_factory):
 
 def test_every_page_and_every_public_name_is_there(site):
     pages = [path.relative_to(DOCS).with_suffix(".html") for path in DOCS.rglob("*.md")]
-    assert Path("api/core.html") in pages
+    assert Path("api/guards.html") in pages
     assert [page for page in pages if not (site / page).exists()] == []
     # The inventory for links from other projects: four lines of text, then compressed data.
     inventory = zlib.decompress((site / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode()
@@ -53,23 +53,32 @@ def test_the_index_of_the_reference_has_a_line_for_every_public_name():
 
 
 def test_a_public_name_leads_to_its_source_and_code_can_be_copied(site):
-    assert "api/core.html#optax_lossscale.with_skipping" in (site / "order.html").read_text("utf-8")
-    page = (site / "api/core.html").read_text("utf-8")
+    linked = "api/guards.html#optax_lossscale.with_skipping"
+    assert linked in (site / "order.html").read_text("utf-8")
+    page = (site / "api/guards.html").read_text("utf-8")
     assert 'href="../_modules/optax_lossscale/_guard/guard.html#with_loss_scaling"' in page
     source = site / "_modules/optax_lossscale/_guard/guard.html"
     assert 'id="with_loss_scaling"' in source.read_text("utf-8")
-    assert (
-        "_loss_scale/policies.html#DynamicLossScale" in page
-    )  # which names the package as its module
+    policies = (site / "api/policies.html").read_text("utf-8")
+    # Whose classes name the package as their module.
+    assert "_loss_scale/policies.html#DynamicLossScale" in policies
     assert "_static/copy.js" in page
 
 
 SEARCHED = {
+    "accumulation": ["accumulate"],
+    "api/index": ["glossary", "underflow"],
     "averages": ["exponential moving average"],
-    "bfloat16_state": ["mu_dtype", "optimizer memory", "stochastic rounding"],
-    "casting": ["mixed precision"],
-    "checkpoints": ["resume"],
-    "diagnostics": ["falls to 1", "nan", "nan loss", "overflow"],
+    "bfloat16_state": [
+        "8-bit adam", "memory", "mu_dtype", "optimizer memory", "out of memory",
+        "stochastic rounding",
+    ],
+    "casting": [
+        "autocast", "automatic mixed precision", "cast", "deploy", "inference", "mixed precision",
+    ],
+    "checkpoints": ["checkpoint", "resume"],
+    "diagnostics": ["falls to 1", "loss scale stuck", "nan", "nan loss", "overflow", "stuck"],
+    "distributed": ["multi gpu", "multi-gpu", "multi-host"],
     "fine_tuning": ["lora"],
     "install": ["bf16", "fp16"],
     "logging": ["wandb"],
@@ -80,8 +89,9 @@ SEARCHED = {
     "recipes": ["remat"],
     "reinforcement_learning": ["rollout"],
     "several_losses": ["two losses"],
+    "skipping": ["skip step"],
     "trust": ["trust"],
-}
+}  # fmt: skip
 
 
 def test_a_word_that_is_searched_for_leads_to_its_page(site):
@@ -93,6 +103,48 @@ def test_a_word_that_is_searched_for_leads_to_its_page(site):
         for word in words
     }
     assert found == {word: [page] for page, words in SEARCHED.items() for word in words}
+
+
+def sidebar(page):
+    """Return the parts of the contents beside a page, with the pages of each, also folded ones."""
+    tree = page.partition('<div class="sidebar-tree">')[2].partition("</div>\n</div>")[0]
+    parts = re.split(r'<p class="caption"[^>]*><span class="caption-text">(.*?)</span>', tree)
+    links = [re.findall(r'<a class="reference internal" href="([^"#]+)"', part) for part in parts]
+    return dict(zip(parts[1::2], links[2::2], strict=True))
+
+
+def test_the_contents_have_parts_and_each_page_stands_in_one(site):
+    parts = sidebar((site / "index.html").read_text("utf-8"))
+    assert parts["Save, log, test"] == ["checkpoints.html", "logging.html", "testing.html"]
+    listed = [page for pages in parts.values() for page in pages]
+    assert sorted(listed) == sorted(set(listed))
+    pages = {str(path.relative_to(DOCS).with_suffix(".html")) for path in DOCS.rglob("*.md")}
+    assert set(listed) == pages - {"index.html"}
+
+
+def test_the_contents_of_a_page_of_the_reference_list_names_and_no_fields(site):
+    page = (site / "api/guards.html").read_text("utf-8")
+    listed = re.findall(r'href="#([^"]*)"', page.partition('<div class="toc-tree">')[2])
+    assert {"optax_lossscale.with_skipping", "optax_lossscale.GuardState"} <= set(listed)
+    assert 'id="optax_lossscale.GuardState.rule_states"' in page
+    assert [name for name in listed if ".GuardState." in name or ".SpikeState." in name] == []
+
+
+def test_the_first_page_shows_the_diff_and_the_picture_whole():
+    css = (DOCS / "_static/site.css").read_text("utf-8")
+    assert "max-height" not in css  # a picture is as wide as its column
+    phone = re.findall(r"^@media \(max-width: 46em\) \{\n(.*?)^\}", css, re.MULTILINE | re.DOTALL)
+    assert any(
+        re.search(r"\.highlight-diff\b.* pre \{ white-space: pre-wrap", rule) for rule in phone
+    )
+
+
+def test_a_block_that_names_no_language_is_not_coloured_as_python(site):
+    pages = {path: path.read_text("utf-8") for path in sorted(site.glob("*.html"))}
+    plain = re.findall(r'<div class="highlight-none.*?</pre>', "".join(pages.values()), re.DOTALL)
+    assert any("value=loss not finite" in block for block in plain)  # README's rule
+    assert [block for block in plain if '<span class="k' in block] == []
+    assert [path.name for path, text in pages.items() if "highlight-default" in text] == []
 
 
 def test_every_example_is_among_the_recipes_with_its_notebook(site):

@@ -2,12 +2,15 @@
 
 import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import optax_lossscale as ols
 
@@ -60,6 +63,36 @@ def test_the_readme_is_short_and_shows_the_minimal_example():
     assert f"```python\n{code}```\n" in readme  # runs there, with its output compared
 
 
+FIRST_SCREEN = (
+    "Automatic mixed precision for JAX", "```diff", "`torch.autocast`", "`GradScaler`", "TFLOPS",
+    " GB", "in bytes per parameter", "\npip install", "word_model.png)",
+)  # fmt: skip
+
+
+def test_the_first_screen_of_the_readme_has_what_a_reader_looks_for():
+    first = read("README.md")[:2600]
+    assert [text for text in FIRST_SCREEN if text not in first] == []
+    line = re.search(r"In bfloat16, `(.*)` is enough", first)[1]
+    names = {"ols": ols, "jnp": jnp, "loss_fn": lambda w, x: jnp.sum((x @ w) ** 2)}
+    exec(line, names)  # noqa: S102
+    gradient, w = jax.grad(names["loss_fn"]), jnp.ones((8, 8))
+    assert list(ols.diagnostics.precision_report(gradient, w, w)) == ["bfloat16"]
+    assert gradient(w, w).dtype == jnp.float32
+
+
+def test_the_demo_says_what_it_is_about_to_do_before_it_installs(tmp_path):
+    make = shutil.which("make")
+    if make is None:
+        pytest.skip("no make")
+    command = [make, "--dry-run", f"VENV={tmp_path}/env", "demo"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)  # noqa: S603
+    said = re.compile(
+        r"^Installs .* GB .* minutes in all$.*-m venv.* --group", re.MULTILINE | re.DOTALL
+    )
+    assert said.search(done.stdout)
+    assert not (tmp_path / "env").exists()
+
+
 def test_four_lines_of_a_training_step_change_and_it_learns_the_same():
     diff = re.search(r"^```diff\n(.*?)^```", read("README.md"), re.MULTILINE | re.DOTALL)[1]
     removed = [line[1:] for line in diff.splitlines() if line.startswith("-")]
@@ -99,6 +132,24 @@ def test_the_bytes_per_parameter_that_the_readme_shows_are_those_of_the_arrays()
         stored = round(sum(array.size * array.dtype.itemsize for array in arrays) / count)
         rows.append((str(stored), str(stored + params.dtype.itemsize)))
     assert row.findall(read("README.md")) == rows
+
+
+@pytest.mark.integration
+def test_the_order_of_wrappers_that_the_pages_show_is_accepted_without_a_warning():
+    line = "guard(with_master_weights(MultiSteps(chain(clip, with_bfloat16_state(adamw)), k)))"
+    assert all(f"`{line}`" in read(f"docs/{page}.md") for page in ("order", "bfloat16_state"))
+    params = jnp.ones((64, 64), jnp.bfloat16)
+    for guard in (ols.with_skipping, ols.with_loss_scaling):
+        names = {**vars(optax), **vars(ols), "guard": guard, "k": 2}
+        names |= {"clip": optax.clip_by_global_norm(1.0), "adamw": optax.adamw(1e-2)}
+        tx = eval(line, names)  # noqa: S307
+        opt_state, w = tx.init(params), params
+        for _ in range(2):
+            updates, opt_state = tx.update(params, opt_state, w)
+            w = optax.apply_updates(w, updates)
+        assert ols.applied(opt_state)
+        assert (w != params).all()
+        assert any(array.dtype == jnp.bfloat16 for array in jax.tree.leaves(opt_state))
 
 
 CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
