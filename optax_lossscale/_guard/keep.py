@@ -39,10 +39,10 @@ def step_where(
     def step(grads: Any, state: Any) -> tuple[Any, Any]:
         try:
             updates, new_state = inner.update(grads, state, params, **extra_args)
+            return updates, _like(state, new_state)
         except (TypeError, ValueError) as error:
             _add_likely_causes(error, grads, params)
             raise
-        return updates, _like(state, new_state)
 
     updates, state = run_where(applied, step, grads, state)
 
