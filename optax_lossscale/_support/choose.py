@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.tree_util import treedef_is_leaf
 from jax.typing import ArrayLike
 
 from optax_lossscale._support import checks
@@ -156,4 +157,5 @@ def zeros_if_skipped(applied: Flag, tree: Tree) -> Tree:
 
     zeros = [*map(zero, leaves)]
     is_same = all(new is old for new, old in zip(zeros, leaves, strict=True))
-    return tree if is_same or is_nnx(tree, "Module", "Variable") else treedef.unflatten(zeros)
+    is_object = not treedef_is_leaf(treedef) and is_nnx(tree, "Module", "Variable")
+    return tree if is_same or is_object else treedef.unflatten(zeros)
