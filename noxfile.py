@@ -3,7 +3,7 @@
 Only `make test` covers the examples, benchmarks, documents and packaging (tests/project). `make
 release` runs the session `build`, and `make trial` the session `trial`.
 
-Arguments after `--` go to pytest: `make matrix MATRIX="-s oldest -- tests/loss_scale/test_policy.py"`.
+Arguments after `--` go to pytest: `make matrix MATRIX="-s oldest -- tests/loss_scale"`.
 """
 
 import tomllib

@@ -17,6 +17,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy import stats
 
+FIDELITY = "make fidelity"
 INTERRUPTED = "An interrupted run keeps its results but starts anew: choose the rest with {}."
 
 
@@ -74,9 +75,9 @@ class Report(NamedTuple):
     pictures: dict[str, Figure] = {}  # by name  # noqa: RUF012
 
 
-def publish(report: Report, part: str, page: Path) -> None:
+def publish(report: Report, part: str, page: Path, command: str = FIDELITY) -> None:
     """Replace a part of a page, and the numbers and pictures beside it."""
-    page.write_text(replaced(page.read_text(), part, report.text))
+    page.write_text(replaced(page.read_text(), part, report.text, command))
     if report.numbers:
         page.with_suffix(".json").write_text(as_json(report.numbers))
     for name, figure in report.pictures.items():
@@ -85,14 +86,14 @@ def publish(report: Report, part: str, page: Path) -> None:
         figure.savefig(path, dpi=100)
 
 
-def comments(part: str) -> tuple[str, str]:
-    """Return the lines before and after a part of a page."""
-    return f"<!-- {part}: `make fidelity` writes this part -->", f"<!-- {part}: end -->"
+def comments(part: str, command: str = FIDELITY) -> tuple[str, str]:
+    """Return the lines before and after a part of a page, which this command writes."""
+    return f"<!-- {part}: `{command}` writes this part -->", f"<!-- {part}: end -->"
 
 
-def replaced(page: str, part: str, text: str) -> str:
+def replaced(page: str, part: str, text: str, command: str = FIDELITY) -> str:
     """Return the page with another text in this part."""
-    begin, end = comments(part)
+    begin, end = comments(part, command)
     if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
         raise ValueError(f"the page must hold the lines {begin!r} and {end!r}, in this order")
     before, _, rest = page.partition(begin)

@@ -1,5 +1,6 @@
 """All knowledge of `flax.nnx`, which the library never imports by itself."""
 
+import operator
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -32,8 +33,43 @@ def on_arrays(
     """Return `transform(fun)` for a transform that knows arrays alone.
 
     Changes that `fun` makes to the objects among its arguments are written back, as by `nnx.jit`.
+    Objects of an outer trace are read: there, flax.nnx refuses every write.
     """
     # Flax's transforms are made of these two functions, of which `flax.nnx` shows neither.
     from flax.nnx.transforms.general import merge_inputs, split_inputs  # noqa: PLC0415
 
-    return split_inputs(transform(merge_inputs(fun)))
+    nnx = sys.modules["flax.nnx"]
+
+    def run(*args: Any) -> Any:
+        leaves, treedef = jax.tree.flatten(args, is_leaf=_is_object)
+        places = [i for i, leaf in enumerate(leaves) if _is_object(leaf) and not _may_write(leaf)]
+        graph, state = nnx.split([leaves[place] for place in places])
+        rest = [None if place in places else leaf for place, leaf in enumerate(leaves)]
+        arrays, state_def = jax.tree.flatten(state)
+
+        def with_read_objects(arrays: list[Any], rest: list[Any]) -> Any:
+            objects = nnx.merge(graph, state_def.unflatten(arrays))
+            for place, node in zip(places, objects, strict=True):
+                rest[place] = node
+            result = fun(*treedef.unflatten(rest))
+            new_graph, new_state = nnx.split(objects)
+            is_same = map(operator.is_, jax.tree.leaves(new_state), arrays)
+            if new_graph != graph or not all(is_same):
+                nnx.update([leaves[place] for place in places], new_state)  # raises Flax's error
+            return result
+
+        return split_inputs(transform(merge_inputs(with_read_objects)))(arrays, rest)
+
+    return run
+
+
+def _may_write(node: Any) -> bool:
+    """Return whether `flax.nnx` lets the current trace write into an object."""
+    nnx = sys.modules["flax.nnx"]
+    try:
+        nnx.update([node], nnx.state([node]))  # it holds a Variable, or is one
+    except Exception as error:
+        if type(error).__name__ == "TraceContextError":
+            return False
+        raise
+    return True

@@ -5,6 +5,7 @@ import re
 import types
 
 import equinox as eqx
+import flax.errors
 import flax.linen as nn
 import haiku as hk
 import jax
@@ -92,6 +93,26 @@ def test_what_is_stateful_of_nnx_moves_on_as_without(jit, training):
     np.testing.assert_allclose(plain[0], cast[0], rtol=0.02)
     assert plain[0] != cast[0]
     assert plain[2] == 5
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
+def test_objects_of_nnx_of_an_outer_trace_are_read_and_not_written_as_without_it(jit):
+    w, scale, rngs = jnp.ones((8, 8)), nnx.Param(jnp.ones((16, 8))), nnx.Rngs(0)
+
+    def loss(w, scale, rngs, draws):
+        noise = jax.random.normal(rngs(), (16, 8)) if draws else 0.0
+        return jnp.sum((scale[...] + noise) @ w)
+
+    def step(loss, draws):
+        loss = functools.partial(loss, draws=draws)
+        return jit(jax.value_and_grad(loss))(w, scale, rngs)
+
+    assert_same_bits(step(ols.autocast(loss, jnp.float16), draws=False), step(loss, draws=False))
+    pytest.importorskip("flax", minversion="0.12", reason="0.11 lets Variables leak")
+    for fun in (loss, ols.autocast(loss, jnp.float16)):
+        with pytest.raises(flax.errors.TraceContextError, match="different trace level"):
+            step(fun, draws=True)
+    assert int(rngs.default.count[...]) == 0
 
 
 @pytest.mark.integration

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import re
+import subprocess
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +12,12 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks import aot, cases, guards, hlo, run, workloads
+from benchmarks import aot, cases, guards, hlo, page, run, workloads
 from benchmarks.contenders import CONTENDERS, Keras
 from benchmarks.page import version
+from benchmarks.programs import __main__ as programs
+from benchmarks.programs import training
+from benchmarks.programs.source import Program
 
 pytestmark = pytest.mark.filterwarnings("default:::(jmp|mpx|jaxamp|equinox|keras)")
 
@@ -192,3 +197,67 @@ def test_steps_are_compiled_for_devices_and_counted(tmp_path):
         assert (ours["collectives"] > 0, bare["collectives"]) == (case == "shard_map", 0)
     assert (tmp_path / "aot.md").read_text().count("\n| optax_lossscale |") == len(names)
     assert (tmp_path / "hlo/cpu-shard_map-Ours.txt").exists()
+
+
+PUBLIC = """\
+import jax, jax.numpy as jnp, optax
+x = jnp.ones((16, 8))
+def loss_fn(params, y):
+  return jnp.mean((x @ params - y) ** 2)
+tx = optax.sgd(STEP)
+params = jnp.ones((8, 8))
+opt_state = tx.init(params)
+for _ in range(20):
+  grads = jax.grad(loss_fn)(params, jnp.ones((16, 8)))
+  updates, opt_state = tx.update(grads, opt_state)
+  params = optax.apply_updates(params, updates)
+"""
+
+
+@pytest.mark.integration
+def test_a_public_program_is_changed_and_trained_in_each_way(tmp_path):
+    folder = tmp_path / "someone/lines"
+    folder.mkdir(parents=True)
+    (folder / "train.py").write_text(PUBLIC)
+    user = "-c", "user.name=Someone", "-c", "user.email=someone@example.org"
+    for command in (["init"], ["add", "."], [*user, "commit", "--message=All"]):
+        subprocess.run(["git", "-C", folder, *command], check=True, capture_output=True)  # noqa: S603, S607
+    program = Program(
+        name="Lines: loss",
+        repository="someone/lines",
+        file="train.py",
+        changes={
+            "jax.grad(loss_fn)(": "ols.grad(ols.autocast(loss_fn, half))(opt_state, ",
+            "optax.sgd(0.1)": "ols.with_loss_scaling(optax.sgd(0.1))",
+        },
+        settings={"STEP": "0.1"},
+        run=lambda source: source.execute() and None,
+    )
+    found = {name: training.train(program, tmp_path, way) for name, way in training.WAYS.items()}
+    # The loss closes over float32 numbers: where arrays are cast, all stays in float32.
+    assert [result.share for result in found.values()] == [0, 1, 1, 0]
+    assert all(result[-3:] == (20, 0, "") and result.final < 1 for result in found.values())
+    row = programs.row(program, found, "0123456789")
+    assert row[:4] == [
+        "[Lines](https://github.com/someone/lines/blob/01234567/train.py): loss",
+        *("3", "100", "0"),
+    ]
+    with pytest.raises(ValueError, match="another version of the program"):
+        training.train(
+            program._replace(changes={"tx.step": ""}), tmp_path, training.WAYS["float32"]
+        )
+    failing = program._replace(run=lambda _: 1 / 0)
+    failed = training.train(failing, tmp_path, training.WAYS["float32"])
+    assert (programs.share(failed), programs.final(failed)) == ("none", "ZeroDivisionError")
+
+
+def test_the_page_has_a_row_for_each_public_program():
+    text = (Path(__file__).parents[2] / f"docs/{programs.PAGE}.md").read_text()
+    begin, end = page.comments(programs.PART, programs.COMMAND)
+    rows = re.findall(r"^\| \[.*", text.partition(begin)[2].partition(end)[0], re.MULTILINE)
+    assert len(rows) == len(programs.PROGRAMS) >= 8
+    for row, program in zip(rows, programs.PROGRAMS.values(), strict=True):
+        assert f"github.com/{program.repository}/blob/" in row
+        cells = row.strip("| ").split(" | ")
+        assert len(cells) == len(programs.HEAD)
+        assert all(cells)

@@ -1,0 +1,173 @@
+"""Public programs: where they lie, what is changed in them, and what stands in for libraries."""
+
+import contextlib
+import difflib
+import importlib
+import importlib.machinery
+import itertools
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+from unittest import mock
+
+
+class Program(NamedTuple):
+    """A program that others wrote, and how it is trained.
+
+    Attributes:
+      name: What the table calls it, and after a colon a result that is no loss.
+      repository: Its owner and name on GitHub.
+      file: The file that is changed.
+      changes: What is replaced in its files, and by what. Each line that differs counts.
+      run: Trains it, and returns a result other than the last losses, or None.
+      settings: What else is replaced: its size, its data, and names that newer libraries miss.
+      also: Further files or folders that it reads.
+      devices: The number of devices on which it runs.
+    """
+
+    name: str
+    repository: str
+    file: str
+    changes: Mapping[str, str]
+    run: Callable[["Source"], float | None]
+    settings: Mapping[str, str] = {}
+    also: tuple[str, ...] = ()
+    devices: int = 1
+
+
+class Source(NamedTuple):
+    """The files of a program, as they are trained.
+
+    Attributes:
+      root: The folder in which they lie.
+      file: The changed one.
+      library: The changed lines call it `ols`.
+      half: The changed lines call it `half`: the dtype.
+    """
+
+    root: Path
+    file: str
+    library: Any
+    half: str
+
+    def module(self, name: str = "") -> Any:
+        """Import a module beside the changed file, which is the default."""
+        path = self.root / self.file
+        sys.path.insert(0, str(path.parent))
+        return importlib.import_module(name or path.stem)
+
+    def package(self, name: str) -> Any:
+        """Import a module by its name from the root of the repository."""
+        sys.path.insert(0, str(self.root))
+        return importlib.import_module(name)
+
+    def execute(self) -> dict[str, Any]:
+        """Execute the changed file up to a `raise StopIteration`, and return its names."""
+        path = self.root / self.file
+        names: dict[str, Any] = {"__name__": path.stem}
+        with contextlib.suppress(StopIteration):
+            exec(compile(path.read_text(), path.name, "exec"), names)  # noqa: S102
+        return names
+
+
+def git(folder: Path, *arguments: str) -> bytes:
+    """Return what a command of Git prints about the repository in the folder."""
+    command = ["git", "-C", str(folder), *arguments]
+    return subprocess.run(command, check=True, capture_output=True).stdout  # noqa: S603
+
+
+def find(folder: Path, repository: str) -> Path:
+    """Return the repository's checkout or Git directory in the folder, however it is named."""
+    owner, name = repository.split("/")
+    names = f"{owner}+{name}/repo", f"{owner}+{name}", f"{owner}/{name}", name, f"{name}.git"
+    for path in (folder / found for found in names):
+        if any((path / entry).exists() for entry in (".git", "HEAD")):
+            return path
+    raise FileNotFoundError(f"no checkout of {repository} in {folder}")
+
+
+def commit(folder: Path) -> str:
+    """Return the commit of a repository."""
+    return git(folder, "rev-parse", "HEAD").decode().strip()
+
+
+def extract(program: Program, folder: Path, root: Path) -> int:
+    """Write the program to `root` with its changes, and return the number of changed lines."""
+    repository = find(folder, program.repository)
+    names = program.file, *program.also
+    listed = git(repository, "ls-tree", "-r", "-z", "--name-only", "HEAD", *names).decode()
+    texts: dict[Path, str] = {}
+    for name in filter(None, listed.split("\0")):
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = git(repository, "show", f"HEAD:{name}")
+        path.write_bytes(content)
+        if path.suffix == ".ipynb":
+            texts[path] = code(content.decode())
+        elif path.suffix == ".py":
+            texts[path] = content.decode()
+    sized = replace(texts, program.settings)
+    changed = replace(sized, program.changes)
+    for path, text in changed.items():
+        path.write_text(text)
+    lines = sum(new_lines(sized[path], text) for path, text in changed.items())
+    return lines + 1  # one imports the library
+
+
+def code(notebook: str) -> str:
+    """Return the code of a notebook, without the lines that are for the notebook itself."""
+    cells = json.loads(notebook)["cells"]
+    code = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    return re.sub(r"^[%!].*$", "", code, flags=re.MULTILINE)
+
+
+def replace(texts: Mapping[Path, str], pairs: Mapping[str, str]) -> dict[Path, str]:
+    """Return the texts with each of these replaced. One or more must hold it."""
+    texts = dict(texts)
+    for old, new in pairs.items():
+        if not any(old in text for text in texts.values()):
+            raise ValueError(f"another version of the program, which has no {old!r}")
+        texts = {path: text.replace(old, new) for path, text in texts.items()}
+    return texts
+
+
+def new_lines(before: str, after: str) -> int:
+    """Return the number of lines that are new or changed."""
+    if before == after:
+        return 0
+    lines = difflib.ndiff(before.splitlines(), after.splitlines())
+    return sum(line.startswith("+ ") for line in lines)
+
+
+def stand_in(*names: str, **attributes: Any) -> None:
+    """Let modules that load data or write logs be imported, and do nothing but these attributes."""
+    for name in names:
+        parents = itertools.accumulate(name.split(".")[:-1], "{}.{}".format)
+        for parent in parents:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(parent)
+            sys.modules.setdefault(parent, _Nothing(parent))
+        sys.modules.setdefault(name, _Nothing(name))
+        vars(sys.modules[name]).update(attributes)
+
+
+class _Nothing(ModuleType):
+    """A module whose every name is a mock."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []
+        self.__spec__ = importlib.machinery.ModuleSpec(name, None)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the module of this name, or a mock."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        found = sys.modules.get(f"{self.__name__}.{name}")
+        vars(self)[name] = mock.MagicMock() if found is None else found
+        return vars(self)[name]
