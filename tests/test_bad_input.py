@@ -5,6 +5,7 @@ The first words name the argument.
 
 import decimal
 import functools
+import re
 from types import SimpleNamespace
 
 import jax
@@ -45,7 +46,11 @@ def returning(value):
 
 # Calls that lack only the tested argument.
 having, holding = STATE._replace, OPT_STATE._replace
-updates = FixedLossScale(8).update, functools.partial(ols.update, policy="dynamic")
+updates = (
+    FixedLossScale(8).update,
+    DynamicLossScale().update,
+    functools.partial(ols.update, policy="dynamic"),
+)
 scale_loss = functools.partial(ols.scale_loss, 1.0)
 choose = functools.partial(ols.tree_where, True)
 unscale = functools.partial(ols.unscale_and_check, PARAMS)
@@ -424,6 +429,9 @@ TABLE = {
     ],
     "ValueError: the leaf at {} must be an array in both trees or the same in both": [
         *named("`['a']`", lambda: choose({"a": "x"}, {"a": "y"})),
+        *named("`['a']`", lambda: keep({"a": "x"}, {"a": "y"})),
+        *named("the root of the tree", lambda: choose("x", jnp.float32(1))),
+        *named("the root of the tree", lambda: choose(np.array(["a", "b"]), np.array(["a", "c"]))),
         *named("the root of the tree", lambda: choose(1, 2), lambda: choose(jnp.float32(1), 1.0)),
     ],
     "TypeError: the leaf at {} must have one dtype in both trees": [
@@ -517,6 +525,7 @@ ACCEPTED = [
     *given(check_health, "max_consecutive_skipped", 0, opt_state=STATE),
     *given(suggest_loss_scale, "headroom", np.int64(0)),
     *given(exponents, "dtype", "float32"),
+    ("texts", lambda: choose(np.array(["a"]), np.array(["a"]))),
     *given(lambda leaf: choose(leaf, leaf), "leaf", type("Opaque", (), {"__array__": None})()),
     *given(take, "value", None, 1, True, np.float16(1), {"a": jnp.int32(1)}),
 ]
@@ -538,6 +547,31 @@ def test_an_optimizers_error_says_where_updates_and_params_differ(wrapper):
 def test_an_optimizers_error_names_the_parameter_that_is_no_array(wrapper):
     with pytest.raises(TypeError, match=r"\n`params` must be .* got 'text' at `\['w'\]`\.$"):
         wrapper(optax.adam(0.1)).init({"b": 1.0, "w": "text"})
+
+
+def test_a_policy_in_the_place_of_a_rule_is_told_its_own_place():
+    for rule, remedy in (
+        (FixedLossScale(8), "`with_loss_scaling(inner, policy)`"),
+        (3, "`Spike()`"),
+    ):
+        with pytest.raises(TypeError, match=rf"Use {re.escape(remedy)}\.$"):
+            ols.with_loss_scaling(SGD, skip_if=rule)
+
+
+def test_functions_among_the_parameters_are_named_where_jax_cannot_differentiate_them():
+    layer = {"w": ONE, "activation": jnp.tanh}
+    for argnums, args in ((0, (layer,)), (1, (ONE, layer)), (-1, (ONE, layer))):
+        with pytest.raises(
+            TypeError, match=r"^`transform` must be .*equinox.filter_value_and_grad"
+        ):
+            ols.value_and_grad(lambda *_: 0.0, argnums=argnums)(STATE, *args)
+    # JAX's own error, without advice about another argument.
+    with pytest.raises(TypeError, match="requires at least 3 positional arguments"):
+        ols.value_and_grad(lambda *_: 0.0, argnums=(0, 2))(STATE, ONE, layer)
+
+
+def test_a_function_without_a_signature_is_taken():
+    assert callable(ols.value_and_grad(max))
 
 
 def test_the_bounds_themselves_are_accepted():

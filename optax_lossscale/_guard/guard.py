@@ -243,21 +243,21 @@ def _unscaled_copies(extra_args: dict[str, Any], scaled: PyTree, grads: PyTree) 
     true_args: dict[str, Any] = {}
     for name, arg in extra_args.items():
         leaves, treedef = jax.tree.flatten(arg)
-        if name == "value" or len(leaves) != len(scaled_leaves) or not leaves:
+        if name == "value" or len(leaves) != len(scaled_leaves):
             continue
         pairs = [*zip(leaves, scaled_leaves, strict=True)]
         if all(leaf is grad for leaf, grad in pairs):  # also in the Variables of flax.nnx
             true_args[name] = treedef.unflatten(jax.tree.leaves(grads))
         elif treedef == scaled_def and all(_are_alike(*pair) for pair in pairs):
             # Two arguments of a jitted function may hold the same numbers.
-            are_same = all_true([_have_same_bits(*pair) for pair in pairs if is_inexact(pair[0])])
+            are_same = all_true([_have_same_bits(a, b) for a, b in pairs if is_inexact(a)])
             true_args[name] = _where(are_same, grads, arg)
     return extra_args | true_args
 
 
 def _are_alike(a: Any, b: Any) -> bool:
-    is_array = isinstance(a, ARRAYS) and isinstance(b, ARRAYS)
-    return is_array and (a.shape, a.dtype) == (b.shape, b.dtype)
+    kind = getattr(b, "shape", None), getattr(b, "dtype", None)
+    return isinstance(a, ARRAYS) and (a.shape, a.dtype) == kind
 
 
 def _have_same_bits(a: jax.Array, b: jax.Array) -> jax.Array:

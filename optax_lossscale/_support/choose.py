@@ -131,7 +131,7 @@ def constant_if_skipped(applied: Flag, tree: Tree) -> Tree:
     leaves, treedef = jax.tree.flatten(tree)
     return treedef.unflatten(
         jax.lax.select_n(applied, jax.lax.stop_gradient(leaf), leaf)
-        if isinstance(leaf, Tracer) and is_inexact(leaf)
+        if isinstance(leaf, Tracer)
         else leaf
         for leaf in leaves
     )

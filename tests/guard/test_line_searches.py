@@ -162,6 +162,24 @@ def test_what_differs_in_anything_is_in_true_units_and_stays(other, jitted):
         assert found["more"] is given
 
 
+def test_copies_are_told_whole_and_the_loss_is_no_copy():
+    seen = {}
+
+    def record(_grads, _params, **extra_args):
+        seen.update(extra_args)
+        return jnp.array(False)
+
+    tx = ols.with_loss_scaling(optax.identity(), 2.0, skip_if=record)
+    grads = {"v": jnp.array([2.0, 4.0]), "w": jnp.array([2.0, 4.0])}
+    partly = {**grads, "w": jnp.zeros(2)}
+    tx.update(grads, tx.init(grads), partly=partly, parts=[*map(jnp.array, grads.values())])
+    assert_same_bits(seen["partly"], partly)
+    assert_same_bits(seen["parts"], [*grads.values()])
+    loss = jnp.float32(2)  # a function that is its own derivative
+    tx.update(loss, tx.init(loss), value=loss)
+    assert seen["value"] == 2
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "complex64", "float8_e5m2"])
 def test_gradients_of_every_dtype_are_compared_bit_by_bit(dtype):
     seen = []

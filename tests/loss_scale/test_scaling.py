@@ -128,6 +128,14 @@ def square(w):
 W = np.array([1.0, 2.0], np.float32)
 
 
+@pytest.mark.parametrize("loss_scale", [np.nan, 0.0, -8.0, 2.0**-127, 2.0**127, np.inf])
+def test_a_loss_scale_out_of_its_bounds_makes_nan_of_all_gradients(loss_scale):
+    state = ols.init(8.0)._replace(loss_scale=jnp.float32(loss_scale))
+    grads, finite = jax.jit(ols.unscale_and_check)(jnp.array([0.0, 1.0, 2.0**100]), state)
+    assert np.isnan(grads).all()
+    assert not finite
+
+
 @pytest.mark.parametrize("transform", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
 def test_the_value_is_true_and_the_gradients_are_scaled(transform):
     loss_and_grads = transform(ols.value_and_grad(square))

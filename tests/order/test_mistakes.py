@@ -64,6 +64,8 @@ def test_a_loss_that_is_not_called_value_is_not_checked_and_warned_of_if_no_rule
     with pytest.warns(UserWarning, match="Optax calls the loss `value`") as caught:
         assert updated(tx, 1024, 1024, loss=NAN)[0] == [-1.0, -1.0]
     assert len(caught) == 1
+    tx.update(W, tx.init(W), W, loss=W)  # said once, and warnings are errors here
+    updated(ols.with_loss_scaling(SGD, 1024), 1024, value=W, loss=NAN)
     for rule in ols.Spike("loss"), lambda _grads, _params, *, loss: loss > 9:
         updated(ols.with_loss_scaling(SGD, 1024, skip_if=rule), 1024, loss=W)
 
