@@ -137,7 +137,6 @@ _NEEDED: dict[type[Any], tuple[str, ...]] = {
     GuardState: ("loss_scale_state",),
     SpikeState: SpikeState._fields,
     MasterWeightsState: ("master_weights",),
-    Bfloat16State: ("rounding_count",),
     EmaParamsState: EmaParamsState._fields,
 }
 _REMEDIES: dict[type[Any], str] = {

@@ -560,7 +560,7 @@ def test_a_policy_in_the_place_of_a_rule_is_told_its_own_place():
 
 def test_functions_among_the_parameters_are_named_where_jax_cannot_differentiate_them():
     layer = {"w": ONE, "activation": jnp.tanh}
-    for argnums, args in ((0, (layer,)), (1, (ONE, layer)), (-1, (ONE, layer))):
+    for argnums, args in ((0, (layer,)), (1, (ONE, layer)), (-1, (ONE, layer)), (-2, (layer, ONE))):
         with pytest.raises(
             TypeError, match=r"^`transform` must be .*equinox.filter_value_and_grad"
         ):

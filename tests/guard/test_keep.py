@@ -289,3 +289,13 @@ def test_an_update_that_raises_is_called_once():
     with pytest.raises(KeyError):
         jax.jit(tx.update)(X, tx.init(X), X)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
+def test_a_weakly_typed_leaf_of_the_state_stays_weakly_typed(transform):
+    inner = optax.GradientTransformation(lambda _: jnp.asarray(1.0), lambda g, s, _: (g, s * 2))
+    tx = ols.with_skipping(inner)
+    state = tx.init(X)
+    _, new = transform(tx.update)(X, state)
+    assert jax.typeof(new.inner_state) == jax.typeof(state.inner_state)
+    assert state.inner_state.weak_type

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from compiled import compiled_step, nbytes
-from flax import nnx
+from flax import nnx, serialization
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from optimizers import OPTIMIZERS, UNFUSED, tiers
@@ -281,6 +281,15 @@ def test_a_model_of_nnx_is_exported_in_any_container():
         assert jax.tree.structure(full) == jax.tree.structure(given)
         kernel = next(x for x in jax.tree.leaves(full) if x.shape == (2, 3))
         np.testing.assert_array_equal(kernel, start - 2.0**-10)
+
+
+def test_masters_are_found_in_a_mapping_of_their_fields():
+    params = {"w": jnp.ones(3, jnp.float16), "norm": jnp.ones(3)}
+    tx = ols.with_loss_scaling(ols.with_master_weights(optax.sgd(0.1)))
+    restored = serialization.to_state_dict(tx.init(params))  # as Orbax without a target makes it
+    assert_same_bits(
+        ols.master_weights(restored, params), {"w": np.ones(3, np.float32), "norm": params["norm"]}
+    )
 
 
 def test_tied_weights_of_nnx_stay_tied():

@@ -197,3 +197,14 @@ def test_what_only_resembles_a_state_of_dicts_is_none():
     for tree in (fields | {"more": 1}, counts, [*fields], str(fields)):
         with pytest.raises(ValueError, match="must hold exactly one LossScaleState, got 0"):
             ols.loss_scale_state(tree)
+
+
+@pytest.mark.parametrize("field", ols.LossScaleState._fields[1:])
+def test_a_mapping_that_lacks_a_field_is_refused_by_its_name(field):
+    restored = serialization.to_state_dict(ols.with_loss_scaling(optax.identity()).init(()))
+    del restored["loss_scale_state"][field]
+    where = r"The one at `\['loss_scale_state'\]` "
+    with pytest.raises(ValueError, match=rf"{where}lacks the field `{field}`: add its initial"):
+        ols.loss_scale_state(restored)
+    with pytest.raises(ValueError, match=r"found at: nowhere\. Wrap the whole optimizer"):
+        ols.loss_scale_state({"an empty state": {}})
