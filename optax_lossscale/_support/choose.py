@@ -127,11 +127,11 @@ def require_same(path: KeyPath, new: Any, old: Any) -> None:
 
 
 def constant_if_skipped(applied: Flag, tree: Tree) -> Tree:
-    """Return `tree`, with a derivative of zero where a step is skipped."""
+    """Return `tree`, with a derivative of zero for its numbers where a step is skipped."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef.unflatten(
         jax.lax.select_n(applied, jax.lax.stop_gradient(leaf), leaf)
-        if isinstance(leaf, Tracer)
+        if isinstance(leaf, Tracer) and is_inexact(leaf)
         else leaf
         for leaf in leaves
     )

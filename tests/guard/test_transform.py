@@ -103,14 +103,16 @@ def test_a_loss_may_be_any_tree_and_any_inner_optimizer_may_ignore_it(value, app
 
 @pytest.mark.parametrize("rate", [0.5, -2.0, NAN, INF, np.float32(0.5), np.array(2.0)])
 def test_a_constant_stays_what_it_is_under_jit(rate):
-    def update(updates, state, _, *, given):
+    def update(updates, state, params, *, given):
         rate = given["rate"]
+        assert params == 3  # a constant, too
         return given["count"] * (-rate if rate < 0 else rate) * updates, state  # if it is no tracer
 
     tx = ols.with_skipping(optax.GradientTransformationExtraArgs(lambda _: (), update))
 
     def step(grads, count):  # beside an array that is traced
-        return tx.update(grads, tx.init(grads), given={"rate": rate, "count": count})[0]
+        given = {"rate": rate, "count": count}
+        return tx.update(grads, tx.init(grads), np.float32(3), given=given)[0]
 
     np.testing.assert_array_equal(jax.jit(step)(X, jnp.float32(2)), 2 * abs(rate) * X)
 
