@@ -570,6 +570,11 @@ def test_functions_among_the_parameters_are_named_where_jax_cannot_differentiate
         ols.value_and_grad(lambda *_: 0.0, argnums=(0, 2))(STATE, ONE, layer)
 
 
+def test_an_error_of_another_transform_is_its_own():
+    with pytest.raises(TypeError, match="not iterable"):
+        ols.value_and_grad(jnp.sum, transform=lambda *_, **__: lambda *_: max(3))(STATE, jnp.tanh)
+
+
 def test_a_function_without_a_signature_is_taken():
     assert callable(ols.value_and_grad(max))
 

@@ -54,6 +54,7 @@ def walk(tx: optax.GradientTransformationExtraArgs, *, dtype: Any = jnp.float32)
             calls.append((code.co_filename, code.co_firstlineno))
 
     opt_state = tx.init(params)
+    jax.clear_caches()  # so that functions of an earlier trace are traced again
     sys.setprofile(record)
     try:
         jax.jit(step).trace(params, opt_state)

@@ -260,7 +260,7 @@ def _are_alike(a: Any, b: Any) -> bool:
     return isinstance(a, ARRAYS) and (a.shape, a.dtype) == kind
 
 
-def _have_same_bits(a: jax.Array, b: jax.Array) -> jax.Array:
+def _have_same_bits(a: Any, b: Any) -> jax.Array:
     def bits(x: jax.Array) -> list[jax.Array]:
         parts = [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
         kind = f"uint{jnp.finfo(x.dtype).bits}"

@@ -258,13 +258,14 @@ def _why(product: Product) -> str:
     eqn, *around = product.equations
     if any(map(_is_as_written, product.equations)):
         return "An inner `autocast` to float32 keeps it."
-    for outer in around:
-        if outer.primitive.name not in _FOLLOWED:
-            names = [inner.debug_info.func_name for inner in inner_jaxprs(outer)]
-            return (
-                f"It lies in `{next(iter(names), outer.primitive)}`, which has a rule of its own "
-                f"(`{outer.primitive}`) and stays as it is written: cast its arguments."
-            )
+    ruled = [outer for outer in around if outer.primitive.name not in _FOLLOWED]
+    if ruled:
+        names = [inner.debug_info.func_name for inner in inner_jaxprs(ruled[0])]
+        rule = ruled[0].primitive
+        return (
+            f"It lies in `{next(iter(names), rule)}`, which has a rule of its own (`{rule}`) and "
+            "stays as it is written: cast its arguments."
+        )
     precision = eqn.params.get("precision")
     if precision not in _DEFAULT_PRECISION:
         option: Any = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]

@@ -46,9 +46,8 @@ def source_of(*equations: Any) -> str:
 def _folders_of_libraries() -> tuple[str, ...]:
     """Return where libraries lie: Python's own, those installed beside JAX, and editable ones."""
     folders = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
-    for name in _LIBRARIES:
-        if file := getattr(sys.modules.get(name), "__file__", None):
-            folder = Path(file).parent
-            installed = folder.parent.name in ("site-packages", "dist-packages")
-            folders.add(str(folder.parent if installed else folder))
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in _LIBRARIES]
+    for folder in (Path(file).parent for file in files if file):
+        installed = folder.parent.name in ("site-packages", "dist-packages")
+        folders.add(str(folder.parent if installed else folder))
     return tuple(folder + os.sep for folder in folders)

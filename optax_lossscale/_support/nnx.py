@@ -16,9 +16,8 @@ def is_nnx(node: Any, *classes: str) -> bool:
 
 def holds_objects(tree: Any) -> bool:
     """Return whether there are modules, variables, random streams or other objects in a tree."""
-    if "flax.nnx" not in sys.modules:
-        return False
-    return any(map(_is_object, jax.tree.leaves(tree, is_leaf=_is_object)))
+    is_imported = "flax.nnx" in sys.modules
+    return is_imported and any(map(_is_object, jax.tree.leaves(tree, is_leaf=_is_object)))
 
 
 def _is_object(node: Any) -> bool:
@@ -65,11 +64,9 @@ def on_arrays(
 
 def _may_write(node: Any) -> bool:
     """Return whether `flax.nnx` lets the current trace write into an object."""
-    nnx = sys.modules["flax.nnx"]
+    nnx, errors = sys.modules["flax.nnx"], sys.modules["flax.errors"]
     try:
         nnx.update([node], nnx.state([node]))  # it holds a Variable, or is one
-    except Exception as error:
-        if type(error).__name__ == "TraceContextError":
-            return False
-        raise
+    except errors.TraceContextError:
+        return False
     return True

@@ -66,6 +66,9 @@ def test_a_loss_that_is_not_called_value_is_not_checked_and_warned_of_if_no_rule
     assert len(caught) == 1
     tx.update(W, tx.init(W), W, loss=W)  # said once, and warnings are errors here
     updated(ols.with_loss_scaling(SGD, 1024), 1024, value=W, loss=NAN)
+    with pytest.warns(UserWarning, match="Optax calls the loss"), pytest.raises(TypeError):
+        # Nobody can say which arguments a function in C takes.
+        ols.with_skipping(SGD, max).update(W, ols.with_skipping(SGD, max).init(W), W, loss=W)
     for rule in ols.Spike("loss"), lambda _grads, _params, *, loss: loss > 9:
         updated(ols.with_loss_scaling(SGD, 1024, skip_if=rule), 1024, loss=W)
 

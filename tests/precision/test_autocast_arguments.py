@@ -303,6 +303,11 @@ WARNED = {
         (BIG[:4], BIG),
         r"in each sum are 4, 64 and 64; all must be at least 8\. `diag",
     ),
+    "its sides, in a function of jit": (
+        jax.jit(lambda x, w: x @ w),
+        (BIG[:4], BIG),
+        r"in each sum are 4, 64 and 64; all must be at least 8\. `diag",
+    ),
     "vmap": (
         lambda x, w: x @ w,
         (BIG[0], BIG),

@@ -75,14 +75,16 @@ def first_nonfinite(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Fi
     # JAX's debugging flags would stop at the NaN that the search is for.
     with jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
         closed, inputs = trace(fun, args, kwargs)
-        # If only infinities that are taken as meant reach the result, one of them was not.
-        for takes_as_meant in (True, False):
+
+        def results_of(*, takes_as_meant: bool) -> list[Value]:
             place = _Place(itertools.count(), takes_as_meant)
-            arguments = list(_arguments(closed.jaxpr, inputs, place))
-            results = _call(closed, arguments, place)
-            origin = earliest(results)
-            if origin or not any(value.kinds for value in results):
-                break
+            return _call(closed, list(_arguments(closed.jaxpr, inputs, place)), place)
+
+        results = results_of(takes_as_meant=True)
+        if not earliest(results) and any(value.kinds for value in results):
+            # Only infinities that are taken as meant reach the result: one of them was not.
+            results = results_of(takes_as_meant=False)
+    origin = earliest(results)
     return origin.found if origin else None
 
 
