@@ -259,6 +259,7 @@ TABLE = {
     ],
     "ValueError: `{}` must hold exactly one": [
         *named("state", lambda: scale_loss(None), lambda: unscale(tuple(STATE))),
+        *named("state", lambda: take(state=())),
         *given((ols.loss_scale_state, *READERS), "opt_state", SGD, {"loss_scale": ONE}),
         *named("state", lambda: assert_scaled_once(apply, PARAMS)),
         *named("opt_state", lambda: keras.ema_params({}), lambda: ols.master_weights({}, PARAMS)),
@@ -553,6 +554,7 @@ def test_a_policy_in_the_place_of_a_rule_is_told_its_own_place():
     for rule, remedy in (
         (FixedLossScale(8), "`with_loss_scaling(inner, policy)`"),
         (3, "`Spike()`"),
+        (FixedLossScale, "`Spike()`"),
     ):
         with pytest.raises(TypeError, match=rf"Use {re.escape(remedy)}\.$"):
             ols.with_loss_scaling(SGD, skip_if=rule)
