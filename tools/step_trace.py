@@ -19,9 +19,9 @@ from optax_lossscale import _xla
 
 PACKAGE = str(Path(ols.__file__).parent)
 PLAIN = ols.with_loss_scaling(optax.adam(1e-3))
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ols.with_bfloat16_state(optax.adamw(1e-3)))
 STACK = ols.with_loss_scaling(
-    ols.with_master_weights(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))),
-    skip_if=ols.Spike(),
+    ols.with_master_weights(CLIPPED, remainders=True), skip_if=ols.Spike()
 )
 
 

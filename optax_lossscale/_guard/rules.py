@@ -1,4 +1,4 @@
-"""Rules that skip finite steps."""
+"""Rules that skip finite steps: functions, objects that judge a measure, and `Spike`."""
 
 import dataclasses
 import inspect
@@ -7,14 +7,17 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_lossscale._guard.keep import run_where
 from optax_lossscale._loss_scale.convert import LossScale
+from optax_lossscale._state import SpikeState, increment
 from optax_lossscale._support import checks
+from optax_lossscale._support.bounds import LARGEST_SCALE, SMALLEST_SCALE, as_float32
 from optax_lossscale._support.choose import tree_where, zeros_if_skipped
 from optax_lossscale._support.lines import warn
-from optax_lossscale._support.tree import PyTree, as_array
+from optax_lossscale._support.tree import FP8_KEY, PyTree, as_array, at_least_float32, is_inexact
 
 
 @runtime_checkable
@@ -124,3 +127,140 @@ def judge(
         raise
     # A memory decides, and decisions have no derivative.
     return skip, jax.lax.stop_gradient(new)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spike:
+    """Skip a step whose loss, or another measure, is far above that of the steps before it.
+
+    A step is skipped if its measure exceeds the mean of the remembered values by more than `sigmas`
+    of their standard deviations. A measure that is not finite is skipped, and not remembered.
+
+    A skipped value is remembered as `mean + 2 / 3 * sigmas * deviation`. So a single spike hardly
+    widens the window: the next step is skipped above 6.4 deviations. And a new level is learned,
+    after 20 steps if it lies 20 deviations higher, and after about the window if far above.
+
+    Args:
+      of: What is measured: `"value"`, the loss; `"grad_norm"`, the Euclidean norm of all gradients,
+        whose square must be a float32; or the name of another extra argument of `update`, a scalar.
+      window: The number of remembered values. At least 2.
+      sigmas: More than 1.5: fewer would remember a spike below one deviation, and never learn.
+      warmup: Values that are remembered before the first one is skipped; None for half of the
+        window. Between 1 and `window`.
+      max_consecutive_skipped: Spikes skipped in a row after which the next value is accepted, and
+        remembered as it is; None for no such bound.
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or `update` lacks the extra argument `of`.
+      ValueError: If an argument is out of bounds; from `update`, if the measure is not a scalar, or
+        the state belongs to another `window`.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, optax_lossscale as ols
+      >>> tx = ols.with_skipping(optax.sgd(1.0), ols.Spike(window=8))
+      >>> opt_state = tx.init(jnp.zeros(2))
+      >>> for loss in [1.0, 1.1, 0.9, 1.0, 1.1, 7.0, 1.0]:
+      ...     _, opt_state = tx.update(jnp.ones(2), opt_state, value=loss)
+      >>> print(opt_state.loss_scale_state.total_skipped)
+      1
+    """
+
+    of: str = "value"
+    _: dataclasses.KW_ONLY
+    window: int = 128
+    sigmas: float = 6.0
+    warmup: int | None = None
+    max_consecutive_skipped: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        if not isinstance(self.of, str):
+            raise TypeError(
+                f'`of` must be "value", "grad_norm" or the name of an extra argument, got '
+                f"{self.of!r}. Leave it out to measure the loss."
+            )
+        window = checks.read_count("window", self.window, least=2)
+        if as_float32(checks.read_number("sigmas", self.sigmas)) <= 1.5:
+            raise ValueError(
+                f"`sigmas` must exceed 1.5, got {self.sigmas}: fewer never widen the window. Use 6."
+            )
+        if self.warmup is not None and checks.read_count("warmup", self.warmup) > window:
+            raise ValueError(f"`warmup` must be at most `window`, got {self.warmup} for {window}.")
+        if self.max_consecutive_skipped is not None:
+            checks.read_count("max_consecutive_skipped", self.max_consecutive_skipped)
+
+    def init(self, params: optax.Params) -> SpikeState:
+        """Return the state before the first step."""
+        del params
+        held, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)  # a buffer for each
+        return SpikeState(jnp.zeros(self.window, jnp.float32), held, skipped)
+
+    def measure(self, grads: optax.Updates, params: Any = None, **extra_args: Any) -> jax.Array:
+        """Return the loss, the norm or the extra argument that is compared. `float32[]`."""
+        del params
+        if self.of == "grad_norm":
+            arrays = [
+                at_least_float32(leaf)
+                for path, leaf in jax.tree_util.tree_leaves_with_path(grads)
+                if is_inexact(leaf) and FP8_KEY not in path
+            ]
+            return jnp.asarray(optax.tree.norm(arrays), jnp.float32)
+        value = extra_args.get(self.of)
+        if value is None:
+            raise TypeError(
+                f"`{self.of}` must be given to `update`, because {self} measures it. Call "
+                f"`tx.update(grads, opt_state, params, {self.of}=...)`."
+            )
+        checks.require_scalar(self.of, value, "Take its mean.")
+        return jnp.asarray(value, jnp.float32)
+
+    def judge(self, state: SpikeState, measure: jax.Array) -> tuple[jax.Array, SpikeState]:
+        """Return whether a measure is too high, and the state that remembers it."""
+        checks.read_state(state, SpikeState, "state.rule_states")
+        # Numbers of NumPy would widen the state, where JAX has 64 bits.
+        window, sigmas = int(self.window), float(self.sigmas)
+        remedy = "Start anew with `init`: it was made with another `window`."
+        checks.require_same_shape("state", (), state.values, np.empty(window), remedy)
+        state = _repaired(state, window)
+        mean, deviation, size = _statistics(state)
+        warmup = window // 2 if self.warmup is None else int(self.warmup)
+        is_spike = (state.held >= warmup) & (measure / size > mean + sigmas * deviation)
+        if self.max_consecutive_skipped is not None:
+            is_spike &= state.consecutive_skipped < int(self.max_consecutive_skipped)
+        as_spike = (mean + sigmas * 2 / 3 * deviation) * size
+        # Zeros alone have no deviation to remember a spike by.
+        remembered = jnp.where(is_spike & (deviation > 0), as_spike, measure)
+        after = SpikeState(
+            values=jnp.concatenate([state.values[1:], remembered[None]]),
+            held=jnp.minimum(state.held + 1, window),
+            consecutive_skipped=jnp.where(is_spike, increment(state.consecutive_skipped), 0),
+        )
+        is_number = jnp.isfinite(measure)
+        keep_or_move = lambda new, old: jnp.where(is_number, new, old)  # noqa: E731
+        return is_spike | ~is_number, jax.tree.map(keep_or_move, after, state)
+
+
+def _repaired(state: SpikeState, window: int) -> SpikeState:
+    """Return the state with a count within the window, and zeros for what is not held."""
+    held = jnp.clip(state.held, 0, window)
+    return state._replace(values=jnp.where(_is_held(held, window), state.values, 0), held=held)
+
+
+def _is_held(held: jax.Array, window: int) -> jax.Array:
+    return jnp.arange(window, dtype=jnp.int32) >= window - held
+
+
+def _statistics(state: SpikeState) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the mean and the deviation of the values, relative to a size, and the size."""
+    # Relative to the largest, since the squares of 1e-20 and 1e30 are no float32s.
+    size = jnp.clip(jnp.max(jnp.abs(state.values)), SMALLEST_SCALE, LARGEST_SCALE)
+    relative = state.values / size
+    n = jnp.maximum(state.held, 1).astype(jnp.float32)
+    mean = jnp.sum(relative) / n
+    is_held = _is_held(state.held, state.values.size)
+    deviation = jnp.sqrt(jnp.sum(jnp.where(is_held, (relative - mean) ** 2, 0)) / n)
+    # Equal values have no deviation, but their mean is rounded.
+    return mean, jnp.maximum(deviation, jnp.finfo(jnp.float32).eps * jnp.abs(mean)), size
+
+
+Spike.__module__ = "optax_lossscale"  # the name in pickles, as of its state

@@ -8,7 +8,7 @@ import jax
 
 from optax_lossscale._loss_scale.scale import scaled
 from optax_lossscale._order import warn_of_what_stands_outside
-from optax_lossscale._state import LossScaleState, find, loss_scale_of
+from optax_lossscale._state import GuardState, LossScaleState, find, loss_scale_of
 from optax_lossscale._support import checks
 from optax_lossscale._support.tree import PyTree
 
@@ -65,7 +65,8 @@ def value_and_grad(
 
     def scaled_value_and_grad(state: PyTree, /, *args: Any, **kwds: Any) -> tuple[Any, PyTree]:
         loss_scale = loss_scale_of(find(LossScaleState, "state", state))
-        warn_of_what_stands_outside(state, advice_given)
+        if not isinstance(state, GuardState):
+            warn_of_what_stands_outside(state, advice_given)
 
         def scaled_loss(*args: Any, **kwds: Any) -> tuple[Any, Any]:
             value = fun(*args, **kwds)
