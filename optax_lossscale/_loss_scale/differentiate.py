@@ -77,16 +77,9 @@ def value_and_grad(
                 )
             return scaled(value[0] if has_aux else value, loss_scale), value
 
+        differentiated = _transformed(transform, scaled_loss, has_aux=True, **kwargs)
         try:
-            differentiated = transform(scaled_loss, has_aux=True, **kwargs)
-        except TypeError as error:
-            given = ", ".join(["has_aux", *kwargs])
-            raise TypeError(
-                f"`transform` must take a function and {given}, as `jax.value_and_grad` does, got "
-                f"{transform!r}: {error}. Pass one that does."
-            ) from error
-        try:
-            result: Any = differentiated(*args, **kwds)
+            result = differentiated(*args, **kwds)
         except TypeError:
             if is_of_jax:
                 chosen = [args[number] for number in positions if -len(args) <= number < len(args)]
@@ -137,6 +130,18 @@ def grad(
         return (grads, value[1]) if has_aux else grads
 
     return _with_signature_of(fun, scaled_grad)
+
+
+def _transformed(
+    transform: Callable[..., Callable[..., Any]], fun: Callable[..., Any], **kwargs: Any
+) -> Callable[..., Any]:
+    try:
+        return transform(fun, **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"`transform` must take a function and {', '.join(kwargs)}, as `jax.value_and_grad` "
+            f"does, got {transform!r}: {error}. Pass one that does."
+        ) from error
 
 
 def _with_signature_of(fun: Callable[..., Any], function: Any) -> Callable[..., Any]:
