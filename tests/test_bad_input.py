@@ -532,7 +532,12 @@ ACCEPTED = [
 ]
 
 
-@pytest.mark.parametrize("wrapper", [*WRAPPERS, ols.with_master_weights])
+def guarded_masters(inner):
+    return ols.with_loss_scaling(ols.with_master_weights(inner))
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("wrapper", [*WRAPPERS, ols.with_master_weights, guarded_masters])
 def test_an_optimizers_error_says_where_updates_and_params_differ(wrapper):
     tx, params = wrapper(optax.adamw(0.1)), {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}
     for place, updates in (
@@ -542,12 +547,15 @@ def test_an_optimizers_error_says_where_updates_and_params_differ(wrapper):
         with pytest.raises((TypeError, ValueError)) as caught:
             tx.update(updates, tx.init(params), params)
         assert str(caught.value).count(f"`updates` and `params` differ in {place}.") == 1
+    with pytest.raises(ValueError, match="param") as caught:
+        tx.update(params, tx.init(params))
+    assert "differ" not in str(caught.value)
 
 
 @pytest.mark.parametrize("wrapper", [ols.with_loss_scaling, ols.with_skipping])
 def test_an_optimizers_error_names_the_parameter_that_is_no_array(wrapper):
     with pytest.raises(TypeError, match=r"\n`params` must be .* got 'text' at `\['w'\]`\.$"):
-        wrapper(optax.adam(0.1)).init({"b": 1.0, "w": "text"})
+        wrapper(optax.adam(0.1)).init({"a": ONE, "b": 1.0, "w": "text"})
 
 
 def test_a_policy_in_the_place_of_a_rule_is_told_its_own_place():
@@ -575,6 +583,14 @@ def test_functions_among_the_parameters_are_named_where_jax_cannot_differentiate
 def test_an_error_of_another_transform_is_its_own():
     with pytest.raises(TypeError, match="not iterable"):
         ols.value_and_grad(jnp.sum, transform=lambda *_, **__: lambda *_: max(3))(STATE, jnp.tanh)
+
+
+@pytest.mark.parametrize(
+    ("new", "kinds"), [([1.0], r" \(a list for a tuple\)"), ((1.0, 1.0, 1.0), "")]
+)
+def test_containers_of_another_kind_are_named(new, kinds):
+    with pytest.raises(ValueError, match=rf"got another at [^()]+{kinds}\. `on_true`"):
+        choose({"a": new}, {"a": (1.0, 2.0)} if not kinds else {"a": (1.0,)})
 
 
 def test_a_function_without_a_signature_is_taken():

@@ -99,12 +99,13 @@ def test_what_is_stateful_of_nnx_moves_on_as_without(jit, training):
 def test_objects_of_nnx_of_an_outer_trace_are_read_and_not_written_as_without_it(jit):
     w, scale, rngs = jnp.ones((8, 8)), nnx.Param(jnp.ones((16, 8))), nnx.Rngs(0)
 
-    def loss(w, scale, rngs, draws):
+    def loss(w, scale, rngs, draws, label):
+        assert label == "a text"
         noise = jax.random.normal(rngs(), (16, 8)) if draws else 0.0
         return jnp.sum((scale[...] + noise) @ w)
 
     def step(loss, draws):
-        loss = functools.partial(loss, draws=draws)
+        loss = functools.partial(loss, draws=draws, label="a text")
         return jit(jax.value_and_grad(loss))(w, scale, rngs)
 
     assert_same_bits(step(ols.autocast(loss, jnp.float16), draws=False), step(loss, draws=False))
@@ -113,6 +114,14 @@ def test_objects_of_nnx_of_an_outer_trace_are_read_and_not_written_as_without_it
         with pytest.raises(flax.errors.TraceContextError, match="different trace level"):
             step(fun, draws=True)
     assert int(rngs.default.count[...]) == 0
+
+    def evaluated(w, norm):
+        norm.eval()
+        return jnp.sum(norm(w))
+
+    for fun in (evaluated, ols.autocast(evaluated, jnp.float16)):
+        with pytest.raises(flax.errors.TraceContextError, match="different trace level"):
+            jax.value_and_grad(fun)(w, nnx.BatchNorm(8, rngs=nnx.Rngs(0)))
 
 
 @pytest.mark.integration
