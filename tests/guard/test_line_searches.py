@@ -196,6 +196,7 @@ def test_gradients_of_every_dtype_are_compared_bit_by_bit(dtype):
     assert_same_bits(seen[1][1], -grads.astype(seen[1][0].dtype))
 
 
+@pytest.mark.slow
 def test_true_gradients_from_the_state_are_scaled_by_hand():
     inner = SEARCHES["L-BFGS, zoom"]
     tx, skipping = ols.with_loss_scaling(inner, 2.0**10), ols.with_skipping(inner)
