@@ -37,7 +37,7 @@ aot:
 
 # For the inner loop: takes under a minute, and covers all but a few branches of the package.
 quick: $(VENV)/test.installed
-	$(QUICKLY) -m "not slow and not exhaustive" --ignore=tests/project tests
+	$(QUICKLY) -m "not slow and not exhaustive" --ignore=tests/project --ignore=tests/oracles tests
 
 # Most of the time is compilation, so few optimizations but in tests that count what they give. The
 # tests of behaviour run once more in the plain forms, without `optax_lossscale/_xla`.
