@@ -9,7 +9,7 @@ import optax
 
 from optax_lossscale import _xla
 from optax_lossscale._support import checks
-from optax_lossscale._support.choose import constant_if_skipped, require_same, zeros_if_skipped
+from optax_lossscale._support.choose import constant_if_skipped, zeros_if_skipped
 from optax_lossscale._support.tree import (
     ARRAYS,
     HALF,
@@ -95,7 +95,7 @@ def _like(old: Tree, new: Tree) -> Tree:
 
     def cast(path: KeyPath, old_leaf: Any, new_leaf: Any) -> Any:
         if not isinstance(old_leaf, jax.Array):
-            require_same(path, new_leaf, old_leaf)
+            checks.require_same(path, new_leaf, old_leaf)
             return new_leaf
         if getattr(new_leaf, "dtype", None) == old_leaf.dtype:
             return new_leaf

@@ -21,6 +21,7 @@ from optax_lossscale._support.bounds import INT32_MAX, LARGEST_SCALE, SMALLEST_S
 from optax_lossscale._support.tree import (
     ARRAYS,
     AxisName,
+    KeyPath,
     PyTree,
     Tree,
     first_difference,
@@ -198,6 +199,15 @@ def add_difference(error: Exception, updates: Any, params: Any) -> None:
         error.args = (f"{error}\n`updates` and `params` differ in {kind} at {where}.",)
 
 
+def require_same(path: KeyPath, new: Any, old: Any) -> None:
+    """Refuse a leaf that is no array and changes: `jnp.where` cannot choose."""
+    if not (new is old or (type(new) is type(old) and np.all(new == old))):
+        raise ValueError(
+            f"the leaf at {path_name(path)} must be an array in both trees or the same in "
+            f"both, got {new!r} and {old!r}. Make it an array with `jnp.asarray` if it changes."
+        )
+
+
 _INIT = "Make it with `init`; a plain optimizer's state goes into its `inner_state`."
 
 
@@ -228,7 +238,7 @@ def require_axis_name(axis_name: AxisName | None) -> None:
     """Refuse values that cannot name axes."""
     try:
         names = {*axis_name} if isinstance(axis_name, tuple) else {axis_name}
-    except TypeError:  # it cannot be hashed
+    except TypeError:  # a value that cannot be hashed names no axis, as little as an integer
         names = {0}
     # An integer would stand for an axis of the array.
     if any(isinstance(name, numbers.Integral) for name in names):
@@ -242,7 +252,7 @@ def read_float_dtype(name: str, dtype: DTypeLike | None, *, most_bits: int = 64)
     """Return a floating-point dtype of at most this size; NumPy would read None as float64."""
     try:
         kind = None if dtype is None else jnp.dtype(dtype)
-    except (TypeError, ValueError):  # what names no dtype
+    except (TypeError, ValueError):  # the value names no dtype
         kind = None
     if kind is None or not jnp.issubdtype(kind, jnp.floating) or jnp.finfo(kind).bits > most_bits:
         raise TypeError(

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 from jax.tree_util import treedef_is_leaf
 from jax.typing import ArrayLike
@@ -111,19 +110,10 @@ def tree_where(pred: ArrayLike, on_true: Tree, on_false: Tree) -> Tree:
             )
         if is_selectable(new) and is_selectable(old):
             return jnp.where(pred, new, old)
-        require_same(path, new, old)
+        checks.require_same(path, new, old)
         return new
 
     return jax.tree_util.tree_map_with_path(choose, on_true, on_false)
-
-
-def require_same(path: KeyPath, new: Any, old: Any) -> None:
-    """Refuse a leaf that is no array and changes: `jnp.where` cannot choose."""
-    if not (new is old or (type(new) is type(old) and np.all(new == old))):
-        raise ValueError(
-            f"the leaf at {path_name(path)} must be an array in both trees or the same in "
-            f"both, got {new!r} and {old!r}. Make it an array with `jnp.asarray` if it changes."
-        )
 
 
 def constant_if_skipped(applied: Flag, tree: Tree) -> Tree:
