@@ -1,79 +1,93 @@
-"""Run matrix products in half precision, and everything else as it is written.
+"""Run matrix products in half precision, and leave everything else in float32.
 
-A function is traced, its jaxpr is edited, and the edited jaxpr is evaluated. Only equations that
-are products change: their operands are converted before them, and their result after them.
+A function is traced, its jaxpr is edited, and the edited jaxpr is evaluated.
 """
 
+import contextlib
 import functools
-import operator
-import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Var, jaxpr_as_fun
-from jax.lax import convert_element_type_p
+from jax.core import eval_jaxpr
 from jax.typing import DTypeLike
 
+from optax_lossscale._precision.products import (
+    UNCAST_SCOPE,
+    reason_not_to_cast,
+    reason_not_to_follow,
+    with_products_in,
+)
+from optax_lossscale._precision.storage import hidden_storage, with_stored_inputs
 from optax_lossscale._support import checks, nnx
 from optax_lossscale._support.jaxprs import (
-    CALLS,
-    HAVE_RULES,
-    LONG,
-    Equation,
     Jaxpr,
     Product,
-    holds_equations,
-    inner_jaxprs,
+    constants_of,
     products_of,
-    sides_of,
     total_flops,
+    without_constants,
 )
 from optax_lossscale._support.lines import warn
-from optax_lossscale._support.tree import split
+from optax_lossscale._support.tree import HALF, split
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 
-def autocast(fun: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
+def autocast(fun: Callable[P, Result], dtype: DTypeLike) -> Callable[P, Result]:
     """Return `fun` with its matrix products and convolutions in half precision.
 
-    It is to JAX what `torch.autocast` is to PyTorch: the model stays as it is written, in float32.
-    Layers run in `dtype`, forwards and backwards, because they are products; norms, softmax, masks,
-    positions, statistics and losses run as they are written, because they are none. Gradients have
-    the dtypes of the parameters. With `with_loss_scaling`, this is automatic mixed precision.
+    `autocast` is to JAX what `torch.autocast` is to PyTorch. The code of the model does not change.
+    Dense layers, convolutions and attention are matrix products, so they run in `dtype`, forward
+    and backward. Norms, softmax, masks, positions, statistics and losses are not, so they run in
+    float32. Together with `with_loss_scaling`, this is automatic mixed precision.
 
-    A product runs in `dtype` if it has at least 8 rows, 8 columns and 8 terms in each sum, batch
-    dimensions apart; a convolution, if it has 8 output positions in all examples, 8 output
-    channels and 8 weights for each. So outer and inner products, a matrix times a vector, and
-    products of coordinates stay. Its operands are float32 or half, at least one and the result
-    float32, and its precision is the default one. A product that must stay float32 says so in
-    JAX's own words: `precision="highest"`, or `with jax.default_matmul_precision("highest"):`.
+    Half precision is a storage format here: arguments in float16 and bfloat16 are read as float32.
+    Each is converted where it is used, so that the cotangents of all its uses are added in float32.
+    Gradients have the dtypes of the arguments.
 
-    The operands are converted to `dtype`, each for each product, and so is what flows back; the
-    result is converted back from `dtype`. The functions of `jax.jit`, `jax.checkpoint`, `scan`,
-    `while_loop`, `cond`, `shard_map` and `pmap` are followed. Those with a derivative or batching
-    rule of their own (`custom_vjp`, `custom_jvp`), Pallas kernels and foreign calls stay as they
-    are: give them operands in `dtype` by hand.
+    A product runs in `dtype` if it has at least 8 rows, 8 columns and a contraction over 8; batch
+    dimensions do not count. A convolution needs 8 output positions over all examples, 8 output
+    channels and 8 weights for each channel. So outer and inner products, a matrix times a vector,
+    and products of coordinates stay in float32. Its operands are float32 or half precision, at
+    least one and the result are float32, and its precision is the default one. Neither operand is
+    made of constants only, as an identity, a triangle of ones and Fourier matrices are. To keep
+    another product in float32, use JAX's own settings: `precision="highest"`, or
+    `with jax.default_matmul_precision("highest"):`.
+
+    The functions of `jax.jit`, `jax.checkpoint`, `scan`, `cond`, `shard_map` and `pmap` are
+    followed. A `while_loop` is left alone, since its end may depend on digits that half precision
+    does not have. So are functions with a derivative or batching rule of their own (`custom_vjp`,
+    `custom_jvp`), Pallas kernels and foreign calls: cast their arguments yourself. The backward
+    pass of a `scan` repeats plain arithmetic instead of keeping its results.
 
     Args:
-      fun: The loss, the model, or any other function that is pure and traceable, as for
-        `jax.checkpoint`: no Python `if` on values, and nothing written to a closure. Random keys
-        and modules of `flax.nnx` are arguments, which move on as they would without `autocast`.
-        Put `jax.vmap` inside of `autocast`: outside, it hides the batch.
-      dtype: `jnp.float16`, `jnp.bfloat16`, or `jnp.float32`, which casts nothing. Where one
-        `autocast` stands in another, the inner one decides.
+      fun: The loss or the model. It is pure and traceable, as for `jax.checkpoint`: no Python `if`
+        on values, and nothing written to a closure. Pass parameters, random keys and modules of
+        `flax.nnx` as arguments. Write `autocast(jax.vmap(f))`: a `vmap` outside hides the batch. Do
+        not wrap a training step: inside, no optimizer sees which arrays are stored in half
+        precision.
+      dtype: `jnp.float16`, `jnp.bfloat16`, or `jnp.float32`, which casts no product. If one
+        `autocast` is inside another, the inner one decides.
 
     Returns:
-      A function of the same signature. It traces `fun` once in each call. Its arguments and results
-      are those of `fun`: only arrays of JAX are traced, and all else arrives as it is.
+      A function of the same signature, which traces `fun` once in each call. Results are float32.
+      Only a result that is an argument comes back as it was stored, and so does each `Variable` of
+      `flax.nnx`. Only JAX arrays are traced; everything else is passed through.
 
     Raises:
       TypeError: If `fun` cannot be called, or `dtype` is another dtype.
+      ValueError: If `fun` updates an optimizer that keeps arrays in half precision, and is given
+        some: `with_master_weights`, `with_stochastic_rounding` or `with_bfloat16_state`.
 
     Warns:
       UserWarning: Once, if less than half of the floating-point operations in products run in
-        `dtype` or a narrower one. It names the line of the largest other product, and why.
+        `dtype` or a narrower one. The message names the line of the largest other product, and the
+        reason. Once, if `fun` closes over arrays in half precision, which it cannot read as
+        float32.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax_lossscale as ols
@@ -84,8 +98,12 @@ def autocast(fun: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
       >>> report = ols.diagnostics.precision_report(step, params, jnp.ones((32, 8)))
       >>> {dtype: products.count for dtype, products in report.items()}
       {'float16': 4}
-      >>> {name: str(grad.dtype) for name, grad in step(params, jnp.ones((32, 8))).items()}
-      {'head': 'float32', 'hidden': 'float32'}
+      >>> stored = ols.cast(params, jnp.bfloat16)
+      >>> loss, grads = jax.value_and_grad(ols.autocast(loss_fn, jnp.bfloat16))(
+      ...     stored, jnp.ones((32, 8))
+      ... )
+      >>> str(loss.dtype), {name: str(grad.dtype) for name, grad in grads.items()}
+      ('float32', {'head': 'bfloat16', 'hidden': 'bfloat16'})
 
     References:
       Tensor cores multiply blocks whose shortest side is 8: Micikevicius et al., `Mixed Precision
@@ -94,43 +112,68 @@ def autocast(fun: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
     checks.require_function(
         "fun", fun, "Give the loss function or the model itself, not its result."
     )
-    half = checks.read_half_or_float32("dtype", dtype)
-    if half == jnp.float32:
-        return jax.named_call(fun, name=_AS_WRITTEN)
-    has_warned = False
+    product_dtype = checks.read_half_or_float32("dtype", dtype)
+    is_cast = product_dtype != jnp.float32
+    traced = fun if is_cast else jax.named_call(fun, name=UNCAST_SCOPE)
+    warnings: set[Callable[..., str]] = {_of_closed_over_halves}
+    if is_cast:
+        warnings.add(functools.partial(_of_products, dtype=product_dtype))
 
-    def edited(jaxpr: Jaxpr) -> Jaxpr:
-        nonlocal has_warned
-        jaxpr = _with_products_in(half, jaxpr)
-        has_warned = has_warned or _warn_of_products(jaxpr, half)
+    def edit(jaxpr: Jaxpr) -> Jaxpr:
+        if is_cast:
+            jaxpr = with_products_in(product_dtype, jaxpr)
+        messages = {message_of: message_of(jaxpr) for message_of in warnings}
+        for message in filter(None, messages.values()):
+            warn(message)
+        warnings.difference_update(x for x, message in messages.items() if message)
         return jaxpr
 
     @functools.wraps(fun, updated=())
-    def run(*args: Any, **kwargs: Any) -> Any:
-        def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return fun(*args, **kwargs)
+    def run(*args: P.args, **kwargs: P.kwargs) -> Result:
+        def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
+            return traced(*args, **kwargs)
 
-        transform = functools.partial(_traced, edited)
-        on_arrays = nnx.on_arrays if nnx.holds_objects((args, kwargs)) else lambda t, f: t(f)
-        return on_arrays(transform, call)(args, kwargs)
+        if nnx.holds_objects((args, kwargs)):
+            return nnx.on_arrays(functools.partial(_evaluated, edit), call)(args, kwargs)
+        return _evaluated(edit, call)(args, kwargs)
 
     return run
 
 
-def _traced(edit: Callable[[Jaxpr], Jaxpr], fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that traces `fun`, edits its jaxpr and evaluates it."""
+def _evaluated(edit: Callable[[Jaxpr], Jaxpr], fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that traces `fun`, edits its jaxpr and evaluates it.
+
+    `fun` reads arrays in half precision as float32.
+    """
 
     def run(*args: Any) -> Any:
-        arrays, join_args = split(args, _is_jax_array)
+        as_stored: dict[int, Any] = {}  # NumPy's arrays by the identity of what `fun` reads
+
+        def in_float32(leaf: Any) -> Any:
+            if not isinstance(leaf, (np.ndarray, np.generic)) or leaf.dtype not in HALF:
+                return leaf
+            wide = leaf.astype(np.float32)
+            as_stored[id(wide)] = leaf
+            return wide
+
+        arrays, join_args = split(jax.tree.map(in_float32, args), _is_jax_array)
+        halves = [x for x in arrays if x.dtype in HALF]
         join_results: list[Callable[..., Any]] = []
 
         def on_arrays(arrays: list[jax.Array]) -> list[jax.Array]:
-            results, join = split(fun(*join_args(arrays)), _is_jax_array)
+            read = [x.astype(jnp.float32) if x.dtype in HALF else x for x in arrays]
+            results, join = split(fun(*join_args(read)), _is_jax_array)
             join_results.append(join)
             return results
 
-        jaxpr = edit(jax.make_jaxpr(on_arrays)(arrays))
-        return join_results[0](jaxpr_as_fun(jaxpr)(*arrays))
+        with hidden_storage() if halves or as_stored else contextlib.nullcontext():
+            jaxpr = jax.make_jaxpr(on_arrays)(arrays)
+        if halves:
+            jaxpr = with_stored_inputs(jaxpr, len(halves))
+        jaxpr = edit(jaxpr)
+        # Not `jaxpr_as_fun`: inside it, `jax.debug_nans` is off.
+        results = eval_jaxpr(without_constants(jaxpr), jaxpr.consts, *arrays)
+        return jax.tree.map(lambda x: as_stored.get(id(x), x), join_results[0](results))
 
     return run
 
@@ -139,143 +182,49 @@ def _is_jax_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array)
 
 
-# The scope of what an inner `autocast` leaves in float32 on purpose.
-_AS_WRITTEN = "autocast_float32"
-_PRODUCTS = frozenset(["dot_general", "ragged_dot_general", "conv_general_dilated"])
-# Operations that hold functions whose types stay as they are.
-_FOLLOWED = (CALLS - HAVE_RULES) | {"scan", "while", "cond", "shard_map", "xla_pmap"}
-_DEFAULT_PRECISION = (None, (jax.lax.Precision.DEFAULT, jax.lax.Precision.DEFAULT))
-
-# The edited jaxprs by dtype, each the same object every time, so that JAX compiles it once. One
-# without products is None: a value that held its key would keep it for ever.
-_edited: weakref.WeakKeyDictionary[Jaxpr, dict[np.dtype, Jaxpr | None]]
-_edited = weakref.WeakKeyDictionary()
-
-
-def _with_products_in(dtype: np.dtype, jaxpr: Jaxpr) -> Jaxpr:
-    """Return a jaxpr of the same type with its products in `dtype`, itself if it has none."""
-    known = _edited.setdefault(jaxpr, {})
-    if dtype not in known:
-        known[dtype] = _edit(dtype, jaxpr)
-    return known[dtype] or jaxpr
-
-
-def _edit(dtype: np.dtype, jaxpr: Jaxpr) -> Jaxpr | None:
-    inner = getattr(jaxpr, "jaxpr", jaxpr)  # of one with constants, a class of its own before 0.12
-    if inner is not jaxpr:
-        new = _with_products_in(dtype, inner)
-        return None if new is inner else jaxpr.replace(jaxpr=new)
-    edits = [_edit_equation(dtype, eqn) for eqn in jaxpr.eqns]
-    if all(edit is None for edit in edits):
-        return None
-    pairs = zip(jaxpr.eqns, edits, strict=True)
-    return jaxpr.replace(eqns=[new for eqn, edit in pairs for new in edit or [eqn]])
-
-
-def _edit_equation(dtype: np.dtype, eqn: Equation) -> list[Equation] | None:
-    """Return the equations in place of one, or None if it stays."""
-    name = eqn.primitive.name
-    if _is_cast(eqn):
-        return _edit_product(dtype, eqn)
-    if name not in _FOLLOWED or _is_as_written(eqn):
-        return None
-
-    def edit_functions(param: Any) -> Any:
-        if holds_equations(param):
-            return _with_products_in(dtype, param)
-        if type(param) is tuple:  # the branches of a conditional
-            new = tuple(map(edit_functions, param))
-            return param if all(map(operator.is_, new, param)) else new
-        return param
-
-    params = {key: edit_functions(param) for key, param in eqn.params.items()}
-    if all(params[key] is param for key, param in eqn.params.items()):
-        return None
-    return [eqn.replace(params=params)]
-
-
-def _is_as_written(eqn: Equation) -> bool:
-    return _AS_WRITTEN in str(eqn.source_info.name_stack)
-
-
-def _is_cast(eqn: Equation) -> bool:
-    if eqn.primitive.name not in _PRODUCTS or _is_as_written(eqn):
-        return False
-    dtypes = {operand.aval.dtype.name for operand in eqn.invars[:2]}
+def _of_closed_over_halves(jaxpr: Jaxpr) -> str:
+    """Return what to warn about arrays that cannot be read as float32; `""` if there are none."""
+    halves = [x for x in constants_of(jaxpr) if getattr(x, "dtype", None) in HALF]
+    if not halves:
+        return ""
+    largest = max(halves, key=np.size)
+    arrays = f"{len(halves)} arrays in half precision, the largest" if halves[1:] else "an array,"
     return (
-        "float32" in dtypes <= {"float32", "float16", "bfloat16"}
-        and eqn.outvars[0].aval.dtype == jnp.float32
-        and eqn.params["precision"] in _DEFAULT_PRECISION
-        and min(sides_of(eqn)[1:]) >= LONG
+        f"`fun` closes over {arrays} {jax.typeof(largest).str_short()}. `autocast` cannot read "
+        "what is closed over as float32, so computations with it run in half precision. Pass it as "
+        "an argument: `functools.partial` closes over its arguments, too."
     )
 
 
-def _edit_product(dtype: np.dtype, eqn: Equation) -> list[Equation]:
-    """Return conversions of the operands, the product, and the conversion of its result.
-
-    The result is in `dtype`: of one in float32, JAX's transpose would make products of float32. And
-    each product has conversions of its own: of shared ones, the cotangents of several uses would be
-    added in half precision.
-    """
-    lhs, rhs, *rest = eqn.invars
-    halves = [Var(x.aval.update(dtype=dtype, weak_type=False)) for x in (lhs, rhs, *eqn.outvars)]
-
-    def convert(old: Any, new: Any) -> Equation:
-        aval = new.aval
-        params = {"new_dtype": aval.dtype, "weak_type": aval.weak_type, "sharding": None}
-        conversion = {"primitive": convert_element_type_p, "effects": frozenset(), "params": params}
-        return eqn.replace(invars=[old], outvars=[new], **conversion)
-
-    params = eqn.params | {"preferred_element_type": dtype}
-    return [
-        convert(lhs, halves[0]),
-        convert(rhs, halves[1]),
-        eqn.replace(invars=[*halves[:2], *rest], outvars=halves[2:], params=params),
-        convert(halves[2], eqn.outvars[0]),
-    ]
-
-
-def _warn_of_products(jaxpr: Jaxpr, dtype: np.dtype) -> bool:
-    """Warn if less than half of the operations in products run in `dtype` or a narrower dtype."""
+def _of_products(jaxpr: Jaxpr, dtype: np.dtype) -> str:
+    """Return what to warn if most operations of products run in a wider dtype than `dtype`."""
     products = products_of(jaxpr)
-    others = [product for product in products if product.itemsize > dtype.itemsize]
+    others = [product for product in products if _itemsize(product) > dtype.itemsize]
     total, elsewhere = total_flops(products), total_flops(others)
     if 2 * elsewhere <= total:
-        return False
+        return ""
     largest = max(others, key=lambda product: product.flops)
     source = largest.source()
-    warn(
+    return (
         f"Only {1 - elsewhere / total:.0%} of the floating-point operations in the matrix products "
         f"of `fun` run in {dtype} or in a narrower dtype. The largest other product is of "
-        f"{largest.dtype}{source and f', at {source}'}. {_why(largest)} "
+        f"{largest.dtype}{source and f', at {source}'}. {_reason(largest)} "
         "`diagnostics.precision_report(autocast(fun, dtype), ...)` counts all products."
     )
-    return True
 
 
-def _why(product: Product) -> str:
+def _itemsize(product: Product) -> int:
+    """Return the bytes of a number that a product computes with, forward or backward."""
+    eqn = product.equations[0]
+    is_half = all(x.aval.dtype in HALF for x in eqn.invars[:2])
+    # The cotangent of a float32 result makes both backward products float32.
+    return eqn.outvars[0].aval.dtype.itemsize if is_half else product.itemsize
+
+
+def _reason(product: Product) -> str:
     """Return why a product does not run in half precision."""
     eqn, *around = product.equations
-    if any(map(_is_as_written, product.equations)):
-        return "An inner `autocast` to float32 keeps it."
-    ruled = [outer for outer in around if outer.primitive.name not in _FOLLOWED]
-    if ruled:
-        names = [inner.debug_info.func_name for inner in inner_jaxprs(ruled[0])]
-        rule = ruled[0].primitive
-        return (
-            f"It lies in `{next(iter(names), rule)}`, which has a rule of its own (`{rule}`) and "
-            "stays as it is written: cast its arguments."
-        )
-    precision = eqn.params.get("precision")
-    if precision not in _DEFAULT_PRECISION:
-        option: Any = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
-        where = f"`jax_default_matmul_precision` is {option!r}" if option else "its own"
-        return f"Its precision is not the default one ({where}), so it stays as it is written."
-    if product.dtype == "float32":
-        _, rows, columns, terms = sides_of(eqn)
-        vmap = " Is there a `jax.vmap` around `autocast`? It hides the batch: put it inside."
-        return (
-            f"Its rows, columns and terms in each sum are {rows}, {columns} and {terms}; all must "
-            f"be at least {LONG}.{vmap if 1 in (rows, columns) else ''}"
-        )
-    return f"Products of {product.dtype} stay as they are written: make the operands float32."
+    # What no other reason keeps in float32 has a fixed operand.
+    return next(filter(None, map(reason_not_to_follow, around)), None) or reason_not_to_cast(
+        eqn, has_fixed_operand=True
+    )

@@ -9,11 +9,13 @@ import optax
 
 from optax_lossscale._order import refuse_masters_inside, refuse_second_guard
 from optax_lossscale._precision.halves import rounded_at_random
+from optax_lossscale._precision.storage import refuse_hidden_storage
 from optax_lossscale._state import Bfloat16State, subtrees
 from optax_lossscale._support import checks
-from optax_lossscale._support.jaxprs import CALLS, Jaxpr, inner_jaxprs, is_literal
+from optax_lossscale._support.jaxprs import Jaxpr, inner_jaxprs, is_literal, is_move
 from optax_lossscale._support.lines import warn_of_keep
 from optax_lossscale._support.nnx import is_nnx
+from optax_lossscale._support.primitives import CALLS
 from optax_lossscale._support.tree import ARRAYS, KeyPath, in_dtype, is_symbolic, split
 
 
@@ -88,6 +90,7 @@ def with_bfloat16_state(
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, Bfloat16State]:
+        refuse_hidden_storage("with_bfloat16_state")
         count, old = checks.read_state(state, Bfloat16State)
         # The new count, so that the old one has one reader, and XLA overwrites it in place.
         count = jnp.asarray(count, jnp.uint32) + 1
@@ -118,13 +121,8 @@ _DIFFERENCES: tuple[type[Any], ...] = tuple(
     )
     if hasattr(optax, name)  # not all are in Optax 0.2.6
 )
-# Operations that move numbers and change none.
-_MOVES = frozenset(
-    [
-        *("copy", "copy_p", "reshape", "concatenate", "transpose", "squeeze", "expand_dims"),
-        *("convert_element_type", "device_put", "sharding_constraint", "stop_gradient", "rev"),
-    ]
-)
+# What changes neither the numbers nor their order.
+_CONVERSIONS = frozenset(["convert_element_type", "device_put", "stop_gradient"])
 
 
 def _differences(inner_state: optax.OptState) -> Iterator[KeyPath]:
@@ -166,7 +164,7 @@ def _moved(jaxpr: Jaxpr, is_parameter: list[bool]) -> list[bool]:
         if eqn.primitive.name in CALLS:
             pairs = zip(eqn.outvars, _moved(next(inner_jaxprs(eqn)), sources), strict=True)
             known.update(var for var, yes in pairs if yes)
-        elif eqn.primitive.name in _MOVES and all(sources):
+        elif all(sources) and (is_move(eqn) or eqn.primitive.name in _CONVERSIONS):
             known.update(eqn.outvars)
     return are_known(jaxpr.outvars)
 

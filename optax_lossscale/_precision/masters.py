@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale._precision import halves
+from optax_lossscale._precision.storage import refuse_hidden_storage
 from optax_lossscale._state import MasterWeightsState, find
 from optax_lossscale._support import checks
 from optax_lossscale._support.nnx import is_nnx
@@ -93,6 +94,7 @@ def with_master_weights(
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, MasterWeightsState]:
+        refuse_hidden_storage("with_master_weights")
         masters, inner_state = checks.read_state(state, MasterWeightsState)
         for name, given in (("updates", updates), ("params", params)):
             if given is None:

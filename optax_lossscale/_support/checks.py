@@ -268,7 +268,10 @@ def read_half_or_float32(name: str, dtype: DTypeLike | None) -> np.dtype:
     if kind not in (jnp.float16, jnp.bfloat16, jnp.float32):
         remedy = "Use `jnp.float16` or `jnp.bfloat16`."
         if jnp.finfo(kind).bits < 16:
-            remedy = "fp8 needs scales of its own: give Flax's layers a `Fp8DotGeneralOp`."
+            remedy = (
+                "fp8 needs a scale for each array: use Qwix or Flax's `Fp8DirectDotGeneralOp` "
+                "inside `autocast(loss_fn, jnp.bfloat16)`, as docs/flax.md#fp8-layers shows."
+            )
         raise TypeError(f"`{name}` must be float16, bfloat16 or float32, got {dtype!r}. {remedy}")
     return kind
 

@@ -1,25 +1,25 @@
 """Jaxprs, the programs that JAX traces: making and reading them, and their matrix products."""
 
+import functools
 import inspect
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import jax
 
 from optax_lossscale._support.lines import source_of
+from optax_lossscale._support.primitives import MOVES, PRODUCTS, SCALED_PRODUCT
 from optax_lossscale._support.tree import ARRAYS, KeyPath, is_symbolic
 
 # `jax.extend.core` has these classes. Importing it takes as long as all else of the package.
 Jaxpr: TypeAlias = Any  # with or without its constants
 Equation: TypeAlias = Any
 
-
-# Operations that do nothing but run a function, those with derivatives of their own among them.
-# `eval_jaxpr` is the name of `closed_call` since jax 0.12.
-HAVE_RULES = frozenset(["custom_jvp_call", "custom_vjp_call"])
-CALLS = frozenset(["closed_call", "eval_jaxpr", "jit", "remat2"]) | HAVE_RULES
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 
 def trace(
@@ -76,12 +76,104 @@ def inner_jaxprs(equation: Equation) -> Iterator[Jaxpr]:
     """Yield the functions that an equation calls, without their constants."""
     for param in jax.tree.leaves(equation.params, is_leaf=holds_equations):
         if holds_equations(param):
-            yield getattr(param, "jaxpr", param)
+            yield without_constants(param)
 
 
 def holds_equations(param: Any) -> bool:
     """Return whether a parameter of an equation is a function, with or without its constants."""
     return hasattr(param, "eqns")
+
+
+def without_constants(jaxpr: Jaxpr) -> Jaxpr:
+    """Return a jaxpr without its constants. Since jax 0.12 one class holds both."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def with_edit(edit: Callable[[Jaxpr], Jaxpr], jaxpr: Jaxpr) -> Jaxpr:
+    """Return a jaxpr, with or without constants, after an edit of its equations."""
+    inner = without_constants(jaxpr)
+    return edit(jaxpr) if inner is jaxpr else jaxpr.replace(jaxpr=edit(inner))
+
+
+def memoized(
+    fun: Callable[Concatenate[Jaxpr, P], Result],
+) -> Callable[Concatenate[Jaxpr, P], Result]:
+    """Return a function of a jaxpr that returns the same object every time.
+
+    JAX compiles an edited jaxpr once only if it is the same object. Results are freed with the
+    jaxpr.
+    """
+    results: weakref.WeakKeyDictionary[Jaxpr, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(fun)
+    def run(jaxpr: Jaxpr, *args: P.args, **kwargs: P.kwargs) -> Result:
+        known, key = results.setdefault(jaxpr, {}), (args, *kwargs.items())
+        if key not in known:
+            result = fun(jaxpr, *args, **kwargs)
+            known[key] = None if result is jaxpr else result  # or it would keep itself alive
+        return jaxpr if known[key] is None else known[key]
+
+    return run
+
+
+def has_effects(jaxpr: Jaxpr) -> bool:
+    """Return whether a program has effects. JAX also calls the axis of a collective an effect."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in jaxpr.effects)
+
+
+def constants_of(jaxpr: Jaxpr) -> Iterator[Any]:
+    """Yield the arrays that a program and the functions in it close over."""
+    yield from getattr(jaxpr, "consts", ())
+    for equation in without_constants(jaxpr).eqns:
+        for param in jax.tree.leaves(equation.params, is_leaf=holds_equations):
+            if holds_equations(param):
+                yield from constants_of(param)
+
+
+def conversion(old: Any, new: Any, beside: Equation) -> Equation:
+    """Return the equation that converts one variable to the dtype of another.
+
+    It comes from the line of the user's code that the equation `beside` comes from.
+    """
+    return beside.replace(
+        primitive=jax.lax.convert_element_type_p,
+        invars=[old],
+        outvars=[new],
+        params={"new_dtype": new.aval.dtype, "weak_type": new.aval.weak_type, "sharding": None},
+        effects=frozenset(),
+    )
+
+
+def is_move(equation: Equation) -> bool:
+    """Return whether an equation moves each element of its operands to one place."""
+    if equation.primitive.name not in MOVES:
+        return False
+    return sum(x.aval.size for x in equation.invars) == equation.outvars[0].aval.size
+
+
+class ScanOperands(NamedTuple):
+    """How many operands of a scan are constants, carried, and scanned, in this order."""
+
+    constants: int
+    carried: int
+    scanned: int
+
+
+def operands_of_scan(equation: Equation) -> ScanOperands:
+    """Return how many operands of a scan are of each kind.
+
+    Scanned and stacked arrays have one axis more outside than inside. The parameters with these
+    numbers have other names in other versions of JAX.
+    """
+    (body,) = inner_jaxprs(equation)
+
+    def count_whole(inside: Sequence[Any], outside: Sequence[Any]) -> int:
+        pairs = zip(inside, outside, strict=True)
+        return sum(inner.aval.ndim == outer.aval.ndim for inner, outer in pairs)
+
+    whole = count_whole(body.invars, equation.invars)
+    carried = count_whole(body.outvars, equation.outvars)
+    return ScanOperands(whole - carried, carried, len(equation.invars) - whole)
 
 
 class Product(NamedTuple):
@@ -103,7 +195,7 @@ def products_of(jaxpr: Jaxpr) -> list[Product]:
 
     A conditional counts as its branch with the most operations in their dtype.
     """
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    jaxpr = without_constants(jaxpr)
     return list(_products(jaxpr, [True] * len(jaxpr.outvars)))
 
 
@@ -122,9 +214,9 @@ def _products(
             continue
         used.update(read_by([equation]))
         name, path = equation.primitive.name, (equation, *within)
-        if name in _PRODUCTS:
+        if name in PRODUCTS or name == SCALED_PRODUCT:
             lhs, rhs = (operand.aval for operand in equation.invars[:2])
-            flops = 2 * math.prod(sides_of(equation))
+            flops = 2 * math.prod(sizes_of(equation))
             if name == "conv_general_dilated":
                 # The gradient of a convolution with strides reads zeros between the elements.
                 flops //= math.prod(equation.params["lhs_dilation"])
@@ -163,49 +255,46 @@ def _used_of(inner: Jaxpr, equation: Equation, is_used: list[bool]) -> list[bool
     return [used or (is_loop and x.aval.ndim == y.aval.ndim) for used, x, y in results]
 
 
-_PRODUCTS = frozenset(
-    # The last is `jax.nn.scaled_matmul`, scaled by blocks.
-    ["dot_general", "ragged_dot_general", "conv_general_dilated", "scaled_matmul_wrapper"]
-)
-LONG = 8  # the shortest side of a tensor core's block, and of a dimension without a number
+# The shortest side of a tensor core's block. A symbolic dimension counts as this.
+SHORTEST = 8
 
 
-class Sides(NamedTuple):
-    """The sides of a product: how many, of how many rows and columns, of how many terms each.
+class ProductSizes(NamedTuple):
+    """The sizes of a matrix product: batch, rows, columns, and contracted length.
 
     A convolution has the positions of its output in all examples as rows, its output channels as
-    columns, and the weights of each channel as terms.
+    columns, and the weights of each channel as contracted length.
     """
 
     batch: int
     rows: int
     columns: int
-    terms: int
+    contracted: int
 
 
-def sides_of(equation: Equation) -> Sides:
-    """Return the sides of the product that an equation is."""
+def sizes_of(equation: Equation) -> ProductSizes:
+    """Return the sizes of the product that an equation computes."""
     params = equation.params
     lhs, rhs, result = (
-        [LONG if is_symbolic(size) else size for size in x.aval.shape]
+        [SHORTEST if is_symbolic(size) else size for size in x.aval.shape]
         for x in (*equation.invars[:2], equation.outvars[0])
     )
     if equation.primitive.name == "conv_general_dilated":
-        channels = rhs[params["dimension_numbers"].rhs_spec[0]]
-        positions = _product(result, but=[params["dimension_numbers"].out_spec[1]])
-        weights = _product(rhs, but=[params["dimension_numbers"].rhs_spec[0]])
-        return Sides(1, positions, channels, weights)
+        numbers = params["dimension_numbers"]
+        channels = rhs[numbers.rhs_spec[0]]
+        positions = _product(result, but=[numbers.out_spec[1]])
+        return ProductSizes(1, positions, channels, _product(rhs, but=[numbers.rhs_spec[0]]))
     groups: Sequence[int] = ()
     if ragged := params.get("ragged_dot_dimension_numbers"):  # each row takes part in one group
         dimensions, groups = ragged.dot_dimension_numbers, ragged.rhs_group_dimensions
     else:
         dimensions = params.get("dimension_numbers", (((2,), (2,)), ((0,), (0,))))
     (contracted, rhs_contracted), (batch, rhs_batch) = dimensions
-    return Sides(
+    return ProductSizes(
         batch=math.prod(lhs[axis] for axis in batch),
         rows=_product(lhs, but=[*contracted, *batch]),
         columns=_product(rhs, but=[*rhs_contracted, *rhs_batch, *groups]),
-        terms=math.prod(lhs[axis] for axis in contracted),
+        contracted=math.prod(lhs[axis] for axis in contracted),
     )
 
 

@@ -34,17 +34,21 @@ def source_of(*equations: Any) -> str:
 
     JAX forgets where the caller of some functions stands: of `jnp.where`, of a `jax.checkpoint`.
     """
-    libraries = _folders_of_libraries()
     tracebacks = (equation.source_info.traceback for equation in equations)
     for frame in (frame for traceback in tracebacks if traceback for frame in traceback.frames):
-        if not frame.file_name.startswith(libraries):
+        if is_users(frame.file_name):
             line = linecache.getline(frame.file_name, frame.line_num).strip()
             return f"{frame.file_name}:{frame.line_num}" + (f": {line}" if line else "")
     return ""
 
 
+def is_users(file_name: str) -> bool:
+    """Return whether a file is the user's own, and not part of Python or an installed package."""
+    return not file_name.startswith(_folders_of_libraries())
+
+
 def _folders_of_libraries() -> tuple[str, ...]:
-    """Return where libraries lie: Python's own, those installed beside JAX, and editable ones."""
+    """Return the folders of libraries: Python's own, those beside JAX, and editable ones."""
     folders = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
     files = [getattr(sys.modules.get(name), "__file__", None) for name in _LIBRARIES]
     for folder in (Path(file).parent for file in files if file):

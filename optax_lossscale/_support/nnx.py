@@ -1,4 +1,4 @@
-"""All knowledge of `flax.nnx`, which the library never imports by itself."""
+"""Helpers for `flax.nnx`, which is imported only if the user's program has."""
 
 import operator
 import sys
@@ -6,6 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+
+from optax_lossscale._support.tree import HALF, KeyPath
 
 
 def is_nnx(node: Any, *classes: str) -> bool:
@@ -29,10 +32,11 @@ def _is_object(node: Any) -> bool:
 def on_arrays(
     transform: Callable[[Callable[..., Any]], Callable[..., Any]], fun: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return `transform(fun)` for a transform that knows arrays alone.
+    """Return `transform(fun)` for a transform that only handles arrays.
 
-    Changes that `fun` makes to the objects among its arguments are written back, as by `nnx.jit`.
-    Objects of an outer trace are read: there, flax.nnx refuses every write.
+    Changes that `fun` makes to the objects among its arguments are written back, as by `nnx.jit`. A
+    Variable in half precision keeps its dtype. Objects of an outer trace are only read: there,
+    flax.nnx refuses every write.
     """
     # Flax's transforms are made of these two functions, of which `flax.nnx` shows neither.
     from flax.nnx.transforms.general import merge_inputs, split_inputs  # noqa: PLC0415
@@ -57,9 +61,34 @@ def on_arrays(
                 nnx.update([leaves[place] for place in places], new_state)  # raises Flax's error
             return result
 
-        return split_inputs(transform(merge_inputs(with_read_objects)))(arrays, rest)
+        def on_states(*given: Any) -> Any:
+            dtypes = {path: x.dtype for path, x in _arrays_of(given) if x.dtype in HALF}
+            return transform(_in_dtypes(dtypes, merge_inputs(with_read_objects)))(*given)
+
+        return split_inputs(on_states)(arrays, rest)
 
     return run
+
+
+def _in_dtypes(dtypes: dict[KeyPath, Any], fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that returns what `fun` wrote into its arguments in these dtypes."""
+
+    def run(*given: Any) -> Any:
+        read = dict(_arrays_of(given))
+        written, results = fun(*given)
+
+        def stored(path: KeyPath, new: Any) -> Any:
+            is_written = path in dtypes and new is not read[path]
+            return jnp.asarray(new, dtypes[path]) if is_written else new
+
+        return jax.tree_util.tree_map_with_path(stored, written), results
+
+    return run
+
+
+def _arrays_of(tree: Any) -> list[tuple[KeyPath, Any]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(path, x) for path, x in leaves if isinstance(x, jax.Array)]
 
 
 def _may_write(node: Any) -> bool:

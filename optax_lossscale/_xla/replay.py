@@ -18,7 +18,14 @@ import jax.numpy as jnp
 from jax.core import Tracer, eval_jaxpr
 
 from optax_lossscale._support.choose import constant_if_skipped, zeros_if_skipped
-from optax_lossscale._support.jaxprs import Equation, Jaxpr, inner_jaxprs, is_literal, read_by
+from optax_lossscale._support.jaxprs import (
+    Equation,
+    Jaxpr,
+    has_effects,
+    inner_jaxprs,
+    is_literal,
+    read_by,
+)
 from optax_lossscale._support.tree import Flag, PyTree, is_selectable, split
 
 # Operations that may not end, or may act, on numbers that no step produces. LAPACK's iterations are
@@ -127,8 +134,6 @@ def _leaves_read_later(jaxpr: Jaxpr, leaves: int) -> dict[Any, int]:
 
 def _acts(jaxpr: Jaxpr) -> bool:
     """Return whether a jaxpr has a loop that may not end, a callback or another effect."""
-    # The axis of a collective is called an effect, too.
-    effects = {type(effect).__name__ for effect in jaxpr.effects} - {"NamedAxisEffect"}
-    if effects or any(eqn.primitive.name in _LOOPS_AND_CALLS for eqn in jaxpr.eqns):
+    if has_effects(jaxpr) or any(eqn.primitive.name in _LOOPS_AND_CALLS for eqn in jaxpr.eqns):
         return True
     return any(_acts(inner) for eqn in jaxpr.eqns for inner in inner_jaxprs(eqn))

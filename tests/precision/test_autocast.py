@@ -1,7 +1,8 @@
-"""`autocast`: which products run in half precision, to which bits, and through which structures."""
+"""`autocast`: which products run in half precision, to which bits, and inside which structures."""
 
 import functools
 import gc
+import re
 import threading
 import weakref
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export, lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -37,8 +39,18 @@ def dtypes(fun, *args):
 # -- which products
 
 X, W = normal(16, 32), normal(32, 24, seed=1)
+IMAGES = normal(2, 3, 8, 8)
+KEY = functools.partial(jax.random.key, 0)
 conv = functools.partial(lax.conv_general_dilated, window_strides=(1, 1), padding="SAME")
 groups = jnp.array([9, 3, 4], jnp.int32)
+
+
+def looped(x, w):
+    def body(carry):
+        count, x = carry
+        return count + 1, jnp.tanh(x @ w)
+
+    return lax.while_loop(lambda carry: carry[0] < 3, body, (0, x))[1]
 
 
 def convolved(channels, filters, *, size=6, window=3, count=1):
@@ -73,6 +85,12 @@ CAST = {
     "vmap inside": (jax.vmap(jnp.dot, in_axes=(0, None)), (normal(2, 8, 32), W)),
     "a vector under vmap inside": (jax.vmap(jnp.dot, in_axes=(0, None)), (X, W)),
     "scores of default precision": (functools.partial(jnp.dot, precision="default"), (X, W)),
+    "an array of NumPy that the code holds": (lambda x: x @ np.ones((32, 8), np.float32), (X,)),
+    "a carry that starts as a constant": (
+        lambda x: lax.scan(lambda h, _: (h @ x, None), jnp.eye(16), length=2)[0],
+        (X[:, :16],),
+    ),
+    "weights stored in half precision": (jnp.dot, (X, W.astype(BF16))),
 }
 STAYS = {
     "seven rows": (jnp.dot, (X[:7], W)),
@@ -94,10 +112,24 @@ STAYS = {
     ),
     "a precision of its own": (functools.partial(jnp.dot, precision="highest"), (X, W)),
     "a float32 result of half operands": (
-        functools.partial(jnp.dot, preferred_element_type=F32),
-        (X.astype(F16), W.astype(F16)),
+        lambda x, w: jnp.dot(x.astype(F16), w.astype(F16), preferred_element_type=F32),
+        (X, W),
     ),
-    "half precision": (jnp.dot, (X.astype(BF16), W.astype(BF16))),
+    "half precision": (lambda x, w: x.astype(BF16) @ w.astype(BF16), (X, W)),
+    "a while_loop": (looped, (X[:, :24], W[:24, :24])),
+    "patches": (lambda x: lax.conv_general_dilated_patches(x, (3, 3), (1, 1), "SAME"), (IMAGES,)),
+    "a triangle of ones": (lambda x: jnp.tril(jnp.ones((16, 16))) @ x, (X,)),
+    "the identity": (lambda x: jnp.eye(16) @ x, (X,)),
+    "a Fourier matrix": (
+        lambda x: jnp.cos(jnp.outer(jnp.arange(32.0), jnp.arange(16.0))) @ x,
+        (X,),
+    ),
+    "numbers of a constant key": (lambda x: jax.random.normal(KEY(), (16, 16)) @ x, (X,)),
+    "a constant through jit": (lambda x: jax.jit(lambda x, a: a.T @ x)(x, jnp.eye(16)), (X,)),
+    "a constant of a scan": (
+        lambda x: lax.scan(lambda x, a: (a @ x, None), x, jnp.ones((3, 16, 16)) / 16)[0],
+        (X,),
+    ),
     "integers": (jnp.dot, (jnp.arange(64).reshape(8, 8), jnp.arange(64).reshape(8, 8))),
     "complex numbers": (jnp.dot, (zero_imaginary(X), zero_imaginary(W))),
     "fp8": (
@@ -120,7 +152,7 @@ def test_what_is_a_matrix_product_to_the_hardware_is_cast(name):
 @quiet
 @pytest.mark.parametrize("name", STAYS)
 @pytest.mark.parametrize("wrap", [lambda fun: fun, jax.jit])
-def test_what_is_none_stays_as_it_is_written_to_the_bit(name, wrap):
+def test_every_other_product_is_left_alone_to_the_bit(name, wrap):
     fun, args = STAYS[name]
     cast = ols.autocast(fun, F16)
     assert dtypes(cast, *args) == dtypes(fun, *args)
@@ -244,14 +276,6 @@ def test_parameters_in_half_precision_get_gradients_in_their_dtype():
 # -- through which structures
 
 
-def looped(x, w):
-    def body(carry):
-        count, x = carry
-        return count + 1, jnp.tanh(x @ w)
-
-    return lax.while_loop(lambda carry: carry[0] < 3, body, (0, x))[1]
-
-
 def with_effects(x, w):
     y = x @ w
     jax.debug.callback(lambda total: CALLED.append(float(total)), jnp.sum(y) * 0 + 1)
@@ -318,7 +342,10 @@ STRUCTURES = {
         (X[:, :24], SQUARE),
     ),
     "map": (lambda x, w: lax.map(lambda x: x @ w, x), (normal(3, 8, 32), W)),
-    "while": (looped, (X[:, :24], SQUARE)),
+    "fori_loop with static bounds": (
+        lambda x, w: lax.fori_loop(0, 3, lambda _, x: jnp.tanh(x @ w), x),
+        (X[:, :24], SQUARE),
+    ),
     "cond": (lambda x, w: lax.cond(x[0, 0] > 0, jnp.dot, lambda x, w: x @ w * 2, x, w), (X, W)),
     "switch": (lambda x, w: lax.switch(1, [jnp.dot, lambda x, w: -(x @ w)], x, w), (X, W)),
     "platform_dependent": (of_platform, (X, W)),
@@ -330,8 +357,8 @@ STRUCTURES = {
     "references": (with_references, (X[:, :24], SQUARE)),
     "a Pallas kernel": (with_pallas, (X, W)),
     "a product that is weakly typed": (
-        lambda x: jnp.full((8, 8), 2.0) @ jnp.full((8, 8), x),
-        (0.5,),
+        lambda x, y: jnp.full((8, 8), y) @ jnp.full((8, 8), x),
+        (0.5, 2.0),
     ),
 }
 
@@ -340,7 +367,7 @@ STRUCTURES = {
 @pytest.mark.integration
 @pytest.mark.filterwarnings("ignore:.*includes a pmap:UserWarning")  # jax 0.7
 @pytest.mark.parametrize("name", STRUCTURES)
-def test_products_are_cast_inside_of_every_structure_and_no_type_changes(name):
+def test_products_are_cast_inside_every_structure_and_no_type_changes(name):
     fun, args = STRUCTURES[name]
     args = jax.tree.map(jnp.array, args)  # `jitted` donates them
     cast = ols.autocast(fun, F16)
@@ -351,7 +378,7 @@ def test_products_are_cast_inside_of_every_structure_and_no_type_changes(name):
         for a, b in zip(found, exact, strict=True):
             assert jax.typeof(a) == jax.typeof(b)
             np.testing.assert_allclose(a, b, rtol=0.02, atol=0.02 * float(jnp.max(jnp.abs(b))))
-    if name not in ("while", "a callback", "references", "jit", "jit of jit", "a Pallas kernel"):
+    if name not in ("a callback", "references", "jit", "jit of jit", "a Pallas kernel"):
         total = lambda *args: jnp.sum(jax.tree.leaves(cast(*args))[0])  # noqa: E731
         assert dtypes(jax.grad(total), *args) == ["float16"]
     if name == "a callback":
@@ -386,7 +413,41 @@ def test_what_checkpoint_saves_of_products_is_in_half_precision():
     assert sorted(stacked) == ["float16", "float32"]  # the results, and the carries
 
 
-def test_functions_with_rules_of_their_own_stay_as_they_are():
+def test_a_checkpoint_name_right_behind_a_product_names_half_precision():
+    def loss_fn(w, x):
+        y = checkpoint_name((x @ w).reshape(4, 4, 32).transpose(1, 0, 2), "hidden")
+        z = checkpoint_name(jnp.tanh(y), "activation")  # behind an activation: float32
+        return jnp.mean((z.reshape(16, 32) @ w) ** 2)
+
+    policy = jax.checkpoint_policies.save_only_these_names("hidden")
+    _, pullback = jax.vjp(ols.autocast(jax.checkpoint(loss_fn, policy=policy), F16), PARAMS[0], X)
+    kept = [x.dtype.name for x in jax.tree.leaves(pullback) if x.shape == (4, 4, 32)]
+    assert kept == ["float16"]
+    names = re.findall(
+        r":(\w+)\[4,4,32\] = name", str(jax.make_jaxpr(ols.autocast(loss_fn, F16))(PARAMS[0], X))
+    )
+    assert names == ["f16", "f32"]
+    assert_same_bits(
+        jax.grad(ols.autocast(loss_fn, F16))(PARAMS[0], X),
+        jax.grad(ols.autocast(jax.checkpoint(loss_fn, policy=policy), F16))(PARAMS[0], X),
+    )
+
+
+def test_debug_nans_blames_the_operation_that_it_blames_without_autocast():
+    def fun(x, w):
+        y = jnp.log(x @ w - 1e9)  # NaN
+        return jnp.sum(jnp.nan_to_num(y))
+
+    messages = []
+    for each in (fun, ols.autocast(fun, F16)):
+        with jax.debug_nans(True), pytest.raises(FloatingPointError) as error:
+            each(jnp.ones((16, 32)), W)
+        messages.append(str(error.value).splitlines()[0])
+    assert messages[0] == messages[1]
+    assert "encountered in log" in messages[0]
+
+
+def test_functions_with_rules_of_their_own_are_left_alone():
     @jax.custom_vjp
     def own(x, w):
         return x @ w
@@ -502,12 +563,14 @@ def test_of_one_autocast_in_another_the_inner_one_decides():
         "float32": 1,
         "float16": 1,
     }
+    with jax.named_scope("autocast_float32"):  # a scope of the user's
+        assert dtypes(ols.autocast(jnp.dot, F16), X, W) == ["float16"]
     inner = ols.autocast(jax.jit(lambda x, w: lax.map(lambda x: x @ w, x)), F32)
     with pytest.warns(UserWarning, match="An inner `autocast` to float32 keeps it"):
         assert dtypes(ols.autocast(inner, F16), normal(2, 8, 32), W) == ["float32"]
 
 
-def test_float32_casts_nothing():
+def test_float32_casts_no_product():
     assert_same_bits(ols.autocast(mlp, F32)(PARAMS, X), mlp(PARAMS, X))
     given = str(jax.make_jaxpr(mlp)(PARAMS, X))
     assert str(jax.make_jaxpr(ols.autocast(mlp, "float32"))(PARAMS, X)) == given

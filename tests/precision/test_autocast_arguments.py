@@ -305,38 +305,76 @@ def own(name):
     return fun
 
 
+def product(dtype, result=F32):
+    def fun(x, w):
+        dimensions = (((1,), (0,)), ((), ()))
+        return lax.dot_general(x, w.astype(dtype), dimensions, preferred_element_type=result)
+
+    return fun
+
+
+def looped(x, w):
+    return lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] @ w), (0, x))[1]
+
+
 BIG = jnp.ones((64, 64))
 WARNED = {
-    "its sides": (
+    "its sizes": (
         lambda x, w: x @ w,
         (BIG[:4], BIG),
-        r"in each sum are 4, 64 and 64; all must be at least 8\. `diag",
+        r"It has 4 rows, 64 columns and a contraction over 64\. Each must be at least 8\. `diag",
     ),
-    "its sides, in a function of jit": (
+    "its sizes, in a function of jit": (
         jax.jit(lambda x, w: x @ w),
         (BIG[:4], BIG),
-        r"in each sum are 4, 64 and 64; all must be at least 8\. `diag",
+        r"It has 4 rows, 64 columns and a contraction over 64\. Each must be at least 8\. `diag",
     ),
     "vmap": (
         lambda x, w: x @ w,
         (BIG[0], BIG),
-        r"are 1, 64 and 64; .* Is there a `jax.vmap` around `autocast`\?",
+        r"It has 1 rows, 64 columns .* Is there a `jax.vmap` around `autocast`\?",
     ),
     "precision": (
         lambda x, w: jnp.dot(x, w, precision="highest"),
         (BIG, BIG),
-        r"Its precision is not the default one \(its own\)",
+        r"Its precision is not the default one \(its own argument\)",
     ),
-    "a rule of its own": (own("kernel"), (BIG, BIG), r"It lies in `kernel`, which has a rule"),
+    "a rule of its own": (own("kernel"), (BIG, BIG), r"It is inside `kernel`, which has a rule"),
     "in a loop": (
         lambda x, w: lax.map(lambda x: own("inner")(x, w), x[None]),
         (BIG, BIG),
-        r"It lies in `inner`, which has a rule",
+        r"It is inside `inner`, which has a rule",
     ),
+    "while_loop": (looped, (BIG, BIG / 64), r"It is inside a `while_loop`"),
     "complex numbers": (
         lambda x, w: (x + 0j) @ (w + 0j),
         (BIG, BIG),
-        r"Products of complex64 stay as they are written",
+        r"Its operands are complex64 and its result is complex64\.",
+    ),
+    "weights in int8": (
+        product(jnp.int8),
+        (BIG, BIG),
+        r"Its operands are float32 and int8 and its result is float32\.",
+    ),
+    "weights in fp8": (
+        product(jnp.float8_e4m3fn),
+        (BIG, BIG),
+        r"Its operands are float32 and float8_e4m3fn and its result is float32\.",
+    ),
+    "a result in half precision": (
+        product(F32, BF16),
+        (BIG, BIG),
+        r"Its operands are float32 and its result is bfloat16\.",
+    ),
+    "half operands with a float32 result": (
+        lambda x, w: product(BF16)(x.astype(BF16), w),
+        (BIG, BIG),
+        r"Its operands are bfloat16 and its result is float32\.",
+    ),
+    "a fixed operand": (
+        lambda x, w: jnp.tri(64) @ x + w,
+        (BIG, BIG),
+        r"One operand depends on no argument of `fun`",
     ),
 }
 
@@ -371,7 +409,7 @@ def test_a_precision_that_is_set_for_all_is_named_by_its_option():
 
 @pytest.mark.usefixtures("x64")
 def test_float64_is_named():
-    with pytest.warns(UserWarning, match="Products of float64 stay as they are written"):
+    with pytest.warns(UserWarning, match="Its operands are float64 and its result is float64"):
         ols.autocast(jnp.dot, BF16)(BIG.astype("float64"), BIG.astype("float64"))
 
 

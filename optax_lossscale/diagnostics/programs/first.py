@@ -12,8 +12,16 @@ import numpy as np
 from jax.core import eval_jaxpr
 
 from optax_lossscale._support import checks
-from optax_lossscale._support.jaxprs import CALLS, Equation, Jaxpr, is_literal, read_by, trace
+from optax_lossscale._support.jaxprs import (
+    Equation,
+    Jaxpr,
+    is_literal,
+    operands_of_scan,
+    read_by,
+    trace,
+)
 from optax_lossscale._support.lines import source_of
+from optax_lossscale._support.primitives import CALLS
 from optax_lossscale._support.tree import PyTree, is_inexact
 from optax_lossscale.diagnostics.programs.first_values import (
     FirstNonfinite,
@@ -174,14 +182,9 @@ def _step_by_step(eqn: Equation, operands: list[Value], place: _Place) -> list[V
     the last, since a number that a later step discards does not reach the output.
     """
     body = eqn.params["jaxpr"]
-    # Sliced and stacked arrays have one axis more outside of the body than inside. (The parameters
-    # that say so have other names in other versions of JAX.)
-    pairs = zip(eqn.invars, body.in_avals, strict=True)
-    is_sliced = [outside.aval.ndim > inside.ndim for outside, inside in pairs]
-    pairs = zip(eqn.outvars, body.out_avals, strict=True)
-    carried = sum(outside.aval.ndim == inside.ndim for outside, inside in pairs)
-    end = is_sliced.index(True) if any(is_sliced) else len(is_sliced)
-    consts, carry, rows = operands[: end - carried], operands[end - carried : end], operands[end:]
+    constants, carried, _ = operands_of_scan(eqn)
+    consts, carry = operands[:constants], operands[constants : constants + carried]
+    rows = operands[constants + carried :]
     stacked = []
     steps = range(eqn.params["length"])
     for step in reversed(steps) if eqn.params["reverse"] else steps:

@@ -1,0 +1,231 @@
+"""The rule of `autocast`: which matrix products of a program run in half precision, and how.
+
+A program is edited equation by equation. Only products change: their operands are converted before
+them, and their results after them.
+"""
+
+import operator
+import re
+from collections import Counter
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Var
+
+from optax_lossscale._precision.residuals import with_fewer_residuals
+from optax_lossscale._support.jaxprs import (
+    SHORTEST,
+    Equation,
+    Jaxpr,
+    conversion,
+    holds_equations,
+    inner_jaxprs,
+    is_literal,
+    is_move,
+    memoized,
+    operands_of_scan,
+    sizes_of,
+    without_constants,
+)
+from optax_lossscale._support.lines import is_users
+from optax_lossscale._support.primitives import DEVICE_MAPS, PLAIN_CALLS, PRODUCTS
+
+# The scope of an inner `autocast` to float32. No user has it by accident.
+UNCAST_SCOPE = "optax_lossscale.autocast_float32"
+_FOLLOWED = PLAIN_CALLS | DEVICE_MAPS | {"scan", "cond"}
+_DEFAULT_PRECISION = (None, (jax.lax.Precision.DEFAULT, jax.lax.Precision.DEFAULT))
+_HALF_OR_FLOAT32 = frozenset(["float32", "float16", "bfloat16"])
+
+
+def reason_not_to_follow(eqn: Equation) -> str:
+    """Return why the function of an equation is left alone; `""` if it is followed."""
+    if _is_uncast(eqn):
+        return "An inner `autocast` to float32 keeps it."
+    name = eqn.primitive.name
+    if name in _FOLLOWED:
+        return ""
+    if name == "while":
+        return (
+            "It is inside a `while_loop`, whose end may depend on digits that half precision does "
+            "not have. Wrap what the loop calls in `autocast`."
+        )
+    infos = [inner.debug_info for inner in inner_jaxprs(eqn)]
+    names = [f"`{info.func_name}`" for info in infos if is_users(info.func_filename or "")]
+    return (
+        f"It is inside {next(iter(names), 'a function')}, which has a rule of its own (`{name}`) "
+        "that autocast does not rewrite. Cast its arguments yourself."
+    )
+
+
+def reason_not_to_cast(eqn: Equation, *, has_fixed_operand: bool) -> str:
+    """Return why a product is left alone; `""` if it is cast."""
+    if _is_uncast(eqn):
+        return "An inner `autocast` to float32 keeps it."
+    precision = eqn.params.get("precision")
+    if precision not in _DEFAULT_PRECISION:
+        option: Any = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+        where = f"`jax_default_matmul_precision` is {option!r}" if option else "its own argument"
+        return f"Its precision is not the default one ({where})."
+    *operands, result = (x.aval.dtype.name for x in (*eqn.invars[:2], eqn.outvars[0]))
+    is_float32 = "float32" in operands and result == "float32"
+    if not is_float32 or not {*operands} <= _HALF_OR_FLOAT32:
+        dtypes = " and ".join(sorted({*operands}, key=lambda name: name != "float32"))
+        return f"Its operands are {dtypes} and its result is {result}. Use float32 for all of them."
+    _, rows, columns, contracted = sizes_of(eqn)
+    if min(rows, columns, contracted) < SHORTEST:
+        vmap = " Is there a `jax.vmap` around `autocast`? It hides the batch: put it inside."
+        return (
+            f"It has {rows} rows, {columns} columns and a contraction over {contracted}. Each must "
+            f"be at least {SHORTEST}.{vmap if 1 in (rows, columns) else ''}"
+        )
+    if has_fixed_operand:
+        return (
+            "One operand depends on no argument of `fun`, and on no array that `fun` closes over. "
+            "Data that a constant matrix moves stays exact: to cast it, cast the operands yourself."
+        )
+    return ""
+
+
+def _is_uncast(eqn: Equation) -> bool:
+    return UNCAST_SCOPE in re.split(r"[/()]", str(eqn.source_info.name_stack))
+
+
+def with_products_in(dtype: np.dtype, jaxpr: Jaxpr) -> Jaxpr:
+    """Return a program of the same type with its products in `dtype`, itself if it has none."""
+    return _with_products_in(jaxpr, dtype, (False,) * len(without_constants(jaxpr).invars))
+
+
+@memoized
+def _with_products_in(jaxpr: Jaxpr, dtype: np.dtype, is_fixed: tuple[bool, ...]) -> Jaxpr:
+    inner = without_constants(jaxpr)
+    if inner is not jaxpr:
+        new = _with_products_in(inner, dtype, is_fixed)
+        return jaxpr if new is inner else jaxpr.replace(jaxpr=new)
+    eqns = _Edit(dtype, jaxpr, is_fixed).edited()
+    is_same = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
+    return jaxpr if is_same else jaxpr.replace(eqns=eqns)
+
+
+class _Edit:
+    """One pass over the equations of a function."""
+
+    def __init__(self, dtype: np.dtype, jaxpr: Jaxpr, is_fixed: tuple[bool, ...]) -> None:
+        self.dtype, self.jaxpr = dtype, jaxpr
+        self.fixed = _fixed_variables(jaxpr, is_fixed)
+        self.named = _named_variables(jaxpr)
+        self.halves: dict[Var, Var] = {}  # of results that are converted back behind their names
+
+    def edited(self) -> list[Equation]:
+        return [new for eqn in self.jaxpr.eqns for new in self.edited_equation(eqn)]
+
+    def edited_equation(self, eqn: Equation) -> list[Equation]:
+        if eqn.primitive.name in PRODUCTS:
+            has_fixed_operand = any(_is_fixed(x, self.fixed) for x in eqn.invars[:2])
+            stays = reason_not_to_cast(eqn, has_fixed_operand=has_fixed_operand)
+            return [eqn] if stays else self.edited_product(eqn)
+        if eqn.primitive.name in _FOLLOWED:
+            return [eqn if reason_not_to_follow(eqn) else self.edited_functions(eqn)]
+        if eqn.invars and not is_literal(eqn.invars[0]) and eqn.invars[0] in self.halves:
+            return self.converted_back(eqn.replace(invars=[self.halves[eqn.invars[0]]]))
+        return [eqn]
+
+    def edited_functions(self, eqn: Equation) -> Equation:
+        is_fixed = _fixed_inputs(eqn, self.fixed)
+
+        def edit(param: Any) -> Any:
+            if type(param) is tuple:  # the branches of a conditional
+                new = tuple(map(edit, param))
+                return param if all(map(operator.is_, new, param)) else new
+            if not holds_equations(param):
+                return param
+            new = _with_products_in(param, self.dtype, is_fixed)
+            if eqn.primitive.name != "scan" or new is param:
+                return new
+            return with_fewer_residuals(new, operands_of_scan(eqn).constants)
+
+        params = {key: edit(param) for key, param in eqn.params.items()}
+        is_same = all(params[key] is param for key, param in eqn.params.items())
+        return eqn if is_same else eqn.replace(params=params)
+
+    def edited_product(self, eqn: Equation) -> list[Equation]:
+        """Return conversions of the operands, the product, and the conversion of its result.
+
+        The result is in `dtype`: from a float32 result, JAX's transpose would make float32
+        products. Each product converts its own operands: with shared conversions, the cotangents of
+        several uses would be summed in half precision.
+        """
+        lhs, rhs, *rest = eqn.invars
+        halves = [self.half(lhs), self.half(rhs)]
+        params = eqn.params | {"preferred_element_type": self.dtype}
+        return [
+            conversion(lhs, halves[0], beside=eqn),
+            conversion(rhs, halves[1], beside=eqn),
+            *self.converted_back(eqn.replace(invars=[*halves, *rest], params=params)),
+        ]
+
+    def converted_back(self, eqn: Equation) -> list[Equation]:
+        """Return an equation with its result in `dtype`, and the conversion of it to float32.
+
+        A result that is going to be named is converted behind its name.
+        """
+        (result,) = eqn.outvars
+        half = self.half(result)
+        eqn = eqn.replace(outvars=[half])
+        if result in self.named:
+            self.halves[result] = half
+            return [eqn]
+        return [eqn, conversion(half, result, beside=eqn)]
+
+    def half(self, atom: Any) -> Var:
+        return Var(atom.aval.update(dtype=self.dtype, weak_type=False))
+
+
+def _is_fixed(atom: Any, fixed: AbstractSet[Var]) -> bool:
+    # An array in the code counts as closed over, since a batch in NumPy does.
+    return atom.aval.shape == () if is_literal(atom) else atom in fixed
+
+
+@memoized
+def _fixed_variables(jaxpr: Jaxpr, is_fixed: tuple[bool, ...]) -> frozenset[Var]:
+    """Return the variables that depend on no argument and on no array that `fun` closes over.
+
+    `is_fixed` says which inputs are such variables. A product with one of them is no layer: it cuts
+    into patches, sums by a triangle of ones, or transforms by Fourier's numbers.
+    """
+    fixed = {x for x, yes in zip(jaxpr.invars, is_fixed, strict=True) if yes}
+    for eqn in jaxpr.eqns:
+        if eqn.effects:
+            continue
+        if all(_is_fixed(x, fixed) for x in eqn.invars):
+            fixed.update(eqn.outvars)
+        elif eqn.primitive.name in PLAIN_CALLS | DEVICE_MAPS:
+            (inner,) = inner_jaxprs(eqn)
+            inside = _fixed_variables(inner, _fixed_inputs(eqn, fixed))
+            pairs = zip(eqn.outvars, inner.outvars, strict=True)
+            fixed.update(outer for outer, result in pairs if _is_fixed(result, inside))
+    return frozenset(fixed)
+
+
+def _fixed_inputs(eqn: Equation, fixed: AbstractSet[Var]) -> tuple[bool, ...]:
+    """Return which inputs of the functions of an equation are fixed. What a loop carries is not."""
+    is_fixed = [_is_fixed(x, fixed) for x in eqn.invars]
+    if eqn.primitive.name == "cond":
+        return tuple(is_fixed[1:])
+    if eqn.primitive.name == "scan":
+        constants, carried, _ = operands_of_scan(eqn)
+        is_fixed[constants : constants + carried] = [False] * carried
+    return tuple(is_fixed)
+
+
+def _named_variables(jaxpr: Jaxpr) -> set[Var]:
+    """Return the variables whose only use is a `checkpoint_name`, directly or behind moves."""
+    atoms = [x for eqn in jaxpr.eqns for x in eqn.invars] + jaxpr.outvars
+    uses = Counter(x for x in atoms if not is_literal(x))
+    named: set[Var] = set()
+    for eqn in reversed(jaxpr.eqns):
+        is_on_the_way = is_move(eqn) and len(eqn.invars) == 1 and eqn.outvars[0] in named
+        if eqn.primitive.name == "name" or is_on_the_way:
+            named.update(x for x in eqn.invars if not is_literal(x) and uses[x] == 1)
+    return named

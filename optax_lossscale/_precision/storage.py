@@ -1,0 +1,187 @@
+"""Arguments stored in half precision, which `autocast` reads as float32.
+
+Each is converted once, in the function that uses it, so that the cotangents of its uses are added
+in float32 and rounded once. If its only use is a call or a loop over its rows, it is converted
+inside: a stack of layers is never float32 as a whole, and its gradient is written as it is stored.
+"""
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Generator
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from jax.extend.core import Var
+
+from optax_lossscale._support.jaxprs import (
+    Equation,
+    Jaxpr,
+    conversion,
+    holds_equations,
+    inner_jaxprs,
+    is_literal,
+    is_move,
+    memoized,
+    operands_of_scan,
+    with_edit,
+    without_constants,
+)
+from optax_lossscale._support.primitives import PLAIN_CALLS
+
+
+class _Thread(threading.local):
+    hides_storage = False
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def hidden_storage() -> Generator[None]:
+    """Mark that this thread traces a function to which stored halves look like float32."""
+    before, _thread.hides_storage = _thread.hides_storage, True
+    try:
+        yield
+    finally:
+        _thread.hides_storage = before
+
+
+def refuse_hidden_storage(wrapper: str) -> None:
+    """Raise if the update of a wrapper cannot see which arrays are stored in half precision."""
+    if _thread.hides_storage:
+        raise ValueError(
+            f"`{wrapper}` must not be updated inside `autocast`, where arrays in half precision "
+            "look like float32, so that nothing would be rounded. Wrap the loss function, not the "
+            "training step: `value_and_grad(autocast(loss_fn, dtype))`."
+        )
+
+
+def with_stored_inputs(jaxpr: Jaxpr, number: int) -> Jaxpr:
+    """Return a traced program that converts stored inputs to float32 where it uses them.
+
+    Its first equations, of this number, convert them. A result that is such an input is returned
+    as it is stored.
+    """
+    return with_edit(lambda inner: _with_moved_conversions(inner, number), jaxpr)
+
+
+def _with_moved_conversions(jaxpr: Jaxpr, number: int) -> Jaxpr:
+    conversions, rest = jaxpr.eqns[:number], jaxpr.eqns[number:]
+    wide = {eqn.invars[0]: eqn.outvars[0] for eqn in conversions}
+    in_float32 = jaxpr.replace(invars=[wide.get(x, x) for x in jaxpr.invars], eqns=rest)
+    results = list(jaxpr.outvars)
+    stops: list[Equation] = []
+    for place, returned in enumerate(_returned_inputs(in_float32)):
+        if returned is None or jaxpr.invars[returned.position] not in wide:
+            continue
+        results[place] = stored = jaxpr.invars[returned.position]
+        if returned.stop:
+            results[place] = Var(stored.aval)
+            stops.append(returned.stop.replace(invars=[stored], outvars=[results[place]]))
+    in_float32 = in_float32.replace(outvars=results, eqns=[*rest, *stops])
+    return _with_inputs(in_float32, jaxpr.invars)
+
+
+class _Returned(NamedTuple):
+    """An input that a function returns."""
+
+    position: int  # among the inputs
+    stop: Equation | None  # a `stop_gradient` on the way, if any
+
+
+def _returned_inputs(jaxpr: Jaxpr) -> list[_Returned | None]:
+    """Return for each result which input it is, through calls, or None if it is computed."""
+    known = {x: _Returned(place, None) for place, x in enumerate(jaxpr.invars)}
+
+    def find(atom: Any) -> _Returned | None:
+        return None if is_literal(atom) else known.get(atom)
+
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name == "stop_gradient" and (source := find(eqn.invars[0])):
+            known[eqn.outvars[0]] = source._replace(stop=eqn)
+        if name not in _ENTERED:
+            continue
+        (inner,) = inner_jaxprs(eqn)
+        for place, returned in enumerate(_returned_inputs(inner)):
+            source = find(eqn.invars[returned.position]) if returned else None
+            if returned and source and _is_whole(eqn, returned.position, place):
+                known[eqn.outvars[place]] = source._replace(stop=returned.stop or source.stop)
+    return [find(result) for result in jaxpr.outvars]
+
+
+def _is_whole(call: Equation, operand: int, result: int) -> bool:
+    """Return whether a call that returns an operand returns the caller's array."""
+    if call.primitive.name != "shard_map":
+        return True
+    return call.params["in_specs"][operand] == call.params["out_specs"][result]
+
+
+# What takes an operand in half precision and converts it inside.
+_ENTERED = PLAIN_CALLS | {"shard_map"}
+# By operand, the dtype that it is stored in, or None if it is passed unchanged.
+_Stored: TypeAlias = tuple[np.dtype | None, ...]
+
+
+@memoized
+def _with_stored_operands(jaxpr: Jaxpr, stored: _Stored) -> Jaxpr:
+    """Return a function of float32 inputs that takes some of them in other dtypes."""
+    pairs = list(zip(without_constants(jaxpr).invars, stored, strict=True))
+    inputs = [x if dtype is None else Var(x.aval.update(dtype=dtype)) for x, dtype in pairs]
+    return with_edit(lambda inner: _with_inputs(inner, inputs), jaxpr)
+
+
+def _with_inputs(jaxpr: Jaxpr, inputs: list[Any]) -> Jaxpr:
+    """Return a function with other inputs, which it converts to the dtypes of its own."""
+    stored = {x: y for x, y in zip(jaxpr.invars, inputs, strict=True) if x is not y}
+    atoms = [x for eqn in jaxpr.eqns for x in eqn.invars] + jaxpr.outvars
+    uses = Counter(x for x in atoms if not is_literal(x))
+    converted: set[Var] = set()
+    eqns: list[Equation] = []
+
+    def convert(atoms: list[Any], beside: Equation) -> None:
+        for x in atoms:
+            if not is_literal(x) and x in stored and x not in converted:
+                converted.add(x)
+                eqns.append(conversion(stored[x], x, beside))
+
+    for eqn in jaxpr.eqns:
+        as_stored = [
+            stored[x] if not is_literal(x) and x in stored and uses[x] == 1 else None
+            for x in eqn.invars
+        ]
+        first = _first_entered(eqn)
+        as_entered = [None if i < first else x for i, x in enumerate(as_stored)]
+        dtypes = {x and x.aval.dtype for x in as_stored}
+        if len(dtypes) == 1 and None not in dtypes and is_move(eqn):
+            (result,) = eqn.outvars
+            stored[result] = Var(result.aval.update(dtype=dtypes.pop()))
+            eqns.append(eqn.replace(invars=as_stored, outvars=[stored[result]]))
+            continue
+        convert([x for x, y in zip(eqn.invars, as_entered, strict=True) if y is None], eqn)
+        eqns.append(_entered(eqn, as_entered) if any(as_entered) else eqn)
+    if eqns:
+        convert(jaxpr.outvars, eqns[-1])
+    return jaxpr.replace(invars=inputs, eqns=eqns)
+
+
+def _first_entered(eqn: Equation) -> int:
+    """Return the index of the first operand that an equation can convert inside."""
+    name = eqn.primitive.name
+    if not any(inner.eqns for inner in inner_jaxprs(eqn)):
+        return len(eqn.invars)
+    if name == "scan":
+        return len(eqn.invars) - operands_of_scan(eqn).scanned
+    return 0 if name in _ENTERED else len(eqn.invars)
+
+
+def _entered(eqn: Equation, as_entered: list[Any]) -> Equation:
+    """Return a call or a loop that takes the operands given here in the dtypes they have."""
+    dtypes = tuple(x and x.aval.dtype for x in as_entered)
+    params = {
+        key: _with_stored_operands(param, dtypes) if holds_equations(param) else param
+        for key, param in eqn.params.items()
+    }
+    operands = [y or x for x, y in zip(eqn.invars, as_entered, strict=True)]
+    return eqn.replace(invars=operands, params=params)

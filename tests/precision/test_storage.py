@@ -1,0 +1,456 @@
+"""Half precision as a storage format: what `autocast` does with arguments stored in it."""
+
+import functools
+import threading
+import warnings
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from ml_dtypes import bfloat16
+from plain_where import assert_same_bits
+
+import optax_lossscale as ols
+
+F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
+WORDS, WIDTH = 32, 16
+
+
+def parameters(seed=0):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    return {
+        "words": jax.random.normal(keys[0], (WORDS, WIDTH)),
+        "layers": jax.random.normal(keys[1], (3, WIDTH, WIDTH)) / 4,
+        "gain": jnp.ones((3, WIDTH)),
+        "head": jax.random.normal(keys[2], (WIDTH, WORDS)) / 4,
+    }
+
+
+def loss_fn(params, tokens):
+    """Return the loss of a model whose only inputs are integers."""
+
+    def layer(x, p):
+        w, gain = p
+        norm = (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-6)
+        norm = norm * gain[None, None]
+        return x + jnp.tanh(norm @ w), None
+
+    x = params["words"][tokens[:, :-1]]
+    x, _ = lax.scan(layer, x, (params["layers"], params["gain"]))
+    logits = x @ params["head"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def tokens(seed=1):
+    return jax.random.randint(jax.random.key(seed), (8, 33), 0, WORDS)
+
+
+def relative_error(a, b):
+    norm = lambda tree: optax.tree.norm(ols.cast(tree, F32))  # noqa: E731
+    difference = jax.tree.map(lambda x, y: x.astype(F32) - y.astype(F32), a, b)
+    return float(norm(difference) / norm(b))
+
+
+# -- the right numbers
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_a_model_that_reads_tokens_has_the_loss_and_gradients_of_float32_parameters(dtype):
+    stored = ols.cast(parameters(), dtype)
+    wide = ols.cast(stored, F32)
+    exact = jax.grad(loss_fn)(wide, tokens())
+    half_loss = ols.autocast(loss_fn, dtype)
+    loss, grads = jax.jit(jax.value_and_grad(half_loss))(stored, tokens())
+    wide_loss, wide_grads = jax.jit(jax.value_and_grad(half_loss))(wide, tokens())
+    assert loss.dtype == F32
+    np.testing.assert_allclose(loss, wide_loss, rtol=1e-6)
+    assert {grad.dtype for grad in jax.tree.leaves(grads)} == {jnp.dtype(dtype)}
+    # Each gradient is that of float32 parameters, rounded once.
+    rounded = ols.cast(wide_grads, dtype)
+    assert relative_error(grads, rounded) < 2e-4
+    assert relative_error(grads, exact) < 1.1 * relative_error(rounded, exact)
+
+
+@pytest.mark.parametrize("wrap", [lambda fun: fun, jax.jit, jax.checkpoint])
+def test_uses_of_a_stored_weight_are_added_in_float32(wrap):
+    words = jnp.zeros(1000, jnp.int32)
+
+    def embedded(table):
+        return jnp.sum(table[words])
+
+    def recurrent(w):
+        step = lambda total, x: (total + jnp.sum(x * w), None)  # noqa: E731
+        return lax.scan(step, 0.0, jnp.ones((2048, 8)))[0]
+
+    grad = jax.grad(ols.autocast(wrap(embedded), BF16))(jnp.ones((10, 8), BF16))
+    assert (grad.dtype, float(grad[0, 0])) == (BF16, 1000)
+    grad = jax.grad(ols.autocast(wrap(recurrent), BF16))(jnp.ones(8, BF16))
+    assert (grad.dtype, float(grad[0])) == (BF16, 2048)
+
+
+@pytest.mark.integration
+def test_float32_reads_stored_arguments_in_the_same_way():
+    stored = ols.cast(parameters(), BF16)
+    loss, grads = jax.value_and_grad(ols.autocast(loss_fn, F32))(stored, tokens())
+    exact, exact_grads = jax.value_and_grad(loss_fn)(ols.cast(stored, F32), tokens())
+    np.testing.assert_allclose(loss, exact, rtol=1e-6)
+    assert relative_error(grads, ols.cast(exact_grads, BF16)) < 1e-4
+    assert {grad.dtype for grad in jax.tree.leaves(grads)} == {jnp.dtype(BF16)}
+
+
+def test_only_half_precision_is_converted(x64):
+    del x64
+    given = {
+        "fp8": jnp.ones(8, jnp.float8_e4m3fn),
+        "float64": jnp.ones(8, "float64"),
+        "complex": jnp.ones(8, "complex64"),
+        "integers": jnp.arange(8),
+        "key": jax.random.key(0),
+        "float16": jnp.ones(8, F16),
+        "bfloat16": jnp.ones(8, BF16),
+        "float32": jnp.ones(8, F32),
+    }
+    seen = {}
+    ols.autocast(lambda given: seen.update({k: str(x.dtype) for k, x in given.items()}), BF16)(
+        given
+    )
+    halves = dict.fromkeys(("float16", "bfloat16"), "float32")
+    assert seen == {name: str(x.dtype) for name, x in given.items()} | halves
+
+
+def test_half_precision_that_the_function_makes_is_not_converted():
+    def fun(x):
+        y = x.astype(BF16) * 2
+        return y, jnp.zeros(3, F16)
+
+    assert [x.dtype for x in ols.autocast(fun, BF16)(jnp.ones(3, BF16))] == [BF16, F16]
+
+
+def test_arrays_of_numpy_stay_numpys_and_are_read_as_float32():
+    array, number = np.ones((8, 8), bfloat16), bfloat16(2)
+
+    def fun(array, number, x):
+        assert (type(array), array.dtype, number.dtype) == (np.ndarray, F32, F32)
+        return x @ array * number, array, number
+
+    result, same, same_number = ols.autocast(fun, BF16)(array, number, jnp.ones((8, 8)))
+    assert (result.dtype, float(result[0, 0])) == (F32, 16)
+    assert same is array
+    assert same_number is number
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", jnp.dtype("float32")])
+def test_a_dtype_may_be_named_and_arguments_may_be_anything(dtype):
+    cast = ols.autocast(lambda *args: args, dtype)
+    assert cast() == ()
+    assert cast({}, [], None) == ({}, [], None)
+    assert cast(2.5, 3, True) == (2.5, 3, True)
+    assert ols.autocast(lambda: 1, dtype)() == 1
+
+
+# -- where the conversion is
+
+
+def avals(jaxpr):
+    """Yield the types of all arrays that a program holds, outside the functions in it."""
+    return [str(x.aval) for eqn in jaxpr.eqns for x in eqn.outvars]
+
+
+def body(jaxpr, name):
+    (eqn,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == name)
+    (inner,) = (p for p in eqn.params.values() if hasattr(p, "eqns"))
+    return getattr(inner, "jaxpr", inner)
+
+
+STACK = jnp.ones((3, 16, 16), BF16)
+X = jnp.ones((8, 16))
+
+
+def layer(x, w):
+    return jnp.tanh(x @ w), None
+
+
+def scanned(stack, x):
+    return jnp.mean(lax.scan(layer, x, stack)[0])
+
+
+STACKS = {
+    "one array": (scanned, STACK),
+    "a list of layers": (lambda layers, x: scanned(jnp.stack(layers), x), list(STACK)),
+    "concatenated": (lambda layers, x: scanned(jnp.concatenate(layers), x), [STACK[:2], STACK[2:]]),
+    "moved": (
+        lambda stack, x: scanned(stack.reshape(3, 16, 16).transpose(0, 2, 1), x),
+        STACK.reshape(3, 256),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_a_stack_of_layers_is_never_float32_as_a_whole(name):
+    fun, stack = STACKS[name]
+    cast = ols.autocast(fun, BF16)
+    assert "float32[3,16,16]" not in avals(jax.make_jaxpr(cast)(stack, X).jaxpr)
+    backward = jax.make_jaxpr(jax.grad(cast))(stack, X).jaxpr
+    assert "bfloat16[3,16,16]" in avals(backward)  # the gradient, as it is written
+    assert "float32[3,16,16]" not in avals(backward)
+    assert_same_bits(
+        jax.grad(cast)(stack, X),
+        ols.cast(jax.grad(cast)(ols.cast(stack, F32), X), BF16),
+    )
+
+
+def with_two_uses(stack, x):
+    return scanned(stack, x) + jnp.sum(stack)
+
+
+def through_cond(w, x):
+    return lax.cond(x[0, 0] > 0, lambda: jnp.sum(x @ w), lambda: jnp.sum(w))
+
+
+def as_carry(w, x):
+    return jnp.sum(lax.scan(lambda w, _: (jnp.tanh(w @ x.T @ x), None), w, length=2)[0])
+
+
+INSIDE = {"jit": jax.jit, "remat2": jax.checkpoint, "shard_map": None}
+W = jnp.ones((16, 16), BF16)
+
+
+def sharded(w, x):
+    mesh = jax.make_mesh((2,), ("i",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    fun = jax.shard_map(
+        lambda w, x: lax.psum(jnp.sum(x @ w), "i"),
+        mesh=mesh,
+        in_specs=(P(), P("i")),
+        out_specs=P(),
+        check_vma=False,
+    )
+    return fun(w, x)
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_the_only_use_in_a_call_converts_inside_of_it(name):
+    fun = sharded if name == "shard_map" else INSIDE[name](lambda w, x: jnp.sum(x @ w))
+    jaxpr = jax.make_jaxpr(ols.autocast(fun, BF16))(W, jnp.ones((16, 16))).jaxpr
+    assert [eqn.primitive.name for eqn in jaxpr.eqns] == [name]
+    assert body(jaxpr, name).invars[0].aval.dtype == BF16
+
+
+@pytest.mark.parametrize("fun", [with_two_uses, through_cond, as_carry])
+def test_other_uses_convert_once_outside(fun):
+    stored = STACK if fun is with_two_uses else W
+    jaxpr = jax.make_jaxpr(ols.autocast(fun, BF16))(stored, X).jaxpr
+    converted = [
+        eqn
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name == "convert_element_type" and eqn.invars[0] is jaxpr.invars[0]
+    ]
+    assert [eqn.outvars[0].aval.dtype for eqn in converted] == [F32]
+
+
+def test_eager_calls_with_stored_arguments_compile_once():
+    jitted = jax.jit(lambda x, w: jnp.tanh(x @ w))
+
+    def fun(params, x):
+        x = jitted(jitted(x, params["a"]), params["b"])
+        return scanned(params["stack"], x)
+
+    params = {"a": W, "b": W, "stack": STACK}
+    cast = ols.autocast(fun, BF16)
+    cast(params, X)
+    compiled = []
+    listen = jax.monitoring.register_event_duration_secs_listener
+    listen(lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None)
+    cast(params, X)
+    jax.block_until_ready(ols.autocast(fun, BF16)(params, X))
+    assert compiled == []
+    text = str(jax.make_jaxpr(cast)(params, X))
+    assert text.count("tanh") == 2  # the layer is written once for both calls, and the scan
+
+
+# -- results
+
+
+def test_a_result_that_is_an_argument_comes_back_as_it_was_stored():
+    def fun(w, x):
+        again, total = jax.jit(lambda w, x: (w, jnp.sum(x @ w)))(w, x)
+        return {
+            "itself": w,
+            "through jit": again,
+            "through checkpoint": jax.checkpoint(lambda w: (w, w + 1))(w)[0],
+            "stopped": lax.stop_gradient(w),
+            "stopped in jit": jax.jit(lax.stop_gradient)(w),
+            "computed": w + 0,
+            "moved": w.T,
+            "loss": total,
+        }
+
+    found = ols.autocast(fun, BF16)(W, X)
+    computed = {"computed", "moved", "loss"}
+    assert {name for name, x in found.items() if x.dtype == F32} == computed
+    assert_same_bits(found["through jit"], W)
+    for name in ("itself", "through jit", "stopped", "stopped in jit"):
+        grad = jax.grad(lambda w, name=name: jnp.sum(ols.autocast(fun, BF16)(w, X)[name]))(W)
+        assert float(jnp.max(grad)) == (0 if "stopped" in name else 1)
+
+
+def test_a_result_of_shard_map_is_the_argument_only_if_it_is_placed_alike():
+    mesh = jax.make_mesh((2,), ("i",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    for out_spec, dtype in (P(), BF16), (P("i"), F32):
+        fun = jax.shard_map(
+            lambda w: w, mesh=mesh, in_specs=P(), out_specs=out_spec, check_vma=False
+        )
+        assert ols.autocast(fun, BF16)(W).dtype == dtype
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("jit", [lambda fun: fun, nnx.jit])
+def test_variables_of_nnx_keep_the_dtypes_that_they_had(jit):
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(8, 8, param_dtype=BF16, rngs=rngs)
+            self.mean = nnx.Variable(jnp.zeros(8, BF16))
+            self.wide = nnx.Variable(jnp.zeros(8))
+
+        def __call__(self, x):
+            assert self.linear.kernel.dtype == F32
+            y = self.linear(x)
+            self.mean[...] = self.mean[...] * 0.5 + y.mean(0)
+            self.wide[...] += y.mean(0)
+            return jnp.mean(y**2)
+
+    model = Model(nnx.Rngs(0))
+    loss_and_grads = jit(nnx.value_and_grad(ols.autocast(lambda m, x: m(x), BF16)))
+    for _ in range(2):
+        loss, grads = loss_and_grads(model, jnp.ones((8, 8)))
+    assert loss.dtype == F32
+    assert {x.dtype for x in jax.tree.leaves(grads)} == {jnp.dtype(BF16)}
+    assert (model.linear.kernel.dtype, model.mean.dtype, model.wide.dtype) == (BF16, BF16, F32)
+    assert float(jnp.abs(model.mean[...]).max()) > 0
+
+
+@pytest.mark.integration
+def test_equinox_and_linen_models_stored_in_half_precision():
+    model = ols.cast(eqx.nn.MLP(8, 8, 16, 2, key=jax.random.key(0)), BF16)
+    fun = ols.autocast(lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2), BF16)
+    loss, grads = eqx.filter_value_and_grad(fun)(model, jnp.ones((16, 8)))
+    assert loss.dtype == F32
+    assert {x.dtype for x in jax.tree.leaves(grads)} == {jnp.dtype(BF16)}
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            x = nn.Embed(WORDS, WIDTH)(tokens)
+            return nn.Dense(WORDS)(nn.LayerNorm()(x))
+
+    net = Net()
+    params = ols.cast(net.init(jax.random.key(0), tokens()), BF16)
+    logits = ols.autocast(net.apply, BF16)(params, tokens())
+    assert logits.dtype == F32
+
+
+# -- what it refuses, and warns about
+
+
+@pytest.mark.integration
+def test_an_array_that_is_closed_over_is_named_once_with_its_number_and_shape(recwarn):
+    def fun(tables, x):
+        return sum(jnp.sum(x @ table) for table in tables)
+
+    tables = [W, jnp.ones((16, 32), F16)]
+    cast = ols.autocast(functools.partial(fun, tables), BF16)
+    cast(X)
+    cast(X)
+    (warning,) = recwarn
+    assert warning.filename == __file__
+    assert "closes over 2 arrays in half precision" in str(warning.message)
+    assert "float16[16,32]" in str(warning.message)
+    recwarn.clear()
+    inner = jax.jit(lambda x: jnp.sum(x @ W))
+    jax.jit(ols.autocast(inner, BF16))(X)
+    assert ["an array, bfloat16[16,16]" in str(w.message) for w in recwarn] == [True]
+    recwarn.clear()
+    ols.autocast(fun, BF16)(tables, X)
+    ols.autocast(lambda x: jnp.sum(x.astype(BF16) @ jnp.zeros((16, 16), BF16)), F32)(X)
+    assert not recwarn.list
+
+
+UPDATES = {
+    "with_master_weights": ols.with_master_weights(optax.sgd(0.1)),
+    "with_bfloat16_state": ols.with_bfloat16_state(optax.adam(0.1)),
+    "masters in a guard": ols.with_loss_scaling(ols.with_master_weights(optax.sgd(0.1))),
+    "a state in a guard": ols.with_skipping(ols.with_bfloat16_state(optax.adam(0.1))),
+    "a state in masters": ols.with_master_weights(
+        ols.with_bfloat16_state(optax.adam(0.1)), remainders=True
+    ),
+}
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", UPDATES)
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("jit", [lambda fun: fun, jax.jit])
+def test_an_optimizer_that_stores_half_precision_is_not_updated_inside(name, dtype, jit):
+    tx = UPDATES[name]
+    params = jnp.ones((64, 64), F32 if name == "a state in a guard" else BF16)
+    opt_state = tx.init(params)
+
+    def step(params, opt_state):
+        grads = jax.grad(lambda params: jnp.mean((params @ params) ** 2))(params)
+        return jit(tx.update)(grads, opt_state, params)
+
+    with pytest.raises(ValueError, match=r"must not be updated inside `autocast`.*Wrap the loss"):
+        ols.autocast(step, dtype)(params, opt_state)
+    step(params, opt_state)  # the mark ends with the trace, even by an exception
+
+
+@pytest.mark.integration
+def test_the_mark_belongs_to_the_thread_and_other_optimizers_may_be_updated_inside():
+    tx, plain = UPDATES["with_master_weights"], ols.with_loss_scaling(optax.adam(0.1))
+    params = jnp.ones((8, 8), BF16)
+    opt_state, errors = tx.init(params), []
+
+    def update():
+        try:
+            tx.update(params, opt_state, params)
+        except ValueError as error:
+            errors.append(error)
+
+    def fun(params):
+        thread = threading.Thread(target=update)
+        thread.start()
+        thread.join()
+        update()
+        return plain.update(params, plain.init(params), params)
+
+    ols.autocast(fun, BF16)(params)
+    assert len(errors) == 1
+
+
+def test_a_model_is_decoded_on_cast_parameters_or_its_cache_is_cast_back():
+    cache = jnp.zeros((4, 8), BF16)
+
+    def decode(params, cache, x):
+        return x @ params, cache.at[0].set((x @ params)[0])
+
+    params, x = jnp.eye(8, dtype=BF16), jnp.ones((8, 8), BF16)
+    assert decode(params, cache, x)[1].dtype == BF16
+    assert ols.autocast(decode, BF16)(params, cache, x)[1].dtype == F32
+
+
+def test_batch_statistics_in_half_precision_come_back_in_float32():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        norm = nn.BatchNorm(use_running_average=False)
+        variables = ols.cast(norm.init(jax.random.key(0), jnp.ones((8, 8))), BF16)
+        _, updates = ols.autocast(
+            lambda variables, x: norm.apply(variables, x, mutable=["batch_stats"]), BF16
+        )(variables, jnp.ones((8, 8)))
+    assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(F32)}
