@@ -29,6 +29,7 @@ LIBRARIES = (
 )  # fmt: skip
 GUARDS = "Optax", "Control", "SkipIf", "IfFinite", "Spike", "SpikeNorm", "MaxText", "Levanter"
 AUTOCAST = "Optax", "Control", "Autocast", "ByHand", "AutocastBfloat16", "ByHandBfloat16"
+STORED = "RemaindersBfloat16State", "AutocastRemaindersBfloat16State"
 REMAINDERS = (
     "MastersByHand", "Masters", "Remainders", "SkipIfRemainders", "RemaindersBfloat16State",
     "SpikeRemaindersBfloat16State",
@@ -56,8 +57,11 @@ def _deep(sizes: Sizes) -> Gradients:
     return gradients(resnet50(sizes))
 
 
-def _larger(*, scanned: bool = False, plain: bool = False) -> Callable:
-    return lambda sizes: transformer(sizes.larger(), scanned=scanned, plain=plain)
+def _larger(**options: Any) -> Callable:
+    return lambda sizes: transformer(sizes.larger(), **options)
+
+
+_STORED = {"scanned": True, "plain": True, "stored": jnp.bfloat16}
 
 
 _HALF = _wide(jnp.float16, jnp.float16)
@@ -120,6 +124,12 @@ CASES = {
     ),
     "autocast-scanned": Case(
         "the same, its layers scanned", _larger(scanned=True, plain=True), contenders=AUTOCAST
+    ),
+    "autocast-stored": Case(
+        "the same, its parameters stored in bfloat16", _larger(**_STORED), contenders=STORED
+    ),
+    "autocast-stored-dots": Case(
+        "the same, with `checkpoint_dots`", _larger(**_STORED, keeps_dots=True), contenders=STORED
     ),
 }  # fmt: skip
 

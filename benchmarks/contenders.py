@@ -410,6 +410,12 @@ CONTENDERS: dict[str, Contender] = {
     "AutocastBfloat16": Ours(
         "autocast, bfloat16", ols.with_skipping, skips=True, **_autocast(jnp.bfloat16)
     ),
+    "AutocastRemaindersBfloat16State": Ours(
+        "autocast, bfloat16, remainders and state in two bytes",
+        lambda tx: ols.with_skipping(_TWO_BYTES(tx)),
+        skips=True,
+        **_autocast(jnp.bfloat16),
+    ),
     "ByHand": Ours("by hand, float16", _SCALED, **_LIBRARY, **_by_hand(jnp.float16)),
     "ByHandBfloat16": Ours(
         "by hand, bfloat16", ols.with_skipping, skips=True, **_by_hand(jnp.bfloat16)

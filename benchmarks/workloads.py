@@ -118,11 +118,19 @@ def resnet50(sizes: Sizes) -> list[Shape]:
     return [*shapes, (inputs, 1000), (1000,)]
 
 
-def transformer(sizes: Sizes, *, scanned: bool = False, plain: bool = False) -> Training:
+def transformer(
+    sizes: Sizes,
+    *,
+    scanned: bool = False,
+    plain: bool = False,
+    keeps_dots: bool = False,
+    stored: Any = jnp.float32,
+) -> Training:
     """A language model that computes in float16: 69 arrays with 35M parameters at full size.
 
     If `scanned`, each array of the layers is one with a leading axis, over which a scan runs. If
-    `plain`, it computes in float32.
+    `plain`, it computes in the dtype of its parameters, which are `stored` in that dtype. If
+    `keeps_dots`, its layers keep only results of matrix products for the backward pass.
     """
     rng = np.random.default_rng(0)
     features, hidden = sizes.features, 4 * sizes.features
@@ -152,26 +160,20 @@ def transformer(sizes: Sizes, *, scanned: bool = False, plain: bool = False) -> 
         "head_bias": jnp.zeros(sizes.vocabulary),
     }
     tokens = rng.integers(sizes.vocabulary, size=(sizes.batch, sizes.length + 1))
-    loss_fn = jax.tree_util.Partial(_language_model_loss if plain else _language_model_in_half)
-    return Training(params, loss_fn, jnp.asarray(tokens, jnp.int32))
+    loss_fn = _language_model_loss if plain else _language_model_in_half
+    if keeps_dots:
+        loss_fn = _language_model_that_keeps_dots
+    params = optax.tree.cast(params, stored)
+    return Training(params, jax.tree_util.Partial(loss_fn), jnp.asarray(tokens, jnp.int32))
+
+
+def _language_model_that_keeps_dots(params: Tree, tokens: jax.Array) -> jax.Array:
+    policy = jax.checkpoint_policies.checkpoint_dots
+    return _language_model_loss(params, tokens, jax.checkpoint(_layer, policy=policy))
 
 
 def _language_model_in_half(params: Tree, tokens: jax.Array) -> jax.Array:
     return _language_model_loss(optax.tree.cast(params, jnp.float16), tokens)
-
-
-def _language_model_loss(params: Tree, tokens: jax.Array) -> jax.Array:
-    x = params["tokens"][tokens[:, :-1]] + params["positions"]
-    if isinstance(params["layers"], list):
-        for layer in params["layers"]:
-            x, _ = _layer(x, layer)
-    else:
-        x, _ = jax.lax.scan(_layer, x, params["layers"])
-    logits = _norm(x, params["norm"]) @ params["head"] + params["head_bias"]
-    losses = optax.softmax_cross_entropy_with_integer_labels(
-        logits.astype(jnp.float32), tokens[:, 1:]
-    )
-    return jnp.mean(losses)
 
 
 def _layer(x: jax.Array, layer: Tree) -> tuple[jax.Array, None]:
@@ -179,6 +181,22 @@ def _layer(x: jax.Array, layer: Tree) -> tuple[jax.Array, None]:
     x = x + _attention(q, k, v) @ layer["out"]
     hidden = jax.nn.gelu(_norm(x, layer["norm_2"]) @ layer["up"] + layer["up_bias"])
     return x + hidden @ layer["down"] + layer["down_bias"], None
+
+
+def _language_model_loss(
+    params: Tree, tokens: jax.Array, run_layer: Callable[..., Any] = _layer
+) -> jax.Array:
+    x = params["tokens"][tokens[:, :-1]] + params["positions"]
+    if isinstance(params["layers"], list):
+        for layer in params["layers"]:
+            x, _ = run_layer(x, layer)
+    else:
+        x, _ = jax.lax.scan(run_layer, x, params["layers"])
+    logits = _norm(x, params["norm"]) @ params["head"] + params["head_bias"]
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), tokens[:, 1:]
+    )
+    return jnp.mean(losses)
 
 
 def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:

@@ -60,8 +60,10 @@ LIMITS = {
     ("state", "Bfloat16State", "v5e"): (0.715,),
     ("autocast", "Autocast", "h100"): (0.75, 800),
     ("autocast", "ByHand", "h100"): (0.75, 850),
-    ("autocast-scanned", "Autocast", "h100"): (0.88, 200),
+    ("autocast-scanned", "Autocast", "h100"): (0.56, 240),
     ("autocast-scanned", "ByHand", "h100"): (0.7, 210),
+    ("autocast-stored", "AutocastRemaindersBfloat16State", "h100"): (0.8, 240),
+    ("autocast-stored-dots", "AutocastRemaindersBfloat16State", "h100"): (1.1, 240),
     ("stack", "Stack", "v5e"): (1.155,),
     ("stack-half", "Stack", "v5e"): (1.165,),
 }
@@ -97,12 +99,15 @@ def test_a_compiled_step_does_no_more_than_before(case, name, backend, counted):
     assert all(a <= b for a, b in zip(found, limits, strict=False)), (found, limits)
 
 
-@pytest.mark.parametrize(("case", "most"), [("autocast", 1.12), ("autocast-scanned", 1.34)])
-def test_autocast_moves_little_more_than_a_model_in_half_precision(case, most, counted):
+@pytest.mark.parametrize(
+    ("case", "most_bytes", "most_memory"),
+    [("autocast", 1.12, 1.22), ("autocast-scanned", 0.8, 0.72)],
+)
+def test_autocast_against_a_model_in_half_precision(case, most_bytes, most_memory, counted):
     rows = counted(case, "h100")
     found, by_hand = (rows[CONTENDERS[name].name] for name in ("Autocast", "ByHand"))
-    assert found["bytes"] <= most * by_hand["bytes"]
-    assert found["temporary"] <= (most + 0.1) * by_hand["temporary"]
+    assert found["bytes"] <= most_bytes * by_hand["bytes"]
+    assert found["temporary"] <= most_memory * by_hand["temporary"]
 
 
 def test_the_readme_has_the_bytes_that_are_counted(counted):
