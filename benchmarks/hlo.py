@@ -47,10 +47,13 @@ def compile_step(
 
     That is its `Counts`, XLA's own count of bytes (`accessed`), bytes of memory beyond arguments
     and results (`temporary`), of the donated `state`, and of what is overwritten `in_place`, the
-    `transpositions` of matrices, also inside of fused loops, and the `compile_seconds`.
+    `transpositions` of matrices, including those in fused loops, and the `compile_seconds`, which
+    include the `trace_seconds`.
     """
     start = time.perf_counter()
-    compiled = jax.jit(step, donate_argnums=0, **shardings).lower(state, data).compile(options)
+    traced = jax.jit(step, donate_argnums=0, **shardings).trace(state, data)
+    trace_seconds = time.perf_counter() - start
+    compiled = traced.lower().compile(options)
     seconds = time.perf_counter() - start
     text, memory = compiled.as_text() or "", compiled.memory_analysis()
     return compiled, dataclasses.asdict(count(text)) | {
@@ -59,6 +62,7 @@ def compile_step(
         "state": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)),
         "in_place": memory.alias_size_in_bytes,
         "transpositions": len(re.findall(r"= \w+\[\d+,\d+\]\S* transpose\(", text)),
+        "trace_seconds": trace_seconds,
         "compile_seconds": seconds,
     }
 

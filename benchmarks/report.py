@@ -44,6 +44,7 @@ ANALYSIS: Columns = {
     "not in place MB": lambda row, _base: f"{(row['state'] - row['in_place']) / 1e6:.1f}",
     "copies": number("copies"),
     "transpositions": number("transpositions"),
+    "trace s": number("trace_seconds", 1, ".2f"),
     "compile s": number("compile_seconds", 1, ".1f"),
 }
 
