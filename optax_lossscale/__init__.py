@@ -2,7 +2,7 @@
 
 from optax_lossscale import diagnostics, testing
 from optax_lossscale._guard.guard import with_loss_scaling, with_skipping
-from optax_lossscale._guard.rules import Spike
+from optax_lossscale._guard.rules import Rule, Spike
 from optax_lossscale._loss_scale.convert import (
     LossScale,
     LossScaleLike,
@@ -39,6 +39,7 @@ __all__ = [
     "LossScaleLike",
     "LossScaleState",
     "MasterWeightsState",
+    "Rule",
     "Spike",
     "SpikeState",
     "all_finite",
