@@ -103,11 +103,11 @@ def wrappers(params: Params, x: jax.Array) -> None:
 
 
 class FarAboveTheBest:
-    def init(self, params: Params) -> jax.Array:
+    def init(self, _params: Params) -> jax.Array:
         return jnp.float32(jnp.inf)
 
     def measure(
-        self, grads: Params, params: Params | None, *, value: jax.Array, **extra_args: Any
+        self, _grads: Params, _params: Params | None, *, value: jax.Array, **_: Any
     ) -> jax.Array:
         return value
 
@@ -115,7 +115,7 @@ class FarAboveTheBest:
         return value > 10 * lowest, jnp.minimum(lowest, value)
 
 
-def is_large(grads: Params, params: Params, *, value: jax.Array) -> jax.Array:
+def is_large(_grads: Params, _params: Params, *, value: jax.Array) -> jax.Array:
     return value > 10
 
 
@@ -124,7 +124,7 @@ def rules(inner: optax.GradientTransformationExtraArgs) -> None:
     ols.with_skipping(inner, rule)
     ols.with_skipping(inner, is_large)
     ols.with_loss_scaling(inner, skip_if=[FarAboveTheBest(), is_large, ols.Spike()])
-    ols.with_loss_scaling(inner, skip_if=(ols.Spike(), lambda grads, params, **_: jnp.array(True)))
+    ols.with_loss_scaling(inner, skip_if=(ols.Spike(), lambda *_, **__: jnp.array(True)))
 
     ols.with_skipping(inner, inner)  # pyright: ignore[reportArgumentType]
     ols.with_skipping(inner, ols.DynamicLossScale())  # pyright: ignore[reportArgumentType]

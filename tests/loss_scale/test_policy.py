@@ -120,8 +120,15 @@ CONFIGURED = [
     ols.DynamicLossScale(),
     # Numbers of NumPy and others become Python's, or JSON would refuse them.
     ols.DynamicLossScale(
-        *(np.float16(10.5), np.int32(3), np.float32(1.5), fractions.Fraction(1, 4), 0.125, 99.5),
-        *(np.int64(4), np.True_, 5),
+        np.float16(10.5),
+        growth_interval=np.int32(3),
+        growth_factor=np.float32(1.5),
+        backoff_factor=fractions.Fraction(1, 4),
+        min_scale=0.125,
+        max_scale=99.5,
+        hysteresis=np.int64(4),
+        consecutive_hysteresis=np.True_,
+        loss_patience=5,
     ),
     ols.FixedLossScale(np.int32(10), skip_nonfinite=np.False_),
 ]
