@@ -51,14 +51,12 @@ class Rule(Protocol):
       True
     """
 
-    def init(self, params: optax.Params, /) -> PyTree:
+    def init(self, params: PyTree, /) -> PyTree:
         """Return the state before the first step."""
         ...
 
     # `*args` makes a type checker accept methods that name some of the extra arguments.
-    def measure(
-        self, grads: optax.Updates, params: optax.Params | None, /, *args: Any, **extra_args: Any
-    ) -> ArrayLike:
+    def measure(self, grads: PyTree, params: PyTree, /, *args: Any, **extra_args: Any) -> ArrayLike:
         """Return the number that is judged. Gradients are true. `float32[]`."""
         ...
 
