@@ -65,7 +65,7 @@ def pure_functions(params: Params, x: jax.Array) -> None:
     ols.update(state, grads_finite=True, policy=ols.DynamicLossScale(), loss_finite=False)
     assert_type((ols.all_finite(grads), ols.applied(state)), tuple[jax.Array, jax.Array])
     assert_type(ols.tree_where(grads_finite, grads, params), Params)
-    assert_type(ols.value_and_grad(loss_fn), Callable[..., tuple[Any, Any]])
+    assert_type(ols.value_and_grad(loss_fn)(state, params, x), tuple[jax.Array, Any])
     ols.value_and_grad(loss_fn, argnums=(0, 1), has_aux=False, transform=jax.value_and_grad)
 
     ols.update(state, grads_finite)  # pyright: ignore[reportCallIssue]

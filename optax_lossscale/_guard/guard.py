@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from optax_lossscale._guard.keep import step_where
-from optax_lossscale._guard.rules import Rule, SkipIf, as_rules, judge, measure, warn_of_loss
+from optax_lossscale._guard.rules import as_rules, judge, measure, warn_of_loss
 from optax_lossscale._loss_scale.convert import LossScale, LossScaleLike, as_loss_scale, init
 from optax_lossscale._loss_scale.policies import FixedLossScale
 from optax_lossscale._loss_scale.scale import all_finite
@@ -35,6 +35,7 @@ from optax_lossscale._state import (
 from optax_lossscale._support import checks
 from optax_lossscale._support.choose import agree, all_true
 from optax_lossscale._support.notes import notes_on_errors, other_leaf
+from optax_lossscale._support.rule import Rule, SkipIf
 from optax_lossscale._support.tree import ARRAYS, AxisName, Flag, PyTree, unscaled
 
 

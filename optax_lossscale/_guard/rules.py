@@ -3,73 +3,28 @@
 import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike
 
 from optax_lossscale._guard.keep import safe_call
 from optax_lossscale._loss_scale.convert import LossScale
-from optax_lossscale._state import SpikeState, increment
+from optax_lossscale._state import SpikeState, increment, relative_statistics, repaired
 from optax_lossscale._support import checks
-from optax_lossscale._support.bounds import LARGEST_SCALE, SMALLEST_SCALE, as_float32
+from optax_lossscale._support.bounds import as_float32
 from optax_lossscale._support.choose import tree_where, zeros_if_skipped
 from optax_lossscale._support.lines import warn
 from optax_lossscale._support.notes import notes_on_errors
+from optax_lossscale._support.rule import Rule
 from optax_lossscale._support.tree import (
     FP8_KEY,
-    Flag,
     PyTree,
     as_array,
     at_least_float32,
     is_inexact,
 )
-
-
-@runtime_checkable
-class Rule(Protocol):
-    """A rule that judges one number at each step, and may remember some. See `with_skipping`.
-
-    Any object with these methods is a rule. They are traceable, and may name the extra arguments of
-    `update` that they read.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp, optax, optax_lossscale as ols
-      >>> class FarAboveTheBest:
-      ...     def init(self, params):
-      ...         return jnp.float32(jnp.inf)
-      ...
-      ...     def measure(self, grads, params, *, value, **extra_args):
-      ...         return value
-      ...
-      ...     def judge(self, lowest, value):
-      ...         return value > 10 * lowest, jnp.minimum(lowest, value)
-      >>> tx = ols.with_skipping(optax.sgd(1.0), FarAboveTheBest())
-      >>> isinstance(FarAboveTheBest(), ols.Rule)
-      True
-    """
-
-    def init(self, params: PyTree, /) -> PyTree:
-        """Return the state before the first step."""
-        ...
-
-    # `*args` makes a type checker accept methods that name some of the extra arguments.
-    def measure(self, grads: PyTree, params: PyTree, /, *args: Any, **extra_args: Any) -> ArrayLike:
-        """Return the number that is judged. Gradients are true. `float32[]`."""
-        ...
-
-    def judge(self, state: PyTree, measure: jax.Array, /) -> tuple[jax.Array | bool, PyTree]:
-        """Return whether to skip the step, `bool[]`, and the state after it, as of `init`."""
-        ...
-
-
-#: A rule, or a function `(grads, params, **extra_args) -> bool[]`.
-RuleLike: TypeAlias = Rule | Callable[..., Flag | bool]
-
-#: What the guards take as `skip_if`.
-SkipIf: TypeAlias = RuleLike | Sequence[RuleLike] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,8 +220,8 @@ class Spike:
                 f"{state.values.shape}. Start anew with its `init` if the window has changed. "
                 "Under `jax.shard_map`, give `rule_states` the spec `P()`: it must not be sharded."
             )
-        state = _repaired(state)
-        mean, deviation, magnitude = _relative_statistics(state)
+        state = repaired(state)
+        mean, deviation, magnitude = relative_statistics(state)
         # Equal values have no deviation, but their mean is rounded.
         deviation = jnp.maximum(deviation, jnp.finfo(jnp.float32).eps * jnp.abs(mean))
         warmup = window // 2 if self.warmup is None else int(self.warmup)
@@ -287,39 +242,4 @@ class Spike:
         return is_spike | ~is_number, jax.tree.map(keep_or_move, after, state)
 
 
-def statistics(state: SpikeState) -> tuple[jax.Array, jax.Array]:
-    """Return the mean and the standard deviation of the values that a `Spike` remembers.
-
-    Both are 0 before the first. `float32[]`.
-    """
-    mean, deviation, magnitude = _relative_statistics(_repaired(state))
-    return mean * magnitude, deviation * magnitude
-
-
-def _repaired(state: SpikeState) -> SpikeState:
-    """Return the state with a count within the window, and zeros for what is not held."""
-    held = jnp.clip(state.held, 0, state.values.shape[-1])
-    values = jnp.where(_is_held(state._replace(held=held)), state.values, 0)
-    return state._replace(values=values, held=held)
-
-
-def _is_held(state: SpikeState) -> jax.Array:
-    """Return which places of the window hold a value. Under `jax.vmap`, states have more axes."""
-    window = state.values.shape[-1]
-    return jnp.arange(window, dtype=jnp.int32) >= window - state.held[..., None]
-
-
-def _relative_statistics(state: SpikeState) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the mean and the deviation of the values, relative to a magnitude, and that."""
-    # Relative to the largest, since the squares of 1e-20 and 1e30 do not fit a float32.
-    largest = jnp.max(jnp.abs(state.values), axis=-1)
-    magnitude = jnp.clip(largest, SMALLEST_SCALE, LARGEST_SCALE)
-    relative = state.values / magnitude[..., None]
-    n = jnp.maximum(state.held, 1).astype(jnp.float32)
-    mean = jnp.sum(relative, axis=-1) / n
-    squares = jnp.where(_is_held(state), (relative - mean[..., None]) ** 2, 0)
-    return mean, jnp.sqrt(jnp.sum(squares, axis=-1) / n), magnitude
-
-
-for _public in (Rule, Spike):
-    _public.__module__ = "optax_lossscale"  # the name in pickles, as of the states
+Spike.__module__ = "optax_lossscale"  # the name in pickles, as of its state

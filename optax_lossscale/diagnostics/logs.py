@@ -6,9 +6,14 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._guard.rules import statistics
 from optax_lossscale._order import warn_of_what_stands_outside
-from optax_lossscale._state import GuardState, SpikeState, loss_scale_state, subtrees
+from optax_lossscale._state import (
+    GuardState,
+    SpikeState,
+    loss_scale_state,
+    spike_statistics,
+    subtrees,
+)
 from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import INT32_MAX
 from optax_lossscale._support.tree import PyTree, is_finite, is_inexact, is_symbolic
@@ -64,7 +69,7 @@ def _spike_metrics(opt_state: PyTree) -> dict[str, jax.Array]:
     for number, spike in enumerate(spikes):
         # flax.nnx keeps each array in a Variable, a pytree of one leaf.
         values, held, skipped = map(jnp.asarray, jax.tree.leaves(spike))
-        mean, deviation = statistics(SpikeState(values, held, skipped))
+        mean, deviation = spike_statistics(SpikeState(values, held, skipped))
         prefix = "spike_" if len(spikes) == 1 else f"spike_{number}_"
         found |= {
             f"{prefix}mean": mean,
