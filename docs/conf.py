@@ -103,8 +103,8 @@ _ELSEWHERE = {
     "loss_scale_optimizer": "optax_lossscale.keras.loss_scale_optimizer",
 }
 LINKED |= _ELSEWHERE | {target: target for target in _ELSEWHERE.values()}
-_FLAX = ("DynamicScale", "TrainState")  # only in full: Flax's own are spoken of as often
-LINKED |= {f"optax_lossscale.flax.{name}": f"optax_lossscale.flax.{name}" for name in _FLAX}
+# Only in full: Flax's own is spoken of as often.
+LINKED |= {"optax_lossscale.flax.TrainState": "optax_lossscale.flax.TrainState"}
 
 # What is searched for, and not in the page's title.
 WORDS = {

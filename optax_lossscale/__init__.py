@@ -27,6 +27,7 @@ from optax_lossscale._state import (
     loss_scale_state,
 )
 from optax_lossscale._support.choose import tree_where
+from optax_lossscale._support.rule import Rule
 
 __version__ = "0.1.0"
 
@@ -39,6 +40,7 @@ __all__ = [
     "LossScaleLike",
     "LossScaleState",
     "MasterWeightsState",
+    "Rule",
     "Spike",
     "SpikeState",
     "all_finite",

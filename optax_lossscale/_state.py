@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale._support import checks
-from optax_lossscale._support.bounds import INT32_MAX
+from optax_lossscale._support.bounds import INT32_MAX, LARGEST_SCALE, SMALLEST_SCALE
 from optax_lossscale._support.tree import (
     ARRAYS,
     Flag,
@@ -299,3 +299,39 @@ def _incomplete(kind: type[Any], tree: PyTree) -> Iterator[str]:
             yield (
                 f"The one at {path_name(path)} lacks the field `{missing}`: add its initial value."
             )
+
+
+def spike_statistics(state: SpikeState) -> tuple[jax.Array, jax.Array]:
+    """Return the mean and the standard deviation of the values that a `Spike` remembers.
+
+    Both are 0 before the first. `float32[]`.
+    """
+    if state.held.ndim:  # as under `jax.vmap`
+        return jax.vmap(spike_statistics)(state)
+    mean, deviation, magnitude = relative_statistics(repaired(state))
+    return mean * magnitude, deviation * magnitude
+
+
+def repaired(state: SpikeState) -> SpikeState:
+    """Return the state with a count within the window, and zeros for what is not held."""
+    held = jnp.clip(state.held, 0, state.values.size)
+    values = jnp.where(_is_held(state._replace(held=held)), state.values, 0)
+    return state._replace(values=values, held=held)
+
+
+def _is_held(state: SpikeState) -> jax.Array:
+    """Return which places of the window hold a value."""
+    window = state.values.size
+    return jnp.arange(window, dtype=jnp.int32) >= window - state.held
+
+
+def relative_statistics(state: SpikeState) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the mean and the deviation of the values, relative to a magnitude, and that."""
+    # Relative to the largest, since the squares of 1e-20 and 1e30 do not fit a float32.
+    largest = jnp.max(jnp.abs(state.values))
+    magnitude = jnp.clip(largest, SMALLEST_SCALE, LARGEST_SCALE)
+    relative = state.values / magnitude
+    n = jnp.maximum(state.held, 1).astype(jnp.float32)
+    mean = jnp.sum(relative) / n
+    squares = jnp.where(_is_held(state), (relative - mean) ** 2, 0)
+    return mean, jnp.sqrt(jnp.sum(squares) / n), magnitude

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
 from optax_lossscale import diagnostics
-from optax_lossscale.flax import DynamicScale, TrainState
+from optax_lossscale.flax import TrainState
 from optax_lossscale.keras import loss_scale_optimizer
 
 pytestmark = pytest.mark.integration
@@ -245,27 +245,7 @@ class Equinox(Plain):
         return jax.tree.unflatten(jax.tree.structure(carry), leaves)
 
 
-class Scaled(Plain):
-    """`DynamicScale`, which unscales the gradients, and an optimizer that scales nothing."""
-
-    def start(self):
-        return DynamicScale(scale=8.0), *super().start()
-
-    def step(self, carry, x, loss, mean):
-        del mean  # Flax's class averages
-        scale, params, opt_state = carry
-        loss_and_grads = scale.value_and_grad(
-            self.cast(loss_fn), axis_name=axis_name(self.features)
-        )
-        scale, _, loss, grads = loss_and_grads(params, x, loss)
-        updates, opt_state = self.tx.update(grads, opt_state, params, value=loss)
-        return scale, optax.apply_updates(params, updates), opt_state
-
-    def parts(self, carry):
-        return carry[1:]
-
-
-HOLDERS = {"TrainState": Linen, "nnx.Optimizer": Nnx, "Equinox": Equinox, "DynamicScale": Scaled}
+HOLDERS = {"TrainState": Linen, "nnx.Optimizer": Nnx, "Equinox": Equinox}
 POLICY = ols.DynamicLossScale(8.0, growth_interval=100)
 DECAY = {"learning_rate": 0.5, "weight_decay": 0.125, "use_ema": True}
 
@@ -297,13 +277,9 @@ def guarded(features, inner):
     if keras := set(KERAS) & set(features):
         inner = ols.with_skipping(inner, rules(features)) if rules(features) else inner
         decay = DECAY if KERAS[1] in keras else {}
-        fixed = {"initial_scale": 1, "dynamic": False}
-        scale = fixed if "DynamicScale" in features else {"initial_scale": 8}
-        return loss_scale_optimizer(inner, **given, **scale, **decay)
+        return loss_scale_optimizer(inner, **given, initial_scale=8, **decay)
     if "TrainState" in features:
         return inner
-    if "DynamicScale" in features:
-        return ols.with_skipping(inner, rules(features), **given)
     return ols.with_loss_scaling(inner, POLICY, skip_if=rules(features), **given)
 
 

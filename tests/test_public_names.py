@@ -49,7 +49,7 @@ DIFFERENTIATE = "(fun, argnums=0, has_aux=False, *, transform=value_and_grad, **
 TOP_LEVEL = {
     "Bfloat16State": "(rounding_count, inner_state)",
     "DynamicLossScale": (
-        "(initial_scale=32768.0, growth_interval=2000, growth_factor=2.0, backoff_factor=0.5, "
+        "(initial_scale=32768.0, *, growth_interval=2000, growth_factor=2.0, backoff_factor=0.5, "
         "min_scale=1.0, max_scale=16777216.0, hysteresis=1, consecutive_hysteresis=False, "
         "loss_patience=2)"
     ),

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 
 import optax_lossscale as ols
 from optax_lossscale import diagnostics
-from optax_lossscale.flax import DynamicScale, DynamicScaleResult, TrainState
+from optax_lossscale.flax import TrainState
 from optax_lossscale.keras import ema_params, loss_scale_optimizer
 
 Params = dict[str, jax.Array]
@@ -65,7 +65,7 @@ def pure_functions(params: Params, x: jax.Array) -> None:
     ols.update(state, grads_finite=True, policy=ols.DynamicLossScale(), loss_finite=False)
     assert_type((ols.all_finite(grads), ols.applied(state)), tuple[jax.Array, jax.Array])
     assert_type(ols.tree_where(grads_finite, grads, params), Params)
-    assert_type(ols.value_and_grad(loss_fn), Callable[..., tuple[Any, Any]])
+    assert_type(ols.value_and_grad(loss_fn)(state, params, x), tuple[jax.Array, Any])
     ols.value_and_grad(loss_fn, argnums=(0, 1), has_aux=False, transform=jax.value_and_grad)
 
     ols.update(state, grads_finite)  # pyright: ignore[reportCallIssue]
@@ -102,6 +102,44 @@ def wrappers(params: Params, x: jax.Array) -> None:
     ols.Spike(3)  # pyright: ignore[reportArgumentType]
 
 
+class FarAboveTheBest:
+    def init(self, _params: Params) -> jax.Array:
+        return jnp.float32(jnp.inf)
+
+    def measure(
+        self, _grads: Params, _params: Params | None, *, value: jax.Array, **_: Any
+    ) -> jax.Array:
+        return value
+
+    def judge(self, lowest: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return value > 10 * lowest, jnp.minimum(lowest, value)
+
+
+def is_large(_grads: Params, _params: Params, *, value: jax.Array) -> jax.Array:
+    return value > 10
+
+
+def rules(inner: optax.GradientTransformationExtraArgs) -> None:
+    rule: ols.Rule = FarAboveTheBest()
+    ols.with_skipping(inner, rule)
+    ols.with_skipping(inner, is_large)
+    ols.with_loss_scaling(inner, skip_if=[FarAboveTheBest(), is_large, ols.Spike()])
+    ols.with_loss_scaling(inner, skip_if=(ols.Spike(), lambda *_, **__: jnp.array(True)))
+
+    ols.with_skipping(inner, inner)  # pyright: ignore[reportArgumentType]
+    ols.with_skipping(inner, ols.DynamicLossScale())  # pyright: ignore[reportArgumentType]
+    ols.with_loss_scaling(inner, skip_if=3)  # pyright: ignore[reportArgumentType]
+    ols.with_loss_scaling(inner, skip_if=[inner])  # pyright: ignore[reportArgumentType]
+    ols.DynamicLossScale(8.0, 2000)  # pyright: ignore[reportCallIssue]
+
+
+def differentiated(params: Params, x: jax.Array) -> None:
+    loss, _ = ols.value_and_grad(loss_fn)(ols.init(), params, x)
+    assert_type(loss, jax.Array)
+    ols.value_and_grad(loss_fn)(ols.init(), params, y=x)  # pyright: ignore[reportCallIssue]
+    ols.grad(loss_fn)(ols.init())  # pyright: ignore[reportCallIssue]
+
+
 class BatchNormState(TrainState):
     batch_stats: Any  # a user-defined field
 
@@ -117,9 +155,7 @@ def flax_states(apply_fn: Callable[..., Any], params: Params, x: jax.Array) -> N
         axis_name="data", count_skipped=True, batch_stats={},
     )  # fmt: skip
     assert_type(own.apply_gradients(grads=params, batch_stats={}), BatchNormState)
-    dynamic_scale = DynamicScale(growth_interval=100, scale=1024.0)
-    result = dynamic_scale.value_and_grad(loss_fn, has_aux=False, axis_name="data")(params, x)
-    assert_type(result, DynamicScaleResult)
+    own.apply_gradients(grads=params, value=1.0, extra_args={"kl": x})
 
     state.apply_gradients(params)  # pyright: ignore[reportCallIssue]
     state.apply_gradients(grads=params, value="loss")  # pyright: ignore[reportArgumentType]

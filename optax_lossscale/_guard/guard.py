@@ -5,7 +5,7 @@ new state or keeps the old one, and counts: `with_loss_scaling`, and without a l
 `with_skipping`.
 """
 
-import dataclasses
+import copy
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from optax_lossscale._guard.keep import step_where
-from optax_lossscale._guard.rules import Rule, as_rules, judge, measure, warn_of_loss
+from optax_lossscale._guard.rules import as_rules, judge, measure, warn_of_loss
 from optax_lossscale._loss_scale.convert import LossScale, LossScaleLike, as_loss_scale, init
 from optax_lossscale._loss_scale.policies import FixedLossScale
 from optax_lossscale._loss_scale.scale import all_finite
@@ -34,14 +34,16 @@ from optax_lossscale._state import (
 )
 from optax_lossscale._support import checks
 from optax_lossscale._support.choose import agree, all_true
-from optax_lossscale._support.tree import ARRAYS, AxisName, Flag, PyTree, is_inexact, unscaled
+from optax_lossscale._support.notes import notes_on_errors, other_leaf
+from optax_lossscale._support.rule import Rule, SkipIf
+from optax_lossscale._support.tree import ARRAYS, AxisName, Flag, PyTree, unscaled
 
 
 def with_loss_scaling(
     inner: optax.GradientTransformation | optax.MultiSteps,
     loss_scale: LossScaleLike = "dynamic",
     *,
-    skip_if: Any = None,
+    skip_if: SkipIf = None,
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap an optimizer with loss scaling.
@@ -57,9 +59,11 @@ def with_loss_scaling(
     master weights inside see true gradients and are unchanged by a skipped step. `optax.MultiSteps`
     above all belongs inside: outside, a single overflow stays in its accumulator forever.
 
-    The extra arguments of `update` are in true units and passed on to `inner`. If `value` is given,
-    Optax's name for the loss, a loss that is NaN or infinite skips the step too, and the policy can
-    tell a bad batch from an overflow: see `DynamicLossScale`.
+    The extra arguments of `update` are in true units and passed on to `inner`, unchanged, but for
+    `grad`, which line searches take: it must be the gradients themselves, the same arrays, and is
+    unscaled with them. If `value` is given, Optax's name for the loss, a loss that is NaN or
+    infinite skips the step too, and the policy can tell a bad batch from an overflow: see
+    `DynamicLossScale`.
 
     Under `jax.jit` the inner update is traced on its own, as in a nested `jax.jit`: values that it
     leaks through Python side effects cannot be used afterwards.
@@ -67,9 +71,9 @@ def with_loss_scaling(
     Args:
       inner: Any Optax optimizer, or an `optax.MultiSteps`.
       loss_scale: `"dynamic"`, a number (fixed), a policy, or what else `as_loss_scale` takes.
-      skip_if: A rule that skips steps which are finite, such as `Spike()`, or a tuple of rules: see
-        `with_skipping`. Such a step does not lower the loss scale. With a rule, steps that are not
-        finite are skipped under every policy.
+      skip_if: A rule that skips steps which are finite, such as `Spike()`, or a sequence of rules:
+        see `with_skipping`. Such a step does not lower the loss scale. With a rule, steps that are
+        not finite are skipped under every policy.
       axis_name: The mapped axis, or a tuple of them, over which all must skip together. See
         `unscale_and_check`.
 
@@ -80,7 +84,8 @@ def with_loss_scaling(
     Raises:
       TypeError: If an argument is of the wrong type, the state that `update` is given included;
         from `update`, if a rule lacks an extra argument or does not return a boolean.
-      ValueError: From `init`, if `inner` has a loss scale or skips steps already.
+      ValueError: From `init`, if `inner` has a loss scale or skips steps already; from `update`, if
+        `grad` is not the gradients themselves, or another extra argument has one of their arrays.
 
     Warns:
       UserWarning: From `init`, if parameters in half precision have no master weights inside.
@@ -102,7 +107,7 @@ def with_loss_scaling(
 
 def with_skipping(
     inner: optax.GradientTransformation | optax.MultiSteps,
-    skip_if: Any = None,
+    skip_if: SkipIf = None,
     *,
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -114,8 +119,8 @@ def with_skipping(
 
     Args:
       inner: Any Optax optimizer, or an `optax.MultiSteps`.
-      skip_if: The rule that says which finite steps to skip, see below, or a tuple or list of
-        rules, of which any may skip a step. None for no rule.
+      skip_if: The rule that says which finite steps to skip, see below, or a sequence of rules, any
+        of which may skip a step. None for no rule.
       axis_name: The mapped axis, or a tuple of them, over which all must skip together. A rule's
         answer counts if it is true on any member; a measure is averaged. See `unscale_and_check`.
 
@@ -129,9 +134,8 @@ def with_skipping(
 
     A rule is traceable, sees true gradients, and True skips the step. On a step that is not finite,
     its answer is ignored, and its state is unchanged; it may see NaN there, or zeros if it has a
-    loop or a callback. It is a function `(grads, params, **extra_args) -> bool[]`, or an object
-    that judges one number, such as `Spike`: `init(params) -> state`, `measure(grads, params,
-    **extra_args) -> float32[]` and `judge(state, measure) -> (bool[], state)`.
+    loop or a callback. It is a function `(grads, params, **extra_args) -> bool[]`, or a `Rule`, an
+    object that judges one number, such as `Spike`.
 
     Examples:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
@@ -156,16 +160,14 @@ def _guard(
     inner = checks.read_optimizer("inner", inner)
     checks.require_axis_name(axis_name)
     if rules and isinstance(policy, FixedLossScale) and not policy.skip_nonfinite:
-        # A rule brings the check with it.
-        policy = dataclasses.replace(policy, skip_nonfinite=True)
+        # A rule brings the check with it. A subclass may have an `__init__` of its own.
+        policy = copy.copy(policy)
+        object.__setattr__(policy, "skip_nonfinite", True)  # it is frozen
     has_warned = False
 
     def init_fn(params: optax.Params) -> GuardState:
-        try:
+        with notes_on_errors(other_leaf(params)):
             inner_state = inner.init(params)
-        except (TypeError, ValueError) as error:
-            checks.add_other_leaves(error, params)
-            raise
         refuse_second_guard("inner", inner_state)
         refuse_changed_updates(inner_state)
         warn_of_half_precision(params, inner_state)
@@ -183,13 +185,13 @@ def _guard(
             has_warned = True
         checks.require_rule_states(state.rule_states, rules)
         grads = unscaled(updates, loss_scale_of(scale_state), keep_dtypes=not is_scaled)
-        extra_args = _unscaled_copies(extra_args, updates, grads)
+        extra_args = _in_true_units(extra_args, updates, grads, is_scaled=is_scaled)
         if policy.skip_nonfinite or rules:
             decision = decide(
                 rules, state.rule_states, grads, params, extra_args, axis_name=axis_name
             )
-        else:
-            decision = Decision(np.True_, np.True_, np.True_, state.rule_states)
+        else:  # nothing is checked
+            decision = Decision(np.True_, np.True_, np.True_, ())
         updates, inner_state = step_where(
             decision.applied, inner, grads, state.inner_state, params, extra_args=extra_args
         )
@@ -233,46 +235,31 @@ def decide(
     return Decision(applied, grads_finite, loss_finite, tuple(after for _, after in judged))
 
 
-def _unscaled_copies(extra_args: dict[str, Any], scaled: PyTree, grads: PyTree) -> dict[str, Any]:
-    """Return the extra arguments, with true gradients for those that hold the scaled ones.
+def _in_true_units(
+    extra_args: dict[str, Any], given: PyTree, grads: PyTree, *, is_scaled: bool
+) -> dict[str, Any]:
+    """Return the extra arguments with true gradients for `grad`, if it is the gradients given.
 
-    Optax' line searches are called with `grad=grads`. An argument that differs from the scaled
-    gradients in one bit is in true units, and stays.
+    Line searches of Optax are called with `grad=grads`. Arrays are told by identity.
     """
-    scaled_leaves, scaled_def = jax.tree.flatten(scaled)
-    true_args: dict[str, Any] = {}
-    for name, arg in extra_args.items():
-        leaves, treedef = jax.tree.flatten(arg)
-        if name == "value" or len(leaves) != len(scaled_leaves):
-            continue
-        pairs = [*zip(leaves, scaled_leaves, strict=True)]
-        if all(leaf is grad for leaf, grad in pairs):  # also in the Variables of flax.nnx
-            true_args[name] = treedef.unflatten(jax.tree.leaves(grads))
-        elif treedef == scaled_def and all(_are_alike(*pair) for pair in pairs):
-            # Two arguments of a jitted function may hold the same numbers.
-            are_same = all_true([_have_same_bits(a, b) for a, b in pairs if is_inexact(a)])
-            true_args[name] = _where(are_same, grads, arg)
-    return extra_args | true_args
-
-
-def _are_alike(a: Any, b: Any) -> bool:
-    kind = getattr(b, "shape", None), getattr(b, "dtype", None)
-    return isinstance(a, ARRAYS) and (a.shape, a.dtype) == kind
-
-
-def _have_same_bits(a: Any, b: Any) -> jax.Array:
-    def bits(x: jax.Array) -> list[jax.Array]:
-        parts = [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
-        kind = f"uint{jnp.finfo(x.dtype).bits}"
-        return [jax.lax.bitcast_convert_type(part, kind) for part in parts]
-
-    return all_true([jnp.all(x == y) for x, y in zip(bits(a), bits(b), strict=True)])
-
-
-def _where(are_same: jax.Array, grads: PyTree, arg: PyTree) -> PyTree:
-    def choose(grad: Any, leaf: Any) -> Any:
-        if not is_inexact(leaf):
-            return leaf
-        return jnp.where(are_same, grad, jnp.asarray(leaf, grad.dtype))
-
-    return jax.tree.map(choose, grads, arg)
+    pairs = [*zip(jax.tree.leaves(given), jax.tree.leaves(grads), strict=True)]
+    unscaled_ids = {id(a) for a, b in pairs if a is not b and isinstance(a, ARRAYS)}
+    grad, true_args = extra_args.get("grad"), {**extra_args}
+    leaves, treedef = jax.tree.flatten(grad)
+    # The leaves themselves, also in the Variables of flax.nnx.
+    if len(leaves) == len(pairs) and all(a is b for a, (b, _) in zip(leaves, pairs, strict=True)):
+        true_args["grad"] = treedef.unflatten(true for _, true in pairs)
+    elif is_scaled and grad is not None:
+        raise ValueError(
+            "`grad` must be the gradients themselves, got other arrays, whose loss scale is not "
+            "known. Pass the same arrays twice, inside one jitted step: "
+            "`tx.update(grads, state, params, value=loss, grad=grads, value_fn=f)`."
+        )
+    for name, arg in extra_args.items() if is_scaled else ():
+        leaves = jax.tree.leaves(arg)
+        if name not in ("grad", "value") and any(id(leaf) in unscaled_ids for leaf in leaves):
+            raise ValueError(
+                f"`{name}` must be in true units, got an array of the scaled gradients. Unscale it "
+                "with `unscale_and_check`, or call it `grad` if it is all of the gradients."
+            )
+    return true_args

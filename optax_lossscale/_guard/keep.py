@@ -8,11 +8,18 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale import _xla
+from optax_lossscale._state import MasterWeightsState, subtrees
 from optax_lossscale._support import checks
 from optax_lossscale._support.choose import constant_if_skipped, zeros_if_skipped
+from optax_lossscale._support.notes import (
+    difference,
+    missing_gradients,
+    notes_on_errors,
+    plain_container,
+    small_parameters,
+)
 from optax_lossscale._support.tree import (
     ARRAYS,
-    HALF,
     Flag,
     KeyPath,
     Tree,
@@ -35,14 +42,14 @@ def step_where(
     state = jax.tree.map(as_array, state)
     extra_args = {name: zeros_if_skipped(applied, arg) for name, arg in extra_args.items()}
     params = constant_if_skipped(applied, params)
+    causes = [difference(grads, params), missing_gradients(grads), plain_container]
+    if not any(subtrees(state, MasterWeightsState)):
+        causes.append(small_parameters(params))
 
     def step(grads: Any, state: Any) -> tuple[Any, Any]:
-        try:
+        with notes_on_errors(*causes):
             updates, new_state = inner.update(grads, state, params, **extra_args)
             return updates, _like(state, new_state)
-        except (TypeError, ValueError) as error:
-            _add_likely_causes(error, grads, params)
-            raise
 
     updates, state = run_where(applied, step, grads, state)
 
@@ -82,6 +89,12 @@ def run_where(
     return out, jax.tree.map(choose, new_state, state)
 
 
+def safe_call(applied: Flag, fun: Callable[[Any], Any], grads: Any) -> Any:
+    """Return `fun(grads)`, which is undefined where `applied` is false. See `run_where`."""
+    out, _ = run_where(applied, lambda grads, none: (fun(grads), none), grads, ())
+    return out
+
+
 def _like(old: Tree, new: Tree) -> Tree:
     """Return the new state of the inner optimizer with the dtypes of the old one.
 
@@ -107,22 +120,3 @@ def _like(old: Tree, new: Tree) -> Tree:
         return jnp.asarray(new_leaf, old_leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(cast, old, new)
-
-
-def _add_likely_causes(error: Exception, grads: optax.Updates, params: optax.Params | None) -> None:
-    """Say what may have made an optimizer fail: structure, small dtypes, gradients of None."""
-    checks.add_difference(error, grads, params)
-    dtypes = {jnp.result_type(leaf) for leaf in jax.tree.leaves(params) if is_inexact(leaf)}
-    if any(jnp.finfo(dtype).bits < 32 for dtype in dtypes):
-        masters = "Wrap it: `with_master_weights(inner)`. Or keep" if dtypes & {*HALF} else "Keep"
-        error.add_note(
-            "`params` are smaller than float32, and `inner` may not take them with float32 "
-            f"gradients. {masters} the parameters in float32, and cast them in the loss function."
-        )
-    leaves = jax.tree_util.tree_leaves_with_path(grads, is_leaf=lambda grad: grad is None)
-    nones = [path_name(path) for path, grad in leaves if grad is None]
-    if nones:
-        error.add_note(
-            f"The gradient is None at {', '.join(nones)}. Give zeros, or leave the parameter out: "
-            "`optax.masked`, `optax.partition`."
-        )

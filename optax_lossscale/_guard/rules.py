@@ -2,39 +2,33 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from optax_lossscale._guard.keep import run_where
+from optax_lossscale._guard.keep import safe_call
 from optax_lossscale._loss_scale.convert import LossScale
-from optax_lossscale._state import SpikeState, increment
+from optax_lossscale._state import SpikeState, increment, relative_statistics, repaired
 from optax_lossscale._support import checks
-from optax_lossscale._support.bounds import LARGEST_SCALE, SMALLEST_SCALE, as_float32
+from optax_lossscale._support.bounds import as_float32
 from optax_lossscale._support.choose import tree_where, zeros_if_skipped
 from optax_lossscale._support.lines import warn
-from optax_lossscale._support.tree import FP8_KEY, PyTree, as_array, at_least_float32, is_inexact
-
-
-@runtime_checkable
-class Rule(Protocol):
-    """A rule with a state: it measures one number, and judges it. See `with_skipping`."""
-
-    def init(self, params: optax.Params) -> PyTree: ...
-
-    def measure(
-        self, grads: optax.Updates, params: optax.Params | None, **extra_args: Any
-    ) -> jax.Array: ...
-
-    def judge(self, state: PyTree, measure: jax.Array) -> tuple[jax.Array, PyTree]: ...
+from optax_lossscale._support.notes import notes_on_errors
+from optax_lossscale._support.rule import Rule
+from optax_lossscale._support.tree import (
+    FP8_KEY,
+    PyTree,
+    as_array,
+    at_least_float32,
+    is_inexact,
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class Function:
+class StatelessRule:
     """A function as a rule: it measures 1 where it skips."""
 
     function: Callable[..., Any]
@@ -53,21 +47,24 @@ class Function:
 
 
 def as_rules(skip_if: Any) -> tuple[Rule, ...]:
-    """Return the rules in `skip_if`: a rule, a tuple or list of them, or None."""
+    """Return the rules in `skip_if`: a rule, a sequence of them, or None."""
     if skip_if is None:
         return ()
+    # A string and an optimizer of Optax are sequences, too.
+    is_one = isinstance(skip_if, (str, optax.GradientTransformation, Rule))
+    is_several = isinstance(skip_if, Sequence) and not is_one
     rules: list[Rule] = []
-    for rule in skip_if if type(skip_if) in (tuple, list) else (skip_if,):
+    for rule in skip_if if is_several else (skip_if,):
         if isinstance(rule, Rule) and not isinstance(rule, type):
             rules.append(rule)
         elif callable(rule) and not isinstance(rule, (type, optax.MultiSteps)):
-            rules.append(Function(rule))
+            rules.append(StatelessRule(rule))
         else:
             is_policy = isinstance(rule, LossScale) and not isinstance(rule, type)
-            remedy = "`with_loss_scaling(inner, policy)`" if is_policy else "`Spike()`"
+            remedy = " Use `with_loss_scaling(inner, policy)`." if is_policy else ""
             raise TypeError(
                 "`skip_if` must be a function of the gradients and parameters, an object with "
-                f"`init`, `measure` and `judge`, or a tuple of these, got {rule!r}. Use {remedy}."
+                f"`init`, `measure` and `judge`, or a sequence of these, got {rule!r}.{remedy}"
             )
     return tuple(rules)
 
@@ -82,7 +79,7 @@ def warn_of_loss(rules: tuple[Rule, ...]) -> None:
 
 
 def _asks_for_loss(rule: Any) -> bool:
-    fun = rule.function if isinstance(rule, Function) else rule.measure
+    fun = rule.function if isinstance(rule, StatelessRule) else rule.measure
     try:
         named = inspect.signature(fun).parameters
     except (TypeError, ValueError):  # of some functions written in C
@@ -100,16 +97,15 @@ def measure(
     """Return what a rule measures, and 0 on a step that is not finite. `float32[]`."""
     safe_args = {name: zeros_if_skipped(finite, arg) for name, arg in extra_args.items()}
 
-    def without_state(grads: optax.Updates, none: tuple[()]) -> tuple[jax.Array, tuple[()]]:
+    def measure_of(grads: optax.Updates) -> jax.Array:
         measure = rule.measure(grads, params, **safe_args)
         name, remedy = f"{type(rule).__name__}.measure", "Return one number: a mean."
         checks.require_scalar(name, measure, remedy)
-        return jnp.asarray(measure, jnp.float32), none
+        return jnp.asarray(measure, jnp.float32)
 
     # A measure of finite gradients may overflow, which is a skip and no error.
     with jax.debug_nans(False), jax.debug_infs(False):
-        measure, _ = run_where(finite, without_state, grads, ())
-        return zeros_if_skipped(finite, measure)
+        return zeros_if_skipped(finite, safe_call(finite, measure_of, grads))
 
 
 def judge(
@@ -120,11 +116,10 @@ def judge(
     with jax.debug_nans(False), jax.debug_infs(False):
         skip, new = rule.judge(old, measure)
     skip = checks.read_flag(f"{type(rule).__name__}.judge", skip)
-    try:
+    with notes_on_errors(
+        lambda _: f"It is in the state of {rule!r}: `judge` must return one like `init`."
+    ):
         new = tree_where(finite, new, old)
-    except (TypeError, ValueError) as error:
-        error.add_note(f"It is in the state of {rule!r}: `judge` must return one like `init`.")
-        raise
     # A memory decides, and decisions have no derivative.
     return skip, jax.lax.stop_gradient(new)
 
@@ -177,12 +172,12 @@ class Spike:
         if not isinstance(self.of, str):
             raise TypeError(
                 f'`of` must be "value", "grad_norm" or the name of an extra argument, got '
-                f"{self.of!r}. Leave it out to measure the loss."
+                f"{self.of!r}."
             )
         window = checks.read_count("window", self.window, least=2)
         if as_float32(checks.read_number("sigmas", self.sigmas)) <= 1.5:
             raise ValueError(
-                f"`sigmas` must exceed 1.5, got {self.sigmas}: fewer never widen the window. Use 6."
+                f"`sigmas` must exceed 1.5, got {self.sigmas}: fewer never widen the window."
             )
         if self.warmup is not None and checks.read_count("warmup", self.warmup) > window:
             raise ValueError(f"`warmup` must be at most `window`, got {self.warmup} for {window}.")
@@ -219,15 +214,22 @@ class Spike:
         checks.read_state(state, SpikeState, "state.rule_states")
         # Numbers of NumPy would widen the state, where JAX has 64 bits.
         window, sigmas = int(self.window), float(self.sigmas)
-        remedy = "Start anew with `init`: it was made with another `window`."
-        checks.require_same_shape("state", (), state.values, np.empty(window), remedy)
-        state = _repaired(state, window)
-        mean, deviation, size = _statistics(state)
+        if state.values.shape != (window,):
+            raise ValueError(
+                f"`state.rule_states` must hold a window of shape {(window,)} for {self}, got "
+                f"{state.values.shape}. Start anew with its `init` if the window has changed. "
+                "Under `jax.shard_map`, give `rule_states` the spec `P()`: it must not be sharded."
+            )
+        state = repaired(state)
+        mean, deviation, magnitude = relative_statistics(state)
+        # Equal values have no deviation, but their mean is rounded.
+        deviation = jnp.maximum(deviation, jnp.finfo(jnp.float32).eps * jnp.abs(mean))
         warmup = window // 2 if self.warmup is None else int(self.warmup)
-        is_spike = (state.held >= warmup) & (measure / size > mean + sigmas * deviation)
+        is_high = measure / magnitude > mean + sigmas * deviation
+        is_spike = (state.held >= warmup) & is_high
         if self.max_consecutive_skipped is not None:
             is_spike &= state.consecutive_skipped < int(self.max_consecutive_skipped)
-        as_spike = (mean + sigmas * 2 / 3 * deviation) * size
+        as_spike = (mean + sigmas * 2 / 3 * deviation) * magnitude
         # Zeros alone have no deviation to remember a spike by.
         remembered = jnp.where(is_spike & (deviation > 0), as_spike, measure)
         after = SpikeState(
@@ -238,29 +240,6 @@ class Spike:
         is_number = jnp.isfinite(measure)
         keep_or_move = lambda new, old: jnp.where(is_number, new, old)  # noqa: E731
         return is_spike | ~is_number, jax.tree.map(keep_or_move, after, state)
-
-
-def _repaired(state: SpikeState, window: int) -> SpikeState:
-    """Return the state with a count within the window, and zeros for what is not held."""
-    held = jnp.clip(state.held, 0, window)
-    return state._replace(values=jnp.where(_is_held(held, window), state.values, 0), held=held)
-
-
-def _is_held(held: jax.Array, window: int) -> jax.Array:
-    return jnp.arange(window, dtype=jnp.int32) >= window - held
-
-
-def _statistics(state: SpikeState) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the mean and the deviation of the values, relative to a size, and the size."""
-    # Relative to the largest, since the squares of 1e-20 and 1e30 are no float32s.
-    size = jnp.clip(jnp.max(jnp.abs(state.values)), SMALLEST_SCALE, LARGEST_SCALE)
-    relative = state.values / size
-    n = jnp.maximum(state.held, 1).astype(jnp.float32)
-    mean = jnp.sum(relative) / n
-    is_held = _is_held(state.held, state.values.size)
-    deviation = jnp.sqrt(jnp.sum(jnp.where(is_held, (relative - mean) ** 2, 0)) / n)
-    # Equal values have no deviation, but their mean is rounded.
-    return mean, jnp.maximum(deviation, jnp.finfo(jnp.float32).eps * jnp.abs(mean)), size
 
 
 Spike.__module__ = "optax_lossscale"  # the name in pickles, as of its state

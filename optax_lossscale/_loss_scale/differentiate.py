@@ -2,25 +2,30 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from optax_lossscale._loss_scale.scale import scaled
 from optax_lossscale._order import warn_of_what_stands_outside
 from optax_lossscale._state import GuardState, LossScaleState, find, loss_scale_of
 from optax_lossscale._support import checks
+from optax_lossscale._support.lines import warn
 from optax_lossscale._support.tree import PyTree
+
+P = ParamSpec("P")
+Value = TypeVar("Value")
 
 
 def value_and_grad(
-    fun: Callable[..., Any],
+    fun: Callable[P, Value],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
     transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
     **kwargs: Any,
-) -> Callable[..., tuple[Any, PyTree]]:
+) -> Callable[Concatenate[PyTree, P], tuple[Value, PyTree]]:
     """Differentiate a loss function scaled, and return its value unscaled.
 
     Args:
@@ -44,7 +49,8 @@ def value_and_grad(
 
     Warns:
       UserWarning: Once for each advice, if transformations stand outside of the guard in an
-        optimizer's state; `loss_scale_state(opt_state)` in its place is silent.
+        optimizer's state; `loss_scale_state(opt_state)` in its place is silent. Once, if the loss
+        is bfloat16. If the loss is float16: see `scale_loss`.
 
     Examples:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -63,19 +69,21 @@ def value_and_grad(
         kwargs["argnums"] = argnums
     advice_given: set[str] = set()
 
-    def scaled_value_and_grad(state: PyTree, /, *args: Any, **kwds: Any) -> tuple[Any, PyTree]:
+    def scaled_value_and_grad(
+        state: PyTree, /, *args: P.args, **kwds: P.kwargs
+    ) -> tuple[Value, PyTree]:
         loss_scale = loss_scale_of(find(LossScaleState, "state", state))
         if not isinstance(state, GuardState):
             warn_of_what_stands_outside(state, advice_given)
 
-        def scaled_loss(*args: Any, **kwds: Any) -> tuple[Any, Any]:
+        def scaled_loss(*args: P.args, **kwds: P.kwargs) -> tuple[Any, Value]:
             value = fun(*args, **kwds)
-            if has_aux and not (isinstance(value, (tuple, list)) and len(value) == 2):
-                raise TypeError(
-                    f"`fun` must return a pair with `has_aux=True`, got {value!r}. Return the loss "
-                    "and the aux, or leave `has_aux` out."
-                )
-            return scaled(value[0] if has_aux else value, loss_scale), value
+            loss: Any = value
+            if has_aux:
+                checks.require_pair("fun", value)
+                loss, _ = loss
+            _warn_of_bfloat16(loss, advice_given)
+            return scaled(loss, loss_scale), value
 
         differentiated = _transformed(transform, scaled_loss, has_aux=True, **kwargs)
         try:
@@ -99,20 +107,23 @@ def value_and_grad(
 
 
 def grad(
-    fun: Callable[..., Any],
+    fun: Callable[P, Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
     transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
     **kwargs: Any,
-) -> Callable[..., Any]:
+) -> Callable[Concatenate[PyTree, P], Any]:
     """Differentiate a loss function scaled: `value_and_grad` without the value.
 
+    It takes, raises and warns as `value_and_grad` does.
+
     Args:
-      fun: The loss function.
-      argnums: Which of its arguments to differentiate with respect to.
-      has_aux: Whether it returns `(loss, aux)`.
-      transform: What differentiates: `jax.value_and_grad`, or as for `value_and_grad`.
+      fun: The loss function, as for `jax.grad`.
+      argnums: Which arguments of `fun` to differentiate with respect to.
+      has_aux: Whether `fun` returns `(loss, aux)`.
+      transform: What differentiates and returns the value too: `jax.value_and_grad`,
+        `flax.nnx.value_and_grad`, `equinox.filter_value_and_grad`.
       **kwargs: Passed on to `transform`.
 
     Returns:
@@ -125,11 +136,25 @@ def grad(
     """
     loss_and_grads = value_and_grad(fun, argnums, has_aux, transform=transform, **kwargs)
 
-    def scaled_grad(state: PyTree, /, *args: Any, **kwds: Any) -> Any:
+    def scaled_grad(state: PyTree, /, *args: P.args, **kwds: P.kwargs) -> Any:
         value, grads = loss_and_grads(state, *args, **kwds)
         return (grads, value[1]) if has_aux else grads
 
     return _with_signature_of(fun, scaled_grad)
+
+
+def _warn_of_bfloat16(loss: PyTree, given: set[str]) -> None:
+    """Warn about a loss in bfloat16, unless `given` says that this has been done."""
+    is_bfloat16 = any(
+        getattr(leaf, "dtype", None) == jnp.bfloat16 for leaf in jax.tree.leaves(loss)
+    )
+    if is_bfloat16 and "bfloat16" not in given:
+        given.add("bfloat16")
+        warn(
+            "The loss is bfloat16, which has three digits: most likely, nothing is computed in "
+            "float32. Compute the loss in float32, for example from `logits.astype(jnp.float32)`, "
+            "or differentiate `autocast(loss_fn, jnp.bfloat16)`."
+        )
 
 
 def _transformed(
@@ -140,7 +165,7 @@ def _transformed(
     except TypeError as error:
         raise TypeError(
             f"`transform` must take a function and {', '.join(kwargs)}, as `jax.value_and_grad` "
-            f"does, got {transform!r}: {error}. Pass one that does."
+            f"does, got {transform!r}: {error}."
         ) from error
 
 

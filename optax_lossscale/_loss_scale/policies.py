@@ -12,7 +12,6 @@ from jax.typing import ArrayLike
 from optax_lossscale._state import LossScaleState, count_step, increment, initial_state, typed
 from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import SMALLEST_SCALE, as_float32
-from optax_lossscale._support.lines import warn
 
 
 class _Policy:
@@ -152,9 +151,6 @@ class DynamicLossScale(_Policy):
       ValueError: Unless 2**-126 <= min_scale <= initial_scale <= max_scale <= 2**126, growth_factor
         > 1, 0 < backoff_factor < 1, and growth_interval, hysteresis, loss_patience >= 1.
 
-    Warns:
-      UserWarning: If growth_factor is an integer of 100 or more: most likely a number of steps.
-
     Examples:
       >>> import optax_lossscale as ols
       >>> policy = ols.DynamicLossScale(initial_scale=8, growth_interval=2)
@@ -171,6 +167,7 @@ class DynamicLossScale(_Policy):
     """
 
     initial_scale: float = 2.0**15
+    _: dataclasses.KW_ONLY
     growth_interval: int = 2000
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
@@ -183,11 +180,6 @@ class DynamicLossScale(_Policy):
 
     def __post_init__(self) -> None:
         """Check the hyper-parameters."""
-        if isinstance(self.growth_factor, int) and self.growth_factor >= 100:
-            warn(
-                f"`growth_factor` is {self.growth_factor}: the loss scale leaps. MindSpore's third "
-                "argument, `scale_window`, is the second one here, `growth_interval`."
-            )
         self._check_each(
             **dict.fromkeys(("initial_scale", "min_scale", "max_scale"), checks.read_scale),
             **dict.fromkeys(("growth_interval", "hysteresis", "loss_patience"), checks.read_count),
@@ -196,18 +188,15 @@ class DynamicLossScale(_Policy):
         )
         # Compared in float32, where 1 + 1e-9 is 1 and the loss scale would never grow.
         if not as_float32(self.growth_factor) > 1:
-            raise ValueError(
-                f"`growth_factor` must be greater than 1, got {self.growth_factor}. Use 2."
-            )
+            raise ValueError(f"`growth_factor` must be greater than 1, got {self.growth_factor}.")
         if not SMALLEST_SCALE <= as_float32(self.backoff_factor) < 1:
             raise ValueError(
-                "`backoff_factor` must lie between 0 and 1, both excluded, as a normal number in "
-                f"float32, got {self.backoff_factor}. Use 0.5."
+                "`backoff_factor` must be between 0 and 1, both excluded, as a normal number in "
+                f"float32, got {self.backoff_factor}."
             )
         if not self.min_scale <= self.initial_scale <= self.max_scale:
             raise ValueError(
-                "`initial_scale` must lie between `min_scale` and `max_scale`, got "
-                f"{self}. Move the bound, or start within."
+                f"`initial_scale` must be between `min_scale` and `max_scale`, got {self}."
             )
 
     def init(self) -> LossScaleState:

@@ -40,8 +40,8 @@ def scale_loss(loss: Tree, state: PyTree) -> Tree:
       ValueError: If `state` holds no `LossScaleState`, or several.
 
     Warns:
-      UserWarning: If a loss is float16: the backward pass then starts from the loss scale in
-        float16, where all above 65504 is infinite. Compute the loss in float32.
+      UserWarning: If a loss is a float16 scalar: the backward pass then starts from the loss scale
+        in float16, where all above 65504 is infinite. Compute the loss in float32.
 
     Examples:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -54,7 +54,8 @@ def scale_loss(loss: Tree, state: PyTree) -> Tree:
 def scaled(loss: Tree, loss_scale: jax.Array) -> Tree:
     """Multiply the loss by a number, `float32[]`."""
     if any(
-        isinstance(leaf, ARRAYS) and leaf.dtype == jnp.float16 for leaf in jax.tree.leaves(loss)
+        isinstance(leaf, ARRAYS) and leaf.dtype == jnp.float16 and not leaf.shape
+        for leaf in jax.tree.leaves(loss)
     ):
         warn(
             "The loss is float16, and so is the loss scale in the backward pass: infinite above "

@@ -15,6 +15,7 @@ from optax_lossscale._support import checks
 from optax_lossscale._support.jaxprs import Jaxpr, inner_jaxprs, is_literal, is_move
 from optax_lossscale._support.lines import warn_of_keep
 from optax_lossscale._support.nnx import is_nnx
+from optax_lossscale._support.notes import difference, notes_on_errors, plain_container
 from optax_lossscale._support.primitives import CALLS
 from optax_lossscale._support.tree import ARRAYS, KeyPath, in_dtype, is_symbolic, split
 
@@ -84,7 +85,7 @@ def with_bfloat16_state(
         inner_state = inner.init(params)
         refuse_second_guard("inner", inner_state, "`with_loss_scaling(with_bfloat16_state(inner))`")
         refuse_masters_inside(inner_state)
-        stay = {*_differences(inner_state), *_copies(inner.init, params)}
+        stay = {*_differences(inner_state), *_copies(inner.init, params, inner_state)}
         return Bfloat16State(jnp.zeros((), jnp.uint32), _in_bfloat16(inner_state, stay, keep))
 
     def update_fn(
@@ -96,11 +97,8 @@ def with_bfloat16_state(
         count = jnp.asarray(count, jnp.uint32) + 1
         leaves, treedef = jax.tree.flatten(old)
         wide = (in_dtype(x, jnp.float32) if _is_bfloat16(x) else x for x in leaves)
-        try:
+        with notes_on_errors(difference(updates, params), plain_container):
             updates, new = inner.update(updates, treedef.unflatten(wide), params, **extra_args)
-        except (TypeError, ValueError) as error:
-            checks.add_difference(error, updates, params)
-            raise
         arrays = treedef.flatten_up_to(new)
         for place, leaf in enumerate(leaves):
             if _is_bfloat16(leaf):
@@ -132,8 +130,10 @@ def _differences(inner_state: optax.OptState) -> Iterator[KeyPath]:
             yield path + below
 
 
-def _copies(init: Callable[[Any], Any], params: optax.Params) -> set[KeyPath]:
-    """Return the paths in a state of what `init` makes of the parameters by moving alone.
+def _copies(
+    init: Callable[[Any], Any], params: optax.Params, inner_state: optax.OptState
+) -> set[KeyPath]:
+    """Return the paths in the state of what `init` makes of the parameters by moving alone.
 
     Its jaxpr tells: `jax.jit` and `optax.flatten` make copies of other identity, and equal values
     need not be copies.
@@ -147,7 +147,11 @@ def _copies(init: Callable[[Any], Any], params: optax.Params) -> set[KeyPath]:
         paths.extend(path for path, _ in found)
         return [leaf for _, leaf in found]
 
-    jaxpr = jax.make_jaxpr(on_arrays)(arrays).jaxpr
+    try:
+        jaxpr = jax.make_jaxpr(on_arrays)(arrays).jaxpr
+    except Exception:  # noqa: BLE001 - `init` ran before: it reads values, and cannot be traced
+        leaves = jax.tree_util.tree_leaves_with_path(inner_state)
+        return {path for path, leaf in leaves if any(leaf is array for array in arrays)}
     is_copy = _moved(jaxpr, [True] * len(arrays))
     return {path for path, copied in zip(paths, is_copy, strict=True) if copied}
 

@@ -13,6 +13,7 @@ from optax_lossscale._precision.storage import refuse_hidden_storage
 from optax_lossscale._state import MasterWeightsState, find
 from optax_lossscale._support import checks
 from optax_lossscale._support.nnx import is_nnx
+from optax_lossscale._support.notes import difference, notes_on_errors, plain_container
 from optax_lossscale._support.tree import (
     HALF,
     KeyPath,
@@ -104,11 +105,8 @@ def with_master_weights(
         params_def = jax.tree.structure(params)
         wide = params_def.unflatten(weights.get(name, param) for name, (_, param) in old.items())
         grads = jax.tree.map(at_least_float32, updates)
-        try:
+        with notes_on_errors(difference(updates, params), plain_container):
             updates, inner_state = inner.update(grads, inner_state, wide, **extra_args)
-        except (TypeError, ValueError) as error:
-            checks.add_difference(error, updates, params)
-            raise
         moves = dict(zip(old, params_def.flatten_up_to(updates), strict=True))
         new_masters = {name: master for name, (_, master) in kept.items()}
         for name, weight in weights.items():
@@ -190,7 +188,7 @@ def _name(path: KeyPath) -> _Name:
     The array in an `nnx.Variable` is at `.value`, in the parameters or in the masters: a last key
     of this name is left out everywhere, which makes no two leaves the same.
     """
-    keys = [getattr(key, "key", getattr(key, "name", getattr(key, "idx", None))) for key in path]
+    keys = [getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))) for key in path]
     return tuple(keys[:-1] if keys[-1:] == ["value"] else keys)
 
 

@@ -32,13 +32,13 @@ from optax_lossscale._support.tree import (
 def read_number(name: str, value: object) -> float:
     """Return `value` as a Python float that is finite in float32."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        raise TypeError(f"`{name}` must be a Python number, got {value!r}. Use `float`.")
+        raise TypeError(f"`{name}` must be a Python number, got {value!r}.")
     try:
         number = float(value)
     except OverflowError:  # an int or a Fraction beyond float64
         number = math.inf
     if not math.isfinite(as_float32(number)):
-        raise ValueError(f"`{name}` must be finite in float32, got {value}. Use a finite number.")
+        raise ValueError(f"`{name}` must be finite in float32, got {value}.")
     return number
 
 
@@ -47,7 +47,8 @@ def read_scale(name: str, value: object) -> float:
     number = read_number(name, value)
     if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
         raise ValueError(
-            f"`{name}` must lie between 2**-126 and 2**126, got {value}. Use a power of two within."
+            f"`{name}` must be between 2**-126 and 2**126, got {value}. Use a power of two, such "
+            "as 2**15."
         )
     return number
 
@@ -55,22 +56,23 @@ def read_scale(name: str, value: object) -> float:
 def require_between(name: str, value: object, low: float, high: float) -> None:
     """Refuse a number outside of the bounds."""
     if not low <= read_number(name, value) <= high:
-        raise ValueError(f"`{name}` must lie between {low:g} and {high:g}, got {value}. Change it.")
+        raise ValueError(f"`{name}` must be between {low:g} and {high:g}, got {value}.")
 
 
 def read_bool(name: str, value: object) -> bool:
     """Return `value` as a Python bool."""
     if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"`{name}` must be True or False, got {value!r}. Any text is True.")
+        kind = "the string " if isinstance(value, str) else ""
+        raise TypeError(f"`{name}` must be True or False, got {kind}{value!r}.")
     return bool(value)
 
 
 def read_count(name: str, value: object, *, least: int = 1) -> int:
     """Return `value` as an int that an int32 holds."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-        raise TypeError(f"`{name}` must be an integer, got {value!r}. Use `int` to convert it.")
+        raise TypeError(f"`{name}` must be an integer, got {value!r}.")
     if not least <= int(value) <= INT32_MAX:
-        raise ValueError(f"`{name}` must be at least {least} and an int32, got {value}. Change it.")
+        raise ValueError(f"`{name}` must be an integer from {least} to 2**31 - 1, got {value}.")
     return int(value)
 
 
@@ -132,6 +134,15 @@ def require_argnums(argnums: Sequence[object]) -> None:
             )
 
 
+def require_pair(name: str, result: object) -> None:
+    """Refuse what a loss function with aux must not return."""
+    if not (isinstance(result, (tuple, list)) and len(result) == 2):
+        raise TypeError(
+            f"`{name}` must return a pair with `has_aux=True`, got {result!r}. Return the loss and "
+            "the aux, or leave `has_aux` out."
+        )
+
+
 def require_no_functions(params: PyTree) -> None:
     """Refuse functions among what JAX differentiates by, as an Equinox module has them."""
     functions = [leaf for leaf in jax.tree.leaves(params) if callable(leaf)]
@@ -171,32 +182,6 @@ def require_same_shape(name: str, path: Any, leaf: Any, expected: Any, remedy: s
         raise ValueError(
             f"`{name}` must keep its shapes, got {got} for {wanted} at {path_name(path)}. {remedy}"
         )
-
-
-def add_other_leaves(error: Exception, params: Any) -> None:
-    """Say in an optimizer's error which leaf of `params` is no array, if one is not."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if not hasattr(leaf, "shape") and not isinstance(leaf, numbers.Number):
-            where = path_name(path)
-            error.args = (f"{error}\n`params` must be a tree of arrays, got {leaf!r} at {where}.",)
-            return
-
-
-def add_difference(error: Exception, updates: Any, params: Any) -> None:
-    """Say in an optimizer's error where `updates` and `params` differ, if they do."""
-    if params is None or "`updates` and `params` differ" in str(error):
-        return
-    kind = "structure"
-    if jax.tree.structure(updates) != jax.tree.structure(params):
-        path, *_ = first_difference(updates, params)
-    else:
-        kind, leaves = "shape", jax.tree_util.tree_leaves_with_path(updates)
-        pairs = zip(leaves, jax.tree.leaves(params), strict=True)
-        differ = (path for (path, a), b in pairs if np.shape(a) != np.shape(b))
-        path = next(differ, None)
-    if path is not None:
-        where = path_name(path)
-        error.args = (f"{error}\n`updates` and `params` differ in {kind} at {where}.",)
 
 
 def require_same(path: KeyPath, new: Any, old: Any) -> None:

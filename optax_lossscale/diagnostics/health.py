@@ -1,6 +1,5 @@
 """Say why training stalls: a check of the state, and a table of causes."""
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
@@ -38,11 +37,11 @@ def check_health(
       opt_state: As for `metrics`.
       max_consecutive_skipped: The number of skipped steps in a row that is still healthy.
       policy: The policy of the run, `"dynamic"` or a `get_config()` dict. Without it, its bounds
-        are unknown, and the diagnosis is less precise.
+        are unknown, and more causes are listed.
 
     Raises:
-      LossScaleStalledError: If more steps in a row were skipped. The message says how many, where
-        the loss scale stands, the causes that the state does not rule out, and their remedies.
+      LossScaleStalledError: If more steps in a row were skipped. The message says how many, gives
+        the loss scale, and lists the possible causes with their remedies.
       TypeError: If `max_consecutive_skipped` is not an integer, `policy` is a number, or
         `opt_state` is traced: an error cannot be raised from a compiled step.
       ValueError: If `max_consecutive_skipped` is negative; if `opt_state` holds no such state,
@@ -71,11 +70,16 @@ def check_health(
     if skipped > limit:
         spikes = [_read_spike(spike) for _, spike in subtrees(rule_states, SpikeState)]
         in_a_row = max((spike["consecutive_skipped"] for spike in spikes), default=0)
-        causes = _likely_causes(state, bool(rule_states), in_a_row, known)
-        where = f", {'at' if scale <= low else 'above'} its floor of {low:g}" if moves else ""
+        run = _Run(
+            by_rule=in_a_row >= skipped if rule_states else None,
+            moves=moves,
+            is_low=scale <= (low if moves else 1),
+        )
+        causes = [cause.text for cause in _CAUSES if not cause.left_out(run)]
+        where = f", {'at' if run.is_low else 'above'} its floor of {low:g}" if moves else ""
         raise LossScaleStalledError(
             f"The last {skipped} steps were skipped ({state['total_skipped']} since the start), "
-            f"and the loss scale is {scale:g}{where}. Likely causes, the likeliest first:"
+            f"and the loss scale is {scale:g}{where}. Possible causes, most likely first:"
             + "".join(f"\n  {i}. {cause}" for i, cause in enumerate(causes, start=1))
         )
     if known is not None and scale == high and not state["total_skipped"]:
@@ -90,34 +94,30 @@ def check_health(
 
 
 class _Run(NamedTuple):
-    """The facts about a stalled run that decide between the causes."""
+    """What the state and the policy of a stalled run show directly."""
 
-    finite: float  # the last skipped steps that are known to be finite: a rule skipped them
-    has_rules: bool
-    scale: float  # the loss scale
-    moves: bool | None  # the loss scale; None: unknown
-    is_low: bool  # it moves, and is at most 1 or cannot fall any lower
-    is_loss: bool  # no gradients overflowed where the loss was finite
+    by_rule: bool | None  # whether a rule recorded all of the skipped steps; None: no rules
+    moves: bool | None  # whether the loss scale does; None: unknown
+    is_low: bool  # the loss scale is at its floor, or at most 1 where that is unknown
 
 
 class _Cause(NamedTuple):
-    """A cause of skipped steps: its text, when the facts rule it out, and when it comes first."""
+    """A possible cause of skipped steps, and when it is left out."""
 
     text: str
-    ruled_out: Callable[[_Run], bool] = lambda _: False
-    comes_first: Callable[[_Run], bool] = lambda _: False
+    left_out: Callable[[_Run], object] = lambda run: run.by_rule
 
 
 _CAUSES = (
     _Cause(
         "The loss scale started too large and is still on its way down. Start with a smaller "
         "`initial_scale`, or allow for more with `max_consecutive_skipped`.",
-        ruled_out=lambda run: not run.moves or run.is_low or run.is_loss,
+        lambda run: run.by_rule or run.moves is False or run.is_low,
     ),
     _Cause(
         "The loss scale is too large, and does not move. Take the one that `suggest_loss_scale` "
         "returns, or a `DynamicLossScale`.",
-        ruled_out=lambda run: run.moves is not False or run.scale <= 1,
+        lambda run: run.by_rule or run.moves or run.is_low,
     ),
     _Cause(
         "The forward pass overflows: the loss is not finite although the batch and the parameters "
@@ -129,8 +129,7 @@ _CAUSES = (
         "The loss is finite, and one layer's derivative is not, at any loss scale: a division by "
         "zero, the root or logarithm of zero, a number above 65504 in float16. "
         "`first_nonfinite(jax.grad(fun), params, batch)` names it, if `fun` is what the step "
-        "differentiates. Compute it in float32.",
-        ruled_out=lambda run: run.is_loss,
+        "differentiates. Compute it in float32."
     ),
     _Cause(
         "The batch or the parameters hold NaN or infinity. `nonfinite_report` of both lists the "
@@ -139,48 +138,15 @@ _CAUSES = (
     _Cause(
         "The gradients are too large for float16 even at this loss scale. Average the loss instead "
         "of summing it, normalize the data, or lower `min_scale`, below 1 if need be.",
-        ruled_out=lambda run: not run.is_low,
-        comes_first=lambda run: run.scale > 1 and not run.finite,
-    ),
-    _Cause(
-        "The loss scale is too large: it is fixed, or still on its way down. Give `check_health` "
-        "the `policy`, and it can tell.",
-        ruled_out=lambda run: run.moves is not None or run.scale <= 1,
+        lambda run: run.by_rule or (run.moves is not None and not run.is_low),
     ),
     _Cause(
         "A rule (`skip_if`) rejects steps whose gradients and loss are finite, for example because "
         "the loss has reached a new level. Relax the rule: a `Spike` accepts a new level after "
         "`max_consecutive_skipped` steps at the latest.",
-        ruled_out=lambda run: not (run.has_rules or run.finite),
-        comes_first=lambda run: run.finite > 0,
+        lambda run: run.by_rule is None,
     ),
 )
-
-
-def _likely_causes(
-    state: dict[str, float], has_rules: bool, spikes: float, policy: LossScale | None
-) -> list[str]:
-    """Return the causes that the fields of a `LossScaleState` do not rule out, the likeliest first.
-
-    A `Spike` has skipped the last `spikes` of the steps in a row. None is no known policy.
-    """
-    (low, high, moves), scale = _range_of(policy), state["loss_scale"]
-    skipped, patience = state["consecutive_skipped"], getattr(policy, "loss_patience", math.inf)
-    # The policy would have counted a last step that is not finite: it was finite, and the loss
-    # scale grew, which sets both counts to 0.
-    is_counted = state["growth_count"] + state["overflow_count"] > 0
-    has_grown = has_rules and scale > low and skipped >= patience and not is_counted
-    finite = getattr(policy, "growth_interval", 1) if has_grown else state["growth_count"]
-    if max(finite, spikes) >= skipped:
-        return [_CAUSES[-1].text]  # only a rule skips a finite step
-    # Every overflow is counted and lowers the loss scale, and only a finite step raises it again.
-    is_low = bool(moves) and scale <= max(low, 1.0)
-    backoffs = math.log(high / scale) / -math.log(getattr(policy, "backoff_factor", 0.5))
-    too_many = not has_rules and skipped > backoffs + getattr(policy, "hysteresis", 1)
-    is_loss = bool(moves) and not is_low and (too_many or not state["overflow_count"])
-    run = _Run(finite, has_rules, scale, moves, is_low, is_loss and not finite)
-    possible = [cause for cause in _CAUSES if not cause.ruled_out(run)]
-    return [cause.text for cause in sorted(possible, key=lambda cause: not cause.comes_first(run))]
 
 
 def _range_of(policy: Any) -> tuple[float, float, bool | None]:
@@ -237,10 +203,10 @@ def _impossible(expected: str, got: object) -> ValueError:
 
 
 def _is_count(path: KeyPath, leaf: Any) -> bool:
-    """Return whether a leaf is one integer, with the name that Optax gives to counts."""
+    """Return whether a leaf is one integer, named `count` as in Optax, or `..._count`."""
     is_integer = jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.integer)
     # The last key of a Variable of flax.nnx is `value`.
-    is_named = re.search("count|step", jax.tree_util.keystr(path[-2:])) is not None
+    is_named = re.search(r"count\b", jax.tree_util.keystr(path[-2:])) is not None
     return is_named and is_integer and not np.ndim(leaf)
 
 

@@ -7,7 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale._order import warn_of_what_stands_outside
-from optax_lossscale._state import loss_scale_state
+from optax_lossscale._state import (
+    GuardState,
+    SpikeState,
+    loss_scale_state,
+    spike_statistics,
+    subtrees,
+)
 from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import INT32_MAX
 from optax_lossscale._support.tree import PyTree, is_finite, is_inexact, is_symbolic
@@ -26,7 +32,11 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
 
     Returns:
       `loss_scale` (float32[], 1 for `with_skipping`), `applied` (bool[]: the last step),
-      `growth_count`, `consecutive_skipped` and `total_skipped` (int32[]).
+      `growth_count`, `consecutive_skipped` and `total_skipped` (int32[]). For a `Spike` in the
+      guard also the mean and the standard deviation of the values that it remembers, which are 0
+      before the first, `spike_mean` and `spike_deviation` (float32[]), and the number of spikes
+      that it skipped in a row, `spike_consecutive_skipped` (int32[]). For several: `spike_0_mean`
+      and so on, in their order.
 
     Raises:
       ValueError: If `opt_state` holds no such state, or several.
@@ -48,7 +58,25 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
         "growth_count": state.growth_count,
         "consecutive_skipped": state.consecutive_skipped,
         "total_skipped": state.total_skipped,
+        **_spike_metrics(opt_state),
     }
+
+
+def _spike_metrics(opt_state: PyTree) -> dict[str, jax.Array]:
+    guards = [guard for _, guard in subtrees(opt_state, GuardState)]
+    spikes = [spike for guard in guards for _, spike in subtrees(guard.rule_states, SpikeState)]
+    found: dict[str, jax.Array] = {}
+    for number, spike in enumerate(spikes):
+        # flax.nnx keeps each array in a Variable, a pytree of one leaf.
+        values, held, skipped = map(jnp.asarray, jax.tree.leaves(spike))
+        mean, deviation = spike_statistics(SpikeState(values, held, skipped))
+        prefix = "spike_" if len(spikes) == 1 else f"spike_{number}_"
+        found |= {
+            f"{prefix}mean": mean,
+            f"{prefix}deviation": deviation,
+            f"{prefix}consecutive_skipped": skipped,
+        }
+    return found
 
 
 def is_stalled(opt_state: PyTree, *, max_consecutive_skipped: int = 50) -> jax.Array:

@@ -1,7 +1,7 @@
 """Linen's `TrainState` that skips bad steps."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import jax
@@ -18,6 +18,7 @@ from optax_lossscale._order import Guard, refuse_second_guard
 from optax_lossscale._state import applied, increment, loss_scale_state
 from optax_lossscale._support import checks
 from optax_lossscale._support.choose import tree_where
+from optax_lossscale._support.rule import SkipIf
 from optax_lossscale._support.tree import (
     FP8_METADATA,
     AxisName,
@@ -72,7 +73,7 @@ class TrainState(train_state.TrainState):
         params: Any,
         tx: optax.GradientTransformation | optax.MultiSteps,
         loss_scale: LossScaleLike = "dynamic",
-        skip_if: Any = None,
+        skip_if: SkipIf = None,
         axis_name: AxisName | None = None,
         count_skipped: bool = False,
         **kwargs: Any,
@@ -84,7 +85,7 @@ class TrainState(train_state.TrainState):
           params: The parameters.
           tx: The optimizer. `create` wraps it with `with_loss_scaling`.
           loss_scale: `"dynamic"`, a number (fixed), a policy, or None.
-          skip_if: A rule that skips steps which are finite, such as `Spike()`, or a tuple of rules.
+          skip_if: A rule that skips finite steps, such as `Spike()`, or a sequence of rules.
           axis_name: The mapped axis, or a tuple of them, whose members skip steps together.
           count_skipped: Whether `step` counts skipped steps too.
           **kwargs: The fields that a subclass adds. Python numbers in them become arrays.
@@ -121,12 +122,21 @@ class TrainState(train_state.TrainState):
         """Multiply the loss by the loss scale, inside the function that is differentiated."""
         return scale_loss(loss, self.opt_state)
 
-    def apply_gradients(self, *, grads: Any, value: ArrayLike | None = None, **kwargs: Any) -> Self:
+    def apply_gradients(
+        self,
+        *,
+        grads: Any,
+        value: ArrayLike | None = None,
+        extra_args: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Self:
         """Apply the step, or skip it and only update the loss scale.
 
         Args:
           grads: The gradients of the scaled loss, like `params` (`params.fast` of a lookahead).
           value: The loss, unscaled, for the optimizer. If it is not finite, the step is skipped.
+          extra_args: Further arguments of the optimizer and its rules, by name: `{"kl": kl}` for
+            `Spike("kl")`, `{"grad": grads, "value_fn": value_fn}` for a line search.
           **kwargs: New values of other fields, such as `batch_stats`. A skipped step keeps the old.
 
         Returns:
@@ -134,7 +144,8 @@ class TrainState(train_state.TrainState):
 
         Raises:
           AttributeError: If a field is unknown.
-          TypeError: If this function sets a field itself, or a dtype in a field changes.
+          TypeError: If this function sets a field itself, a dtype in a field changes, or
+            `extra_args` is not a mapping or holds `value`, `grads` or `params`.
           ValueError: If a structure or shape in a field changes, or `grads` is not like `params`.
         """
         if not isinstance(self.tx, Guard):
@@ -144,8 +155,10 @@ class TrainState(train_state.TrainState):
         # Summed with the parameter, a gradient of another shape would be broadcast.
         remedy = "Differentiate with respect to all of `state.params`."
         checks.require_same_structure("grads", grads, params, remedy)
-        extra_args = {} if value is None else {"value": value}
-        updates, opt_state = self.tx.update(grads, self.opt_state, self.params, **extra_args)
+        loss = {} if value is None else {"value": value}
+        updates, opt_state = self.tx.update(
+            grads, self.opt_state, self.params, **loss, **_read_extra_args(extra_args)
+        )
         is_applied = applied(opt_state)
         old = {name: getattr(self, name) for name in kwargs}
         new = {name: _same_container(kwargs[name], old[name]) for name in kwargs}
@@ -156,6 +169,19 @@ class TrainState(train_state.TrainState):
             opt_state=opt_state,
             **tree_where(is_applied, new, old),
         )
+
+
+def _read_extra_args(extra_args: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return the further arguments of `tx.update`."""
+    if extra_args is None:
+        return {}
+    if not isinstance(extra_args, Mapping):
+        raise TypeError(f"`extra_args` must be a mapping from names, got {extra_args!r}.")
+    for name in ("value", "grads", "params"):
+        if name in extra_args:
+            own = "is the state's own" if name == "params" else "is an argument of its own"
+            raise TypeError(f"`extra_args` must not have `{name}`, which {own}.")
+    return extra_args
 
 
 def _without_fp8_metadata(tx: Any) -> optax.GradientTransformation:

@@ -21,6 +21,7 @@ def loss_scale_optimizer(
     initial_scale: float | None = None,
     dynamic_growth_steps: int | None = None,
     *,
+    name: str | None = None,
     dynamic: bool | None = True,
     learning_rate: float | optax.Schedule | None = None,
     weight_decay: float | None = None,
@@ -45,6 +46,7 @@ def loss_scale_optimizer(
       initial_scale: The loss scale of the first step, 2**15 by default; it must be given, and
         stays, if `dynamic` is false. It moves between 1 and 2**24, or `initial_scale` if beyond.
       dynamic_growth_steps: Finite steps in a row that double the loss scale; 2000 by default.
+      name: A string, as in Keras and R. It names nothing.
       dynamic: Whether the loss scale changes. If false, a step that is not finite is still skipped.
       learning_rate: The number that `weight_decay` is multiplied by, or a schedule of the number of
         applied steps. By default it is the inner optimizer's hyper-parameter of this name, if
@@ -92,7 +94,7 @@ def loss_scale_optimizer(
     dynamic = True if dynamic is None else dynamic
     use_ema = False if use_ema is None else use_ema
     ema_momentum = 0.99 if ema_momentum is None else ema_momentum
-    given = {name: value for name, value in locals().items() if value is not None}
+    given = {argument: value for argument, value in locals().items() if value is not None}
     _check(given)
     tx: Any = checks.read_optimizer("inner_optimizer", inner_optimizer)
     if weight_decay is not None:
@@ -146,12 +148,18 @@ def ema_params(opt_state: PyTree) -> PyTree:
     return find(EmaParamsState, "opt_state", opt_state).ema_params
 
 
+def _require_string(argument: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"`{argument}` must be a string, got {value!r}.")
+
+
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 _norm = functools.partial(checks.require_between, low=SMALLEST_SCALE, high=_LARGEST)
 _rate = functools.partial(checks.require_between, low=0, high=_LARGEST)
 
 # Optax and the policies check some of these, too, but under other names.
 _CHECKS: dict[str, Callable[[str, Any], object]] = {
+    "name": _require_string,
     "dynamic": checks.read_bool,
     "use_ema": checks.read_bool,
     "initial_scale": checks.read_scale,

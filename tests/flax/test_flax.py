@@ -14,7 +14,7 @@ from flax.training import train_state
 from plain_where import assert_same_bits, types
 
 import optax_lossscale as ols
-from optax_lossscale.flax import DynamicScale, TrainState
+from optax_lossscale.flax import TrainState
 
 pytestmark = pytest.mark.integration
 
@@ -113,7 +113,7 @@ def test_states_are_pickled_under_public_names():
     state = TrainState.create(apply_fn=None, params=jnp.ones(2), tx=optax.sgd(1.0))
     state = pickle.loads(pickle.dumps(state.replace(tx=None)))  # noqa: S301, our own
     assert type(state) is TrainState
-    assert TrainState.__module__ == DynamicScale.__module__ == "optax_lossscale.flax"
+    assert TrainState.__module__ == "optax_lossscale.flax"
 
 
 def test_it_can_be_scanned_and_donated():
@@ -273,3 +273,59 @@ def test_an_fp8_layer_trains_and_an_overflow_that_it_clips_is_seen_in_its_metada
     assert not ols.all_finite(grads[OWG])
     assert_same_bits(after.params, state.params)
     assert float(after.loss_scale) == TOO_LARGE / 2
+
+
+def quadratic(params):
+    return 0.5 * jnp.sum(jnp.array([1.0, 10.0, 100.0]) * params["w"] ** 2) - jnp.sum(params["w"])
+
+
+def test_extra_arguments_reach_rules():
+    def in_a_range(_grads, _params, *, step, **_):
+        return (step >= 3) & (step < 5)
+
+    params = {"w": jnp.ones(3)}
+    rules = (ols.Spike("kl", window=4), in_a_range)
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1), skip_if=rules)
+
+    @jax.jit
+    def train_step(state, kl, step):
+        grads = ols.grad(quadratic)(state, state.params)
+        return state.apply_gradients(grads=grads, value=1.0, extra_args={"kl": kl, "step": step})
+
+    applied = []
+    for step, kl in enumerate([1.0, 1.1, 0.9, 1.0, 1.1, 9.0, 1.0]):
+        state = train_step(state, jnp.float32(kl), jnp.int32(step))
+        applied.append(bool(state.applied))
+    assert applied == [True, True, True, False, False, False, True]
+
+
+@pytest.mark.parametrize("loss_scale", [None, 2.0**10, "dynamic"])
+def test_line_searches_get_their_arguments_through_the_state(loss_scale):
+    inner = optax.lbfgs()
+    state = TrainState.create(
+        apply_fn=None, params={"w": jnp.zeros(3)}, tx=inner, loss_scale=loss_scale
+    )
+    params, opt_state = state.params, inner.init(state.params)
+    for _ in range(4):
+        loss, grads = jax.value_and_grad(quadratic)(params)
+        search = {"value": loss, "grad": grads, "value_fn": quadratic}
+        updates, opt_state = inner.update(grads, opt_state, params, **search)
+        params = optax.apply_updates(params, updates)
+        loss, grads = ols.value_and_grad(quadratic)(state, state.params)
+        search = {"grad": grads, "value_fn": quadratic}
+        state = state.apply_gradients(grads=grads, value=loss, extra_args=search)
+    np.testing.assert_array_equal(state.params["w"], params["w"])
+
+
+def test_sophia_gets_its_function_through_the_state():
+    inner = optax.contrib.sophia(0.1)
+    params = {"w": jnp.ones(3)}
+    state = TrainState.create(apply_fn=None, params=params, tx=inner, loss_scale=2.0**10)
+    opt_state = inner.init(params)
+    for _ in range(2):
+        grads = jax.grad(quadratic)(params)
+        updates, opt_state = inner.update(grads, opt_state, params, obj_fn=quadratic)
+        params = optax.apply_updates(params, updates)
+        grads = ols.grad(quadratic)(state, state.params)
+        state = state.apply_gradients(grads=grads, extra_args={"obj_fn": quadratic})
+    np.testing.assert_array_equal(state.params["w"], params["w"])

@@ -1,4 +1,4 @@
-"""Gradients that are handed in twice: an extra argument that equals them is unscaled too."""
+"""Line searches, which take the gradients a second time, as `grad`."""
 
 import functools
 import itertools
@@ -47,12 +47,6 @@ def update(tx, grads, again, state, w, loss):  # noqa: PLR0917
     return tx.update(grads, state, w, value=loss, grad=again, value_fn=loss_fn)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def update_of_two_arguments(tx, grads, again, state, w, loss):  # noqa: PLR0917
-    """Take the gradients as two arguments, of which only their numbers say that they are one."""
-    return update(tx, grads, again, state, w, loss)
-
-
 def in_a_loop(step, carry):
     for _ in range(6):
         carry, _ = step(carry)
@@ -62,7 +56,6 @@ def in_a_loop(step, carry):
 WAYS = {
     "eager": (update, in_a_loop),
     "jit": (update, lambda step, carry: in_a_loop(jax.jit(step), carry)),
-    "two arguments of jit": (update_of_two_arguments, in_a_loop),
     "scan": (update, lambda step, carry: jax.lax.scan(step, carry, length=6)[0]),
 }
 
@@ -123,77 +116,98 @@ def test_gradients_are_told_through_the_variables_of_nnx():
 
 
 GRADS = {"w": jnp.array([2.0, -0.0, 4.0]), "n": jnp.arange(2)}
+
+
+def seen_by(guard, grads, **given):
+    """Return the gradients and the extra arguments that a rule and the optimizer see."""
+    seen = []
+
+    def update(updates, state, params=None, **extra_args):
+        del params
+        seen.append((updates, extra_args))
+        return updates, state
+
+    def record(grads, _params, **extra_args):
+        seen.append((grads, extra_args))
+        return jnp.array(False)
+
+    inner = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    tx = guard(inner, skip_if=record)
+    tx.update(grads, tx.init(jax.tree.map(jnp.float32, grads)), **given)
+    (grads, by_rule), (_, by_optimizer) = seen
+    assert_same_bits(by_rule, by_optimizer)
+    return grads, by_rule
+
+
+SCALES = functools.partial(ols.with_loss_scaling, loss_scale=2.0)
+
+
+@pytest.mark.filterwarnings("ignore:`params` are")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "complex64", "float32"])
+def test_grad_becomes_the_true_gradients_in_its_own_containers(dtype):
+    grads = {"w": GRADS["w"].astype(dtype), "n": GRADS["n"]}
+    tx = ols.with_loss_scaling(optax.identity(), 2.0)
+    true, _ = ols.unscale_and_check(grads, tx.init(GRADS))
+    for grad in (grads, {**grads}, [grads["n"], grads["w"]]):
+        seen, extra_args = seen_by(SCALES, grads, grad=grad)
+        assert_same_bits(seen, true)
+        expected = true if isinstance(grad, dict) else [true["n"], true["w"]]
+        assert_same_bits(extra_args["grad"], expected)
+
+
 OTHERS = {
-    "one bit": {"w": jnp.array([2.0, 0.0, 4.0]), "n": jnp.arange(2)},
-    "another structure": [GRADS["w"], GRADS["n"]],
-    "another shape": {"w": GRADS["w"][:2], "n": jnp.arange(2)},
-    "another dtype": {"w": GRADS["w"].astype(jnp.float16), "n": jnp.arange(2)},
-    "no array": {"w": "x", "n": jnp.arange(2)},
+    "equal gradients": jax.tree.map(jnp.array, GRADS),
+    "one bit": {"w": jnp.array([2.0, 0.0, 4.0]), "n": GRADS["n"]},
+    "another dtype": {"w": GRADS["w"].astype(jnp.bfloat16), "n": GRADS["n"]},
+    "integers that are not scaled": [GRADS["n"]],
     "a number": 2.0,
     "nothing": None,
     "a function": loss_fn,
 }
 
 
-@pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("other", OTHERS)
-def test_what_differs_in_anything_is_in_true_units_and_stays(other, jitted):
-    given = OTHERS[other]
-    if jitted and other in ("no array", "a function"):
-        pytest.skip("no argument of jit")
-    seen = {}
-
-    def record(_grads, _params, *, more, again, **_):
-        seen.update(more=more, again=again)
-        return jnp.array(False)
-
-    tx = ols.with_loss_scaling(optax.identity(), 2.0, skip_if=record)
-    copy = jax.tree.map(jnp.array, GRADS)
-
-    def run(grads, again, more):
-        tx.update(grads, tx.init(grads), again=again, more=more, value=jnp.float32(2))
-        return seen
-
-    found = jax.jit(run)(GRADS, copy, given) if jitted else run(GRADS, copy, given)
-    assert_same_bits(found["again"], {"w": GRADS["w"] / 2, "n": GRADS["n"]})
-    if jitted or other == "one bit":
-        assert_same_bits(found["more"], jax.tree.map(jnp.asarray, given))
-    else:
-        assert found["more"] is given
+def test_another_argument_is_in_true_units_and_the_same_object(other):
+    for guard in (SCALES, ols.with_skipping):
+        _, extra_args = seen_by(guard, GRADS, more=OTHERS[other], grad=None)
+        assert extra_args["more"] is OTHERS[other]
+        assert extra_args["grad"] is None
 
 
-def test_copies_are_told_whole_and_the_loss_is_no_copy():
-    seen = {}
+@pytest.mark.parametrize("other", ["equal gradients", "one bit", "a number"])
+def test_another_grad_is_refused_under_a_loss_scale_and_passed_on_without(other):
+    with pytest.raises(ValueError, match=r"^`grad` must be the gradients .* one jitted step"):
+        seen_by(SCALES, GRADS, grad=OTHERS[other])
+    _, extra_args = seen_by(ols.with_skipping, GRADS, grad=OTHERS[other])
+    assert extra_args["grad"] is OTHERS[other]
+    assert seen_by(ols.with_skipping, GRADS, again=GRADS)[1]["again"] is GRADS
 
-    def record(_grads, _params, **extra_args):
-        seen.update(extra_args)
-        return jnp.array(False)
 
-    tx = ols.with_loss_scaling(optax.identity(), 2.0, skip_if=record)
-    grads = {"v": jnp.array([2.0, 4.0]), "w": jnp.array([2.0, 4.0])}
-    partly = {**grads, "w": jnp.zeros(2)}
-    tx.update(grads, tx.init(grads), partly=partly, parts=[*map(jnp.array, grads.values())])
-    assert_same_bits(seen["partly"], partly)
-    assert_same_bits(seen["parts"], [*grads.values()])
+def test_scaled_gradients_under_another_name_are_refused_but_not_the_loss():
+    for other in (GRADS, [jnp.ones(2), GRADS["w"]]):
+        with pytest.raises(ValueError, match=r"^`again` must be in true units"):
+            seen_by(SCALES, GRADS, again=other)
     loss = jnp.float32(2)  # a function that is its own derivative
-    tx.update(loss, tx.init(loss), value=loss)
-    assert seen["value"] == 2
+    assert seen_by(SCALES, loss, value=loss)[1]["value"] == 2
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "complex64", "float8_e5m2"])
-def test_gradients_of_every_dtype_are_compared_bit_by_bit(dtype):
-    seen = []
+def test_two_arguments_of_jit_are_two_arrays():
+    tx = ols.with_loss_scaling(optax.identity(), 2.0)
+    update = jax.jit(lambda grads, grad: tx.update(grads, tx.init(grads), grad=grad))
+    with pytest.raises(ValueError, match="`grad` must be the gradients themselves"):
+        update(GRADS, GRADS)
 
-    def record(grads, _params, *, again, **_):
-        seen.append((grads, again))
+
+def test_grad_is_unscaled_with_the_gradients_after_a_restore_under_with_skipping():
+    def record(grads, _params, *, grad, **_):
+        assert_same_bits(grad, grads)
         return jnp.array(False)
 
-    tx = ols.with_loss_scaling(optax.identity(), 2.0, skip_if=record)
-    grads = jnp.array([2.0, 8.0, -0.0]).astype(dtype)
-    tx.update(grads, tx.init(jnp.ones(3)), again=jnp.array(grads))
-    assert_same_bits(*seen[0])
-    tx.update(grads, tx.init(jnp.ones(3)), again=-grads)
-    assert_same_bits(seen[1][1], -grads.astype(seen[1][0].dtype))
+    tx = ols.with_skipping(optax.identity(), record)
+    grads = jnp.array([8.0, 16.0])
+    state = tx.init(grads)._replace(loss_scale_state=ols.init(8.0))
+    updates, _ = tx.update(grads, state, grad=grads)
+    np.testing.assert_array_equal(updates, [1.0, 2.0])
 
 
 @pytest.mark.slow
@@ -208,7 +222,7 @@ def test_true_gradients_from_the_state_are_scaled_by_hand():
         for _ in range(8):
             loss, grads = value_and_grad(w, state=state)
             given = scale(grads, state)
-            updates, state = tx.update(given, state, w, value=loss, grad=grads, value_fn=loss_fn)
+            updates, state = tx.update(given, state, w, value=loss, grad=given, value_fn=loss_fn)
             w = optax.apply_updates(w, updates)
         return w
 

@@ -69,12 +69,12 @@ def test_the_inner_optimizer_sees_true_gradients_or_zeros(grad, loss, scale, app
     zeros = true | {name: jnp.zeros_like(true[name]) for name in floats}
     added = true | {name: -jnp.zeros_like(true[name]) for name in (*floats, "index")}
     value = {} if loss is None else {"value": loss}
-    updates, state = step(grads, params=5 * X, grad=true, key=7, **value)
+    updates, state = step(grads, params=5 * X, more=true, key=7, **value)
     jax.effects_barrier()
     given, params, extra_args = seen.pop()
     assert not seen
     assert_same_bits(given, true if applied else zeros)
-    assert_same_bits(extra_args.pop("grad"), true if applied else zeros)
+    assert_same_bits(extra_args.pop("more"), true if applied else zeros)
     expected = {"key": 7} if loss is None else {"key": 7, "value": loss if applied else 0}
     assert extra_args == expected
     np.testing.assert_array_equal(params, 5 * X)

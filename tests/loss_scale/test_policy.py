@@ -112,7 +112,7 @@ def test_a_policy_is_frozen_hashable_and_equal_to_another_with_its_hyper_paramet
         setattr(policy, name, 4)
     assert float(jax.jit(lambda p: p.init(), static_argnums=0)(policy).loss_scale) == 8
     assert dataclasses.replace(policy, **{name: 4}) == type(policy)(4)
-    with pytest.raises(ValueError, match=f"`{name}` must lie between"):
+    with pytest.raises(ValueError, match=f"`{name}` must be between"):
         dataclasses.replace(policy, **{name: 0})
 
 
@@ -120,8 +120,15 @@ CONFIGURED = [
     ols.DynamicLossScale(),
     # Numbers of NumPy and others become Python's, or JSON would refuse them.
     ols.DynamicLossScale(
-        *(np.float16(10.5), np.int32(3), np.float32(1.5), fractions.Fraction(1, 4), 0.125, 99.5),
-        *(np.int64(4), np.True_, 5),
+        np.float16(10.5),
+        growth_interval=np.int32(3),
+        growth_factor=np.float32(1.5),
+        backoff_factor=fractions.Fraction(1, 4),
+        min_scale=0.125,
+        max_scale=99.5,
+        hysteresis=np.int64(4),
+        consecutive_hysteresis=np.True_,
+        loss_patience=5,
     ),
     ols.FixedLossScale(np.int32(10), skip_nonfinite=np.False_),
 ]
@@ -221,8 +228,24 @@ def test_a_loss_that_is_not_given_counts_as_finite(policy):
         assert_states_equal(after, np.array([8, 1, 0, 0, 0]))
 
 
-def test_mindspores_order_of_arguments_is_warned_of():
-    for window in (2000, 100):
-        with pytest.warns(UserWarning, match=f"`growth_factor` is {window}"):
-            ols.DynamicLossScale(2**24, 2, window)  # DynamicLossScaleManager(2**24, 2, window)
-    ols.DynamicLossScale(2**24, 2, 99)
+def test_only_the_initial_scale_is_given_by_position():
+    assert ols.DynamicLossScale(2.0**12).initial_scale == 2.0**12
+    with pytest.raises(TypeError, match="positional"):
+        ols.DynamicLossScale(2.0**12, 2000)
+
+
+class PowerOfTwo(ols.FixedLossScale):
+    """A policy with arguments of its own."""
+
+    def __init__(self, power):
+        super().__init__(2.0**power, skip_nonfinite=False)
+
+
+def test_a_derived_policy_with_its_own_arguments_works_under_a_rule():
+    policy = PowerOfTwo(3)
+    tx = ols.with_loss_scaling(optax.sgd(0.1), policy, skip_if=ols.Spike())
+    grads = jnp.array([jnp.nan])
+    _, state = tx.update(grads, tx.init(grads), value=1.0)
+    assert not ols.applied(state)
+    assert ols.loss_scale_state(state).loss_scale == 8
+    assert not policy.skip_nonfinite

@@ -174,6 +174,7 @@ def test_jit_finds_the_arguments_of_the_function_by_name_of_which_one_may_be_sta
 
 
 @silent
+@pytest.mark.filterwarnings("ignore:The loss is bfloat16")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_the_value_is_as_the_function_returned_it(dtype):
     loss_and_grads = jax.jit(ols.value_and_grad(lambda w: w))
@@ -199,3 +200,15 @@ def test_nnx_differentiates_with_aux_and_argnums():
     np.testing.assert_array_equal(value, jnp.sum(model(x)))
     assert aux == "aux"
     assert jax.tree.leaves(grads)[0].tolist() == [[8], [16]]
+
+
+@pytest.mark.parametrize("differentiate", [ols.value_and_grad, ols.grad])
+def test_a_bfloat16_loss_is_warned_of_once(differentiate):
+    function, w = differentiate(lambda w: w * w), jnp.bfloat16(1)
+    with pytest.warns(UserWarning, match="The loss is bfloat16"):
+        function(ols.init(), w)
+    function(ols.init(), w)
+
+
+def test_float16_gradients_are_scaled_without_a_warning():
+    ols.scale_loss(jnp.ones(3, jnp.float16), ols.init(8))

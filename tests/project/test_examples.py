@@ -127,8 +127,8 @@ def test_diagnose_finds_and_fixes_three_failures_and_draws_them(tmp_path, capsys
     sections = re.split(r"\n\d\. ", capsys.readouterr().out)
     found = [
         ["gradient_exponents: float16 rounds ", "suggest_loss_scale, "],
-        ["at its floor of 1. Likely", "1. The forward pass", "layer: params['second']"],
-        ["at its floor of 1. Likely", "3. The batch or the parameters", "['images']: 4311 NaN"],
+        ["at its floor of 1. Possible", "1. The forward pass", "layer: params['second']"],
+        ["at its floor of 1. Possible", "3. The batch or the parameters", "['images']: 4311 NaN"],
     ]
     for section, texts in zip(sections, found, strict=True):
         assert all(text in section for text in texts), section

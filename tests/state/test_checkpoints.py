@@ -99,3 +99,16 @@ def test_a_plain_optimizers_file_is_the_inner_state_and_not_taken_for_the_wrappe
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
     resume_all(pathlib.Path(sys.argv[1]))
+
+
+def test_a_state_of_with_skipping_starts_the_loss_scale_anew_under_with_loss_scaling():
+    policy, params = ols.DynamicLossScale(2.0**10), jnp.ones(2)
+    skipping = ols.with_skipping(optax.adam(0.1))
+    opt_state = skipping.update(params, skipping.init(params), params)[1]
+    tx = ols.with_loss_scaling(optax.adam(0.1), policy)
+    assert ols.loss_scale_state(tx.update(params, opt_state, params)[1]).loss_scale == 1
+    opt_state = opt_state._replace(loss_scale_state=ols.init(policy))
+    updates, new = tx.update(params * 2.0**10, opt_state, params)
+    expected, _ = skipping.update(params, opt_state._replace(loss_scale_state=ols.init(1)), params)
+    np.testing.assert_array_equal(updates, expected)
+    assert ols.loss_scale_state(new).loss_scale == 2.0**10

@@ -21,7 +21,9 @@ DTYPES = ("float32", "int32", "int32", "int32", "int32")
 STRONG = [(dtype, (), False) for dtype in DTYPES]
 # No field has its default, and no two are equal.
 POLICIES = {
-    "dynamic": ols.DynamicLossScale(16, 2, hysteresis=3, consecutive_hysteresis=True),
+    "dynamic": ols.DynamicLossScale(
+        16, growth_interval=2, hysteresis=3, consecutive_hysteresis=True
+    ),
     "fixed": ols.FixedLossScale(16),
     "unchecked": ols.FixedLossScale(16, skip_nonfinite=False),
 }
