@@ -31,7 +31,7 @@ GUARDS = "Optax", "Control", "SkipIf", "IfFinite", "Spike", "SpikeNorm", "MaxTex
 AUTOCAST = "Optax", "Control", "Autocast", "ByHand", "AutocastBfloat16", "ByHandBfloat16"
 REMAINDERS = (
     "MastersByHand", "Masters", "Remainders", "SkipIfRemainders", "RemaindersBfloat16State",
-    "SpikeRemaindersBfloat16State",
+    "SpikeRemaindersBfloat16State", "RoundedBfloat16State", "SpikeRoundedBfloat16State",
 )  # fmt: skip
 
 
@@ -54,6 +54,10 @@ def _wide(dtype: Any = jnp.float32, params_dtype: Any = jnp.float32) -> Callable
 
 def _deep(sizes: Sizes) -> Gradients:
     return gradients(resnet50(sizes))
+
+
+def _deep_bfloat16(sizes: Sizes) -> Gradients:
+    return gradients(resnet50(sizes), jnp.bfloat16, jnp.bfloat16)
 
 
 def _larger(*, scanned: bool = False, plain: bool = False) -> Callable:
@@ -96,6 +100,11 @@ CASES = {
         "12 bfloat16 arrays with masters, `adamw`", _BFLOAT16, contenders=REMAINDERS
     ),
     "remainders-clip": Case("the same with clipping", _BFLOAT16, CLIP, REMAINDERS),
+    "remainders-lion": Case("the same with `lion`", _BFLOAT16, "lion", REMAINDERS),
+    "remainders-fsdp": Case(
+        "161 bfloat16 arrays, first axes over 4 devices", _deep_bfloat16,
+        contenders=("Optax", "RoundedBfloat16State"), spread="fsdp",
+    ),
     "stack": Case(
         "12 arrays, clipping, `adamw`, Spike and scaling", _wide(), CLIP, ("Optax", "Stack")
     ),
