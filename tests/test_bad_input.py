@@ -540,7 +540,9 @@ def guarded_masters(inner):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("wrapper", [*WRAPPERS, ols.with_master_weights, ols.with_stochastic_rounding, guarded_masters])
+@pytest.mark.parametrize(
+    "wrapper", [*WRAPPERS, ols.with_master_weights, ols.with_stochastic_rounding, guarded_masters]
+)
 def test_an_optimizers_error_says_where_updates_and_params_differ(wrapper):
     tx, params = wrapper(optax.adamw(0.1)), {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}
     for place, updates in (

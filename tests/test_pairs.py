@@ -416,7 +416,11 @@ REFUSED = [
     (KERAS, RULES, f"{ANOTHER_GUARD}.*`with_loss_scaling.inner, skip_if=rule.`"),
     (KERAS, ["MultiSteps"], "Use `gradient_accumulation_steps`"),
     (KERAS[1:], HALVES, "`inner` must leave the updates of `with_.*` as they are"),
-    (["stochastic rounding"], ["master_weights"], "`opt_state` must hold exactly one MasterWeights"),
+    (
+        ["stochastic rounding"],
+        ["master_weights"],
+        "`opt_state` must hold exactly one MasterWeights",
+    ),
 ]
 # Close to another feature: `make test-all` alone pairs them.
 VARIANTS = {"skip_if=function", "skip_if=Spike", "loss_scale_optimizer", "masters", "masked"}
