@@ -340,8 +340,9 @@ def run(features, folder):
     skips = tuple(k == OVERFLOW or (k == SPIKE and bool(rules(features))) for k in KINDS)
     seen_by_oracle = tuple(name for name in features if name in (*INNER, KERAS[1]))
     # Moments in bfloat16 move a parameter by a little else, a wrong step by 0.5.
-    is_rounded = {"state in two bytes", "stochastic rounding"} & {*features}
-    atol, rtol = (0.05, 0) if is_rounded else (1e-6, 1e-2)
+    atol, rtol = (0.05, 0) if "state in two bytes" in features else (1e-6, 1e-2)
+    if "stochastic rounding" in features:
+        atol, rtol = 0.2, 0  # each step moves by up to a bfloat16 step, 1/64 for numbers above 2
     consecutive = total = 0
     for i, (weights, skip) in enumerate(zip(oracle(seen_by_oracle, skips), skips, strict=True)):
         carry = step(carry, *BATCHES[i])

@@ -188,8 +188,8 @@ def test_modules_are_short_and_the_picture_names_each():
 MOST_TO_WALK = {
     ("PLAIN", False): step_trace.Walk(functions=47, files=11, changes=100),
     ("PLAIN", True): step_trace.Walk(functions=67, files=13, changes=150),
-    ("STACK", False): step_trace.Walk(functions=75, files=15, changes=150),
-    ("STACK", True): step_trace.Walk(functions=90, files=16, changes=260),
+    ("STACK", False): step_trace.Walk(functions=75, files=16, changes=150),
+    ("STACK", True): step_trace.Walk(functions=90, files=17, changes=260),
 }
 
 

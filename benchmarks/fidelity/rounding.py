@@ -25,7 +25,7 @@ COLORS = dict(zip(WAYS, ("#999999", "#0072b2", "#009e73", "#d55e00"), strict=Tru
 RATES = 1e-3, 1e-4, 1e-5
 
 
-def go_on(task: Task, way: str, tx: Any, start: Params, seed: int, data: Any) -> float:
+def go_on(task: Task, way: str, tx: Any, start: Params, seed: int) -> float:
     """Return the mean training loss over the last tenth of the steps from these parameters."""
     dtype, wrap = WAYS[way]
 
@@ -35,12 +35,12 @@ def go_on(task: Task, way: str, tx: Any, start: Params, seed: int, data: Any) ->
         _, losses = fit(wrap(tx), loss_fn, ols.cast(params, dtype), keys)
         return jnp.mean(losses[-max(task.steps // 10, 1) :])
 
-    return float(run(start, data, jax.random.key(seed)))
+    return float(run(start, task.data, jax.random.key(seed)))
 
 
 def learn(task: Task, way: str, seed: int) -> float:
     """Return the mean training loss over the last tenth of the steps from the start."""
-    return go_on(task, way, task.tx, task.init(jax.random.key(seed)), seed + 1000, task.data)
+    return go_on(task, way, task.tx, task.init(jax.random.key(seed)), seed + 1000)
 
 
 def measure(*, quick: bool) -> Report:
@@ -92,9 +92,7 @@ def equilibrium(*, quick: bool) -> Report:
     rows = []
     for rate in RATES:
         ends = {
-            way: np.array(
-                [go_on(task, way, optax.adamw(rate), params, seed, task.data) for seed in seeds]
-            )
+            way: np.array([go_on(task, way, optax.adamw(rate), params, seed) for seed in seeds])
             for way in WAYS
         }
         plain, *others = ends.values()

@@ -59,8 +59,8 @@ def with_master_weights(
 
     Raises:
       TypeError: If an argument is of the wrong type, the state that `update` is given included.
-      ValueError: From `init`, if `inner` contains `with_stochastic_rounding`. From `update`, without
-        `params`, or with others than those that `init` was given.
+      ValueError: From `init`, if `inner` contains `with_stochastic_rounding`. From `update`, if
+        `params` are missing, or are not those that `init` was given.
 
     Examples:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
