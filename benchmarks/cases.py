@@ -32,7 +32,7 @@ AUTOCAST = "Optax", "Control", "Autocast", "ByHand", "AutocastBfloat16", "ByHand
 STORED = "RemaindersBfloat16State", "AutocastRemaindersBfloat16State"
 REMAINDERS = (
     "MastersByHand", "Masters", "Remainders", "SkipIfRemainders", "RemaindersBfloat16State",
-    "SpikeRemaindersBfloat16State",
+    "SpikeRemaindersBfloat16State", "RoundedBfloat16State", "SpikeRoundedBfloat16State",
 )  # fmt: skip
 
 
@@ -62,6 +62,10 @@ def _larger(**options: Any) -> Callable:
 
 
 _STORED = {"scanned": True, "plain": True, "stored": jnp.bfloat16}
+
+
+def _deep_bfloat16(sizes: Sizes) -> Gradients:
+    return gradients(resnet50(sizes), jnp.bfloat16, jnp.bfloat16)
 
 
 _HALF = _wide(jnp.float16, jnp.float16)
@@ -100,6 +104,11 @@ CASES = {
         "12 bfloat16 arrays with masters, `adamw`", _BFLOAT16, contenders=REMAINDERS
     ),
     "remainders-clip": Case("the same with clipping", _BFLOAT16, CLIP, REMAINDERS),
+    "remainders-lion": Case("the same with `lion`", _BFLOAT16, "lion", REMAINDERS),
+    "remainders-fsdp": Case(
+        "161 bfloat16 arrays, first axes over 4 devices", _deep_bfloat16,
+        contenders=("Optax", "RoundedBfloat16State"), spread="fsdp",
+    ),
     "stack": Case(
         "12 arrays, clipping, `adamw`, Spike and scaling", _wide(), CLIP, ("Optax", "Stack")
     ),

@@ -17,6 +17,7 @@ from optax_lossscale._state import (
     GuardState,
     LossScaleState,
     MasterWeightsState,
+    StochasticRoundingState,
     subtrees,
 )
 from optax_lossscale._support.lines import warn
@@ -40,32 +41,52 @@ def refuse_second_guard(argument: str, inner_state: PyTree, instead: str = ONE_G
 
 
 def refuse_masters_inside(inner_state: PyTree) -> None:
-    """Refuse master weights, or a state in bfloat16, inside of a state in bfloat16."""
-    for path, found in subtrees(inner_state, MasterWeightsState, Bfloat16State):
+    """Refuse what takes care of the parameters, or a second state in bfloat16, inside of one."""
+    for path, found in subtrees(inner_state, *_OF_PARAMETERS, Bfloat16State):
+        wrapper = _OF_PARAMETERS.get(type(found), "with_master_weights")
         raise ValueError(
             f"`inner` must be the optimizer alone, got a {type(found).__name__} at "
-            f"{path_name(path)} of its state. Keep masters around it: "
-            "`with_master_weights(with_bfloat16_state(inner))`."
+            f"{path_name(path)} of its state. Write `{wrapper}(with_bfloat16_state(inner))`."
+        )
+
+
+def refuse_second_for_parameters(
+    wrapper: str, inner_state: PyTree, *kinds: type[MasterWeightsState | StochasticRoundingState]
+) -> None:
+    """Refuse these wrappers inside `wrapper`, which takes care of the parameters already."""
+    for path, found in subtrees(inner_state, *kinds):
+        raise ValueError(
+            f"`inner` must not contain `{_OF_PARAMETERS[type(found)]}` inside `{wrapper}`, got a "
+            f"{type(found).__name__} at {path_name(path)} of its state. Use one of the two: "
+            "`with_master_weights(inner)` or `with_stochastic_rounding(inner)`."
         )
 
 
 def refuse_changed_updates(inner_state: PyTree) -> None:
-    """Refuse master weights whose updates another transformation may change."""
-    for path, _ in subtrees(inner_state, MasterWeightsState):
+    """Refuse a wrapper of the parameters whose updates another transformation may change."""
+    for path, found in subtrees(inner_state, *_OF_PARAMETERS):
+        wrapper = _OF_PARAMETERS[type(found)]
         for container in _containers(inner_state, path):
             if not _hands_through(container):
                 raise ValueError(
-                    "`inner` must leave the updates of `with_master_weights` as they are, got a "
-                    f"MasterWeightsState at {path_name(path)} inside of a "
+                    f"`inner` must leave the updates of `{wrapper}` as they are, got a "
+                    f"{type(found).__name__} at {path_name(path)} inside of a "
                     f"{type(container.node).__name__}. Wrap all of it, decay and averages too: "
-                    "`with_master_weights(inner)`."
+                    f"`{wrapper}(inner)`."
                 )
+
+
+# The wrappers that decide what becomes of half-precision parameters, by the types of their states.
+_OF_PARAMETERS: dict[type[Any], str] = {
+    MasterWeightsState: "with_master_weights",
+    StochasticRoundingState: "with_stochastic_rounding",
+}
 
 
 def warn_of_half_precision(params: PyTree, inner_state: PyTree) -> None:
     """Warn of parameters in half precision without masters, and of injected numbers in it."""
     half = _half_dtypes(params)
-    if half and not any(subtrees(inner_state, MasterWeightsState)):
+    if half and not any(subtrees(inner_state, *_OF_PARAMETERS)):
         least = 4 / max(jnp.finfo(dtype).eps for dtype in half)
         warn(
             f"`params` are {' and '.join(half)}, and no float32 master weights are kept: an update "

@@ -28,6 +28,7 @@ MANY = {"held": jnp.int32(129)}
 INJECTED = optax.chain(*[optax.inject_hyperparams(optax.sgd)(0.1)] * 2)
 TX, SKIPS = ols.with_loss_scaling(SGD), ols.with_skipping(SGD)
 MASTERS, SMALL = ols.with_master_weights(SGD), ols.with_bfloat16_state(SGD)
+ROUNDED = ols.with_stochastic_rounding(SGD)
 STATE, OPT_STATE, SPIKES = ols.init(8.0), TX.init(PARAMS), ols.Spike().init(PARAMS)
 COUNTS, FULL = STATE._fields[1:], SPIKES._replace(held=jnp.int32(128))
 EXPONENTS, NO_EXPONENTS = map(diag.gradient_exponents, (PARAMS, [0.0, NAN, INF]))
@@ -255,6 +256,7 @@ TABLE = {
         *named("GuardState", lambda: TX.update(PARAMS, STATE)),
         *named("GuardState", lambda: SKIPS.update(PARAMS, STATE)),
         *named("MasterWeightsState", lambda: MASTERS.update(PARAMS, STATE)),
+        *named("StochasticRoundingState", lambda: ROUNDED.update(PARAMS, STATE)),
         *named("Bfloat16State", lambda: SMALL.update(PARAMS, STATE)),
     ],
     "ValueError: `{}` must hold exactly one": [
@@ -339,6 +341,7 @@ TABLE = {
     "ValueError: `inner` must be the optimizer alone, got a {}": [
         *named("MasterWeightsState", lambda: ols.with_bfloat16_state(MASTERS).init(PARAMS)),
         *named("Bfloat16State", lambda: ols.with_bfloat16_state(SMALL).init(PARAMS)),
+        *named("StochasticRoundingState", lambda: ols.with_bfloat16_state(ROUNDED).init(PARAMS)),
     ],
     "TypeError: `{}` must be a floating-point dtype": [
         *given(ols.cast, "dtype", "int8", None, "complex64", "bf16", PARAMS, tree=PARAMS),
@@ -552,7 +555,9 @@ def guarded_masters(inner):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("wrapper", [*WRAPPERS, ols.with_master_weights, guarded_masters])
+@pytest.mark.parametrize(
+    "wrapper", [*WRAPPERS, ols.with_master_weights, ols.with_stochastic_rounding, guarded_masters]
+)
 def test_an_optimizers_error_says_where_updates_and_params_differ(wrapper):
     tx, params = wrapper(optax.adamw(0.1)), {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}
     for place, updates in (

@@ -154,6 +154,10 @@ PLANS: dict[str, tuple[Any, Wrap]] = {
         jnp.bfloat16,
         lambda tx: ols.with_master_weights(ols.with_bfloat16_state(tx), remainders=True),
     ),
+    "stochastic rounding, state in two bytes": (
+        jnp.bfloat16,
+        lambda tx: ols.with_stochastic_rounding(ols.with_bfloat16_state(tx)),
+    ),
 }
 SAVED = {name: OPTIMIZERS[name] for name in ("AdamW", "Lion", "SGD with momentum")}
 SAVED |= {"Adafactor": optax.adafactor(1e-3)}

@@ -14,7 +14,7 @@ from optax_lossscale._state import Bfloat16State, subtrees
 from optax_lossscale._support import checks
 from optax_lossscale._support.jaxprs import Jaxpr, inner_jaxprs, is_literal, is_move
 from optax_lossscale._support.lines import warn_of_keep
-from optax_lossscale._support.nnx import is_nnx
+from optax_lossscale._support.nnx import is_nnx, leaf_names
 from optax_lossscale._support.notes import difference, notes_on_errors, plain_container
 from optax_lossscale._support.primitives import CALLS
 from optax_lossscale._support.tree import ARRAYS, KeyPath, in_dtype, is_symbolic, split
@@ -38,7 +38,7 @@ def with_bfloat16_state(
     `schedule_free`), the two moments of which centered RMSProp takes the variance, and the
     memories of L-BFGS and of line searches.
 
-    The random bits depend on the step's number, the array's place in the state and the element's
+    The random bits depend on the step's number, the array's path in the state and the element's
     index: the same state gives the same step, on any number of devices under `jax.jit`. Inside
     `jax.shard_map` and `jax.vmap`, each member counts its own elements.
 
@@ -100,9 +100,9 @@ def with_bfloat16_state(
         with notes_on_errors(difference(updates, params), plain_container):
             updates, new = inner.update(updates, treedef.unflatten(wide), params, **extra_args)
         arrays = treedef.flatten_up_to(new)
-        for place, leaf in enumerate(leaves):
+        for place, (leaf, name) in enumerate(zip(leaves, leaf_names(old), strict=True)):
             if _is_bfloat16(leaf):
-                arrays[place] = rounded_at_random(arrays[place], count, place)
+                arrays[place] = rounded_at_random(arrays[place], count, name)
         return updates, Bfloat16State(count, treedef.unflatten(arrays))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

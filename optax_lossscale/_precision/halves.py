@@ -4,6 +4,8 @@ A bfloat16 is the upper half of a float32. Shift its bits up by 16 and add the r
 signed integer: that is the float32. Splitting rounds to the nearest, ties away from zero.
 """
 
+import zlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,10 +104,10 @@ def _update_to(
     return jnp.where(stays, jnp.full_like(start, -0.0), end - start)
 
 
-def rounded_at_random(x: jax.Array, count: jax.Array, place: int) -> jax.Array:
+def rounded_at_random(x: jax.Array, count: jax.Array, name: str) -> jax.Array:
     """Return one of the two nearest bfloat16 numbers; the expectation is the number itself.
 
-    The random bits are those of the step `count`, of the array at a `place` and of each element.
+    The random bits depend on the step `count`, the `name` of the array and the element's index.
     """
     x = x.astype(jnp.float32)
     # The lower half carries into the upper one as often as it is large. The largest number has no
@@ -115,8 +117,8 @@ def rounded_at_random(x: jax.Array, count: jax.Array, place: int) -> jax.Array:
     # The random bits are a hash, so that nothing is stored or read. XLA:GPU (jaxlib 0.10.2) gives
     # a hash of the count alone a kernel for each array (38 in all for 15), and indices that arrays
     # of one shape share another one. So mix the count in with the elements, and start each array
-    # at an index of its own: by the golden ratio, far from the others.
-    start = np.uint32(place * 0x9E3779B9 % 2**32)
+    # at an index of its own, which is the same in every process (`hash` of a string is not).
+    start = np.uint32(zlib.crc32(name.encode()))
     index = jnp.full(x.shape, start)
     for axis, size in enumerate(x.shape):
         index = index * size + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)

@@ -17,6 +17,15 @@ def is_nnx(node: Any, *classes: str) -> bool:
     return nnx is not None and isinstance(node, tuple(getattr(nnx, name) for name in classes))
 
 
+def leaf_names(tree: Any) -> list[str]:
+    """Return the path of each leaf as `jax.tree_util.keystr` formats it, in order.
+
+    A leaf in a `Variable` has the path of the `Variable`, which is its path in a dict.
+    """
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: is_nnx(x, "Variable"))
+    return [jax.tree_util.keystr(path) for path, node in nodes for _ in jax.tree.leaves(node)]
+
+
 def holds_objects(tree: Any) -> bool:
     """Return whether there are modules, variables, random streams or other objects in a tree."""
     is_imported = "flax.nnx" in sys.modules

@@ -143,6 +143,7 @@ ROUNDED = {
     "masters": ols.with_master_weights,
     "remainders": lambda tx: ols.with_master_weights(tx, remainders=True),
     "state": ols.with_bfloat16_state,
+    "rounded": ols.with_stochastic_rounding,
 }
 HOW = [*((mode, True) for mode in MODES_OF_TWO_ORDERS), ("reverse over forward", False)]
 

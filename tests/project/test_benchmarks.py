@@ -25,7 +25,7 @@ SHAPES = [(4, 3), (3,)]
 SHORT = "--size=tiny", "--rounds=1", "--sample-seconds=0"
 OURS, PLAIN = CONTENDERS["Ours"].name, CONTENDERS["Optax"].name
 FOUND = [name for name in CONTENDERS if version(CONTENDERS[name].package)]
-UNLIKE = re.compile("Masters|Remainders|StackByHand|ByHandBfloat16")
+UNLIKE = re.compile("Masters|Remainders|Rounded|StackByHand|ByHandBfloat16")
 ALIKE = [name for name in FOUND if not UNLIKE.search(name)]
 each_contender = pytest.mark.parametrize("name", ALIKE)
 

@@ -44,6 +44,11 @@ LIMITS = {
     ("remainders-clip", "SkipIfRemainders", "h100"): (0.934, 37),
     ("remainders-clip", "RemaindersBfloat16State", "h100"): (0.668, 40),
     ("remainders-clip", "SpikeRemaindersBfloat16State", "h100"): (0.668, 48),
+    # Against 28, 30 and 20 bytes per parameter: 14, 16 and 10.
+    ("remainders", "RoundedBfloat16State", "h100"): (0.501, 17),
+    ("remainders-clip", "SpikeRoundedBfloat16State", "h100"): (0.535, 50),
+    ("remainders-lion", "RoundedBfloat16State", "h100"): (0.501, 16),
+    ("remainders-fsdp", "RoundedBfloat16State", "h100"): (1, 300, 0, 0),
     ("state", "Bfloat16State", "h100"): (0.716, 15),
     ("stack", "Stack", "h100"): (1.005, 47),
     ("stack-half", "Stack", "h100"): (1.068, 47),
