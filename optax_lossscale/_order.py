@@ -20,7 +20,7 @@ from optax_lossscale._state import (
     StochasticRoundingState,
     subtrees,
 )
-from optax_lossscale._support.lines import warn
+from optax_lossscale._support.lines import warn, warn_once
 from optax_lossscale._support.tree import HALF, KeyPath, PyTree, children, path_name
 
 
@@ -104,20 +104,19 @@ def warn_of_half_precision(params: PyTree, inner_state: PyTree) -> None:
             return
 
 
-def warn_of_what_stands_outside(opt_state: PyTree, given: set[str]) -> None:
-    """Warn if a state shows transformations around the guard or beside it, once for each advice."""
+def warn_of_outside(opt_state: PyTree, given: set[str]) -> None:
+    """Warn if a state shows transformations outside the guard, once for each line to write."""
     for path, _ in subtrees(opt_state, GuardState):
-        containers = _containers(opt_state, path)
-        inside = next(filter(None, map(_belongs_inside, containers)), None)
-        if inside and inside not in given:
-            given.add(inside)
-            warn(
-                "Transformations stand outside of the guard. If any of them is more than an "
-                "identity, it sees scaled gradients, or moves on skipped steps. Write "
-                f"`with_loss_scaling({inside})`, or the same with `with_skipping`. To silence "
-                "this, pass `loss_scale_state(opt_state)`."
-            )
-        return
+        for container in _containers(opt_state, path):
+            if line := _belongs_inside(container):
+                warn_once(
+                    "Some transformations are outside the guard. If one of them is more than an "
+                    "identity, it sees scaled gradients, or changes on skipped steps. Write "
+                    f"`with_loss_scaling({line})`, or the same with `with_skipping`. To silence "
+                    "this warning, pass `loss_scale_state(opt_state)`.",
+                    given,
+                )
+                return
 
 
 class _Container(NamedTuple):

@@ -6,6 +6,7 @@ new state or keeps the old one, and counts: `with_loss_scaling`, and without a l
 """
 
 import copy
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -15,9 +16,14 @@ import optax
 
 from optax_lossscale._guard.keep import step_where
 from optax_lossscale._guard.rules import as_rules, judge, measure, warn_of_loss
-from optax_lossscale._loss_scale.convert import LossScale, LossScaleLike, as_loss_scale, init
-from optax_lossscale._loss_scale.policies import FixedLossScale
-from optax_lossscale._loss_scale.scale import all_finite
+from optax_lossscale._loss_scale.policies import (
+    FixedLossScale,
+    LossScale,
+    LossScaleLike,
+    as_loss_scale,
+    init,
+)
+from optax_lossscale._loss_scale.scale import all_finite, unscaled
 from optax_lossscale._order import (
     Guard,
     refuse_changed_updates,
@@ -34,9 +40,9 @@ from optax_lossscale._state import (
 )
 from optax_lossscale._support import checks
 from optax_lossscale._support.choose import agree, all_true
-from optax_lossscale._support.notes import notes_on_errors, other_leaf
+from optax_lossscale._support.notes import add_other_leaf
 from optax_lossscale._support.rule import Rule, SkipIf
-from optax_lossscale._support.tree import ARRAYS, AxisName, Flag, PyTree, unscaled
+from optax_lossscale._support.tree import AxisName, Flag, PyTree, is_inexact
 
 
 def with_loss_scaling(
@@ -163,11 +169,14 @@ def _guard(
         # A rule brings the check with it. A subclass may have an `__init__` of its own.
         policy = copy.copy(policy)
         object.__setattr__(policy, "skip_nonfinite", True)  # it is frozen
-    has_warned = False
+    warnings_given: set[str] = set()
 
     def init_fn(params: optax.Params) -> GuardState:
-        with notes_on_errors(other_leaf(params)):
+        try:
             inner_state = inner.init(params)
+        except Exception as error:
+            add_other_leaf(error, params)
+            raise
         refuse_second_guard("inner", inner_state)
         refuse_changed_updates(inner_state)
         warn_of_half_precision(params, inner_state)
@@ -177,12 +186,10 @@ def _guard(
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, GuardState]:
-        nonlocal has_warned
         state = checks.read_state(state, GuardState)
         scale_state = find(LossScaleState, "state", state.loss_scale_state)
-        if "loss" in extra_args and "value" not in extra_args and not has_warned:
-            warn_of_loss(rules)
-            has_warned = True
+        if "loss" in extra_args and "value" not in extra_args:
+            warn_of_loss(rules, warnings_given)
         checks.require_rule_states(state.rule_states, rules)
         grads = unscaled(updates, loss_scale_of(scale_state), keep_dtypes=not is_scaled)
         extra_args = _in_true_units(extra_args, updates, grads, is_scaled=is_scaled)
@@ -242,24 +249,23 @@ def _in_true_units(
 
     Line searches of Optax are called with `grad=grads`. Arrays are told by identity.
     """
-    pairs = [*zip(jax.tree.leaves(given), jax.tree.leaves(grads), strict=True)]
-    unscaled_ids = {id(a) for a, b in pairs if a is not b and isinstance(a, ARRAYS)}
-    grad, true_args = extra_args.get("grad"), {**extra_args}
-    leaves, treedef = jax.tree.flatten(grad)
-    # The leaves themselves, also in the Variables of flax.nnx.
-    if len(leaves) == len(pairs) and all(a is b for a, (b, _) in zip(leaves, pairs, strict=True)):
-        true_args["grad"] = treedef.unflatten(true for _, true in pairs)
-    elif is_scaled and grad is not None:
+    leaves = jax.tree.leaves(given)  # the arrays themselves, even in Variables of flax.nnx
+    grad_leaves, grad_def = jax.tree.flatten(extra_args.get("grad"))
+    is_same = len(grad_leaves) == len(leaves) and all(map(operator.is_, grad_leaves, leaves))
+    if grad_leaves and is_same:
+        extra_args = {**extra_args, "grad": grad_def.unflatten(jax.tree.leaves(grads))}
+    elif grad_leaves and is_scaled:
         raise ValueError(
             "`grad` must be the gradients themselves, got other arrays, whose loss scale is not "
             "known. Pass the same arrays twice, inside one jitted step: "
             "`tx.update(grads, state, params, value=loss, grad=grads, value_fn=f)`."
         )
-    for name, arg in extra_args.items() if is_scaled else ():
-        leaves = jax.tree.leaves(arg)
-        if name not in ("grad", "value") and any(id(leaf) in unscaled_ids for leaf in leaves):
+    scaled = {id(leaf) for leaf in leaves if is_scaled and is_inexact(leaf)}
+    for name, arg in extra_args.items():
+        held = (id(leaf) in scaled for leaf in jax.tree.leaves(arg))
+        if name not in ("grad", "value") and any(held):
             raise ValueError(
                 f"`{name}` must be in true units, got an array of the scaled gradients. Unscale it "
                 "with `unscale_and_check`, or call it `grad` if it is all of the gradients."
             )
-    return true_args
+    return extra_args

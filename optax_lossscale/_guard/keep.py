@@ -8,16 +8,10 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale import _xla
-from optax_lossscale._state import MasterWeightsState, subtrees
+from optax_lossscale._state import MasterWeightsState, StochasticRoundingState, subtrees
 from optax_lossscale._support import checks
 from optax_lossscale._support.choose import constant_if_skipped, zeros_if_skipped
-from optax_lossscale._support.notes import (
-    difference,
-    missing_gradients,
-    notes_on_errors,
-    plain_container,
-    small_parameters,
-)
+from optax_lossscale._support.notes import add_likely_causes, add_small_parameters
 from optax_lossscale._support.tree import (
     ARRAYS,
     Flag,
@@ -42,14 +36,16 @@ def step_where(
     state = jax.tree.map(as_array, state)
     extra_args = {name: zeros_if_skipped(applied, arg) for name, arg in extra_args.items()}
     params = constant_if_skipped(applied, params)
-    causes = [difference(grads, params), missing_gradients(grads), plain_container]
-    if not any(subtrees(state, MasterWeightsState)):
-        causes.append(small_parameters(params))
 
     def step(grads: Any, state: Any) -> tuple[Any, Any]:
-        with notes_on_errors(*causes):
+        try:
             updates, new_state = inner.update(grads, state, params, **extra_args)
             return updates, _like(state, new_state)
+        except Exception as error:
+            add_likely_causes(error, grads, params)
+            if not any(subtrees(state, MasterWeightsState, StochasticRoundingState)):
+                add_small_parameters(error, params)
+            raise
 
     updates, state = run_where(applied, step, grads, state)
 

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale._guard.keep import safe_call
-from optax_lossscale._loss_scale.convert import LossScale
+from optax_lossscale._loss_scale.policies import LossScale
 from optax_lossscale._state import SpikeState, increment, relative_statistics, repaired
 from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import as_float32
 from optax_lossscale._support.choose import tree_where, zeros_if_skipped
-from optax_lossscale._support.lines import warn
-from optax_lossscale._support.notes import notes_on_errors
+from optax_lossscale._support.lines import warn_once
+from optax_lossscale._support.notes import add_note
 from optax_lossscale._support.rule import Rule
 from optax_lossscale._support.tree import (
     FP8_KEY,
@@ -69,12 +69,13 @@ def as_rules(skip_if: Any) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-def warn_of_loss(rules: tuple[Rule, ...]) -> None:
+def warn_of_loss(rules: tuple[Rule, ...], given: set[str]) -> None:
     """Warn of the extra argument `loss`, which Optax calls `value`, unless a rule asks for it."""
     if not any(map(_asks_for_loss, rules)):
-        warn(
+        warn_once(
             "`loss` is an extra argument, and is not checked: a step whose loss is NaN may be "
-            "applied. Optax calls the loss `value`: `tx.update(grads, state, params, value=loss)`."
+            "applied. Optax calls the loss `value`: `tx.update(grads, state, params, value=loss)`.",
+            given,
         )
 
 
@@ -116,10 +117,11 @@ def judge(
     with jax.debug_nans(False), jax.debug_infs(False):
         skip, new = rule.judge(old, measure)
     skip = checks.read_flag(f"{type(rule).__name__}.judge", skip)
-    with notes_on_errors(
-        lambda _: f"It is in the state of {rule!r}: `judge` must return one like `init`."
-    ):
+    try:
         new = tree_where(finite, new, old)
+    except Exception as error:
+        add_note(error, f"It is in the state of {rule!r}: `judge` must return one like `init`.")
+        raise
     # A memory decides, and decisions have no derivative.
     return skip, jax.lax.stop_gradient(new)
 

@@ -1,4 +1,4 @@
-"""Differentiate a loss function scaled."""
+"""Differentiate a scaled loss."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale._loss_scale.scale import scaled
-from optax_lossscale._order import warn_of_what_stands_outside
+from optax_lossscale._order import warn_of_outside
 from optax_lossscale._state import GuardState, LossScaleState, find, loss_scale_of
 from optax_lossscale._support import checks
-from optax_lossscale._support.lines import warn
+from optax_lossscale._support.lines import warn_once
 from optax_lossscale._support.tree import PyTree
 
 P = ParamSpec("P")
@@ -26,7 +26,7 @@ def value_and_grad(
     transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
     **kwargs: Any,
 ) -> Callable[Concatenate[PyTree, P], tuple[Value, PyTree]]:
-    """Differentiate a loss function scaled, and return its value unscaled.
+    """Differentiate a scaled loss, and return its value unscaled.
 
     Args:
       fun: The loss function, as for `jax.value_and_grad`. It is unaware of loss scaling. With
@@ -48,7 +48,7 @@ def value_and_grad(
       ValueError: If `state` holds no `LossScaleState`, or several.
 
     Warns:
-      UserWarning: Once for each advice, if transformations stand outside of the guard in an
+      UserWarning: Once per message, if transformations are outside the guard in an
         optimizer's state; `loss_scale_state(opt_state)` in its place is silent. Once, if the loss
         is bfloat16. If the loss is float16: see `scale_loss`.
 
@@ -61,20 +61,18 @@ def value_and_grad(
     checks.require_function("fun", fun, "Give the loss function itself, not its result.")
     checks.require_function("transform", transform, "Use `jax.value_and_grad`, its default.")
     has_aux = checks.read_bool("has_aux", has_aux)
-    positions: Any = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
     is_of_jax = transform is jax.value_and_grad  # another one may take other things
-    if is_of_jax:
-        checks.require_argnums(positions)
+    positions = checks.read_argnums(argnums) if is_of_jax else ()
     if argnums != 0:  # the default of every transform; Equinox's does not take the argument
         kwargs["argnums"] = argnums
-    advice_given: set[str] = set()
+    warnings_given: set[str] = set()
 
     def scaled_value_and_grad(
         state: PyTree, /, *args: P.args, **kwds: P.kwargs
     ) -> tuple[Value, PyTree]:
         loss_scale = loss_scale_of(find(LossScaleState, "state", state))
         if not isinstance(state, GuardState):
-            warn_of_what_stands_outside(state, advice_given)
+            warn_of_outside(state, warnings_given)
 
         def scaled_loss(*args: P.args, **kwds: P.kwargs) -> tuple[Any, Value]:
             value = fun(*args, **kwds)
@@ -82,8 +80,10 @@ def value_and_grad(
             if has_aux:
                 checks.require_pair("fun", value)
                 loss, _ = loss
-            _warn_of_bfloat16(loss, advice_given)
-            return scaled(loss, loss_scale), value
+            result = scaled(loss, loss_scale)
+            if jnp.dtype("bfloat16") in map(jnp.result_type, jax.tree.leaves(loss)):
+                warn_once(_BFLOAT16_LOSS, warnings_given)
+            return result, value
 
         differentiated = _transformed(transform, scaled_loss, has_aux=True, **kwargs)
         try:
@@ -114,7 +114,7 @@ def grad(
     transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
     **kwargs: Any,
 ) -> Callable[Concatenate[PyTree, P], Any]:
-    """Differentiate a loss function scaled: `value_and_grad` without the value.
+    """Differentiate a scaled loss: `value_and_grad` without the value.
 
     It takes, raises and warns as `value_and_grad` does.
 
@@ -143,18 +143,11 @@ def grad(
     return _with_signature_of(fun, scaled_grad)
 
 
-def _warn_of_bfloat16(loss: PyTree, given: set[str]) -> None:
-    """Warn about a loss in bfloat16, unless `given` says that this has been done."""
-    is_bfloat16 = any(
-        getattr(leaf, "dtype", None) == jnp.bfloat16 for leaf in jax.tree.leaves(loss)
-    )
-    if is_bfloat16 and "bfloat16" not in given:
-        given.add("bfloat16")
-        warn(
-            "The loss is bfloat16, which has three digits: most likely, nothing is computed in "
-            "float32. Compute the loss in float32, for example from `logits.astype(jnp.float32)`, "
-            "or differentiate `autocast(loss_fn, jnp.bfloat16)`."
-        )
+_BFLOAT16_LOSS = (
+    "The loss is bfloat16, which has three digits: most likely, nothing is computed in float32. "
+    "Compute the loss in float32, for example from `logits.astype(jnp.float32)`, or differentiate "
+    "`autocast(loss_fn, jnp.bfloat16)`."
+)
 
 
 def _transformed(
@@ -170,9 +163,9 @@ def _transformed(
 
 
 def _with_signature_of(fun: Callable[..., Any], function: Any) -> Callable[..., Any]:
-    """Return a function that says that it takes a state and the arguments of `fun`.
+    """Return `function` with the signature of `fun` behind a state.
 
-    `jax.jit` reads there where the arguments stand that `static_argnames` names.
+    `jax.jit` finds the positions of `static_argnames` there.
     """
     try:
         parameters = inspect.signature(fun).parameters

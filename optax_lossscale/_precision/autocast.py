@@ -30,7 +30,7 @@ from optax_lossscale._support.jaxprs import (
     total_flops,
     without_constants,
 )
-from optax_lossscale._support.lines import warn
+from optax_lossscale._support.lines import warn_once
 from optax_lossscale._support.tree import HALF, split
 
 P = ParamSpec("P")
@@ -115,17 +115,13 @@ def autocast(fun: Callable[P, Result], dtype: DTypeLike) -> Callable[P, Result]:
     product_dtype = checks.read_half_or_float32("dtype", dtype)
     is_cast = product_dtype != jnp.float32
     traced = fun if is_cast else jax.named_call(fun, name=UNCAST_SCOPE)
-    warnings: set[Callable[..., str]] = {_of_closed_over_halves}
-    if is_cast:
-        warnings.add(functools.partial(_of_products, dtype=product_dtype))
+    warnings_given: set[str] = set()
 
     def edit(jaxpr: Jaxpr) -> Jaxpr:
+        _warn_of_closed_over_halves(jaxpr, warnings_given)
         if is_cast:
             jaxpr = with_products_in(product_dtype, jaxpr)
-        messages = {message_of: message_of(jaxpr) for message_of in warnings}
-        for message in filter(None, messages.values()):
-            warn(message)
-        warnings.difference_update(x for x, message in messages.items() if message)
+            _warn_of_products(jaxpr, product_dtype, warnings_given)
         return jaxpr
 
     @functools.wraps(fun, updated=())
@@ -182,34 +178,38 @@ def _is_jax_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array)
 
 
-def _of_closed_over_halves(jaxpr: Jaxpr) -> str:
-    """Return what to warn about arrays that cannot be read as float32; `""` if there are none."""
+def _warn_of_closed_over_halves(jaxpr: Jaxpr, given: set[str]) -> None:
+    """Warn about arrays that cannot be read as float32, if there are any."""
     halves = [x for x in constants_of(jaxpr) if getattr(x, "dtype", None) in HALF]
     if not halves:
-        return ""
+        return
     largest = max(halves, key=np.size)
     arrays = f"{len(halves)} arrays in half precision, the largest" if halves[1:] else "an array,"
-    return (
+    warn_once(
         f"`fun` closes over {arrays} {jax.typeof(largest).str_short()}. `autocast` cannot read "
         "what is closed over as float32, so computations with it run in half precision. Pass it as "
-        "an argument: `functools.partial` closes over its arguments, too."
+        "an argument: `functools.partial` closes over its arguments, too.",
+        given,
+        key="closed over",
     )
 
 
-def _of_products(jaxpr: Jaxpr, dtype: np.dtype) -> str:
-    """Return what to warn if most operations of products run in a wider dtype than `dtype`."""
+def _warn_of_products(jaxpr: Jaxpr, dtype: np.dtype, given: set[str]) -> None:
+    """Warn if most operations of products run in a wider dtype than `dtype`."""
     products = products_of(jaxpr)
     others = [product for product in products if _itemsize(product) > dtype.itemsize]
     total, elsewhere = total_flops(products), total_flops(others)
     if 2 * elsewhere <= total:
-        return ""
+        return
     largest = max(others, key=lambda product: product.flops)
     source = largest.source()
-    return (
+    warn_once(
         f"Only {1 - elsewhere / total:.0%} of the floating-point operations in the matrix products "
         f"of `fun` run in {dtype} or in a narrower dtype. The largest other product is of "
         f"{largest.dtype}{source and f', at {source}'}. {_reason(largest)} "
-        "`diagnostics.precision_report(autocast(fun, dtype), ...)` counts all products."
+        "`diagnostics.precision_report(autocast(fun, dtype), ...)` counts all products.",
+        given,
+        key="products",
     )
 
 

@@ -15,7 +15,7 @@ from optax_lossscale._support import checks
 from optax_lossscale._support.jaxprs import Jaxpr, inner_jaxprs, is_literal, is_move
 from optax_lossscale._support.lines import warn_of_keep
 from optax_lossscale._support.nnx import is_nnx, leaf_names
-from optax_lossscale._support.notes import difference, notes_on_errors, plain_container
+from optax_lossscale._support.notes import add_likely_causes
 from optax_lossscale._support.primitives import CALLS
 from optax_lossscale._support.tree import ARRAYS, KeyPath, in_dtype, is_symbolic, split
 
@@ -97,8 +97,11 @@ def with_bfloat16_state(
         count = jnp.asarray(count, jnp.uint32) + 1
         leaves, treedef = jax.tree.flatten(old)
         wide = (in_dtype(x, jnp.float32) if _is_bfloat16(x) else x for x in leaves)
-        with notes_on_errors(difference(updates, params), plain_container):
+        try:
             updates, new = inner.update(updates, treedef.unflatten(wide), params, **extra_args)
+        except Exception as error:
+            add_likely_causes(error, updates, params)
+            raise
         arrays = treedef.flatten_up_to(new)
         for place, (leaf, name) in enumerate(zip(leaves, leaf_names(old), strict=True)):
             if _is_bfloat16(leaf):

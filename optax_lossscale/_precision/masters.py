@@ -14,7 +14,7 @@ from optax_lossscale._precision.storage import refuse_hidden_storage
 from optax_lossscale._state import MasterWeightsState, StochasticRoundingState, find
 from optax_lossscale._support import checks
 from optax_lossscale._support.nnx import is_nnx
-from optax_lossscale._support.notes import difference, notes_on_errors, plain_container
+from optax_lossscale._support.notes import add_likely_causes
 from optax_lossscale._support.tree import (
     HALF,
     KeyPath,
@@ -109,8 +109,11 @@ def with_master_weights(
         params_def = jax.tree.structure(params)
         wide = params_def.unflatten(weights.get(name, param) for name, (_, param) in old.items())
         grads = jax.tree.map(at_least_float32, updates)
-        with notes_on_errors(difference(updates, params), plain_container):
+        try:
             updates, inner_state = inner.update(grads, inner_state, wide, **extra_args)
+        except Exception as error:
+            add_likely_causes(error, updates, params)
+            raise
         moves = dict(zip(old, params_def.flatten_up_to(updates), strict=True))
         new_masters = {name: master for name, (_, master) in kept.items()}
         for name, weight in weights.items():

@@ -12,7 +12,7 @@ from optax_lossscale._precision.storage import refuse_hidden_storage
 from optax_lossscale._state import MasterWeightsState, StochasticRoundingState
 from optax_lossscale._support import checks
 from optax_lossscale._support.nnx import leaf_names
-from optax_lossscale._support.notes import difference, notes_on_errors, plain_container
+from optax_lossscale._support.notes import add_likely_causes
 from optax_lossscale._support.tree import HALF, PyTree, in_dtype, path_name
 
 
@@ -91,8 +91,11 @@ def with_stochastic_rounding(
         # The new count, so that the old one has one reader, and XLA overwrites it in place.
         count = jnp.asarray(count, jnp.uint32) + 1
         wide = _in_float32(params)
-        with notes_on_errors(difference(updates, params), plain_container):
+        try:
             moves, inner_state = inner.update(_in_float32(updates), inner_state, wide, **extra_args)
+        except Exception as error:
+            add_likely_causes(error, updates, params)
+            raise
         old, params_def = jax.tree.flatten(params)
         moves = params_def.flatten_up_to(moves)
         leaves = zip(old, jax.tree.leaves(wide), leaf_names(params), strict=True)

@@ -124,14 +124,16 @@ def require_extra_args(name: str, fun: Callable[..., Any], *args: Any, **extra_a
         pass
 
 
-def require_argnums(argnums: Sequence[object]) -> None:
-    """Refuse anything but positions."""
-    for number in argnums:
+def read_argnums(argnums: Any) -> Sequence[int]:
+    """Return the positions that `argnums` gives: one, or a sequence of them."""
+    positions: Any = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
+    for number in positions:
         if not isinstance(number, numbers.Integral):
             raise TypeError(
                 f"`argnums` must be an integer or a tuple of them, got {number!r}. Count from the "
                 "first argument of `fun`."
             )
+    return positions
 
 
 def require_pair(name: str, result: object) -> None:

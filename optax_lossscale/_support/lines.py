@@ -22,6 +22,13 @@ def warn(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
+def warn_once(message: str, given: set[str], key: str = "") -> None:
+    """Warn unless `given` holds the message, or its `key` if it has one, and remember it there."""
+    if (key or message) not in given:
+        given.add(key or message)
+        warn(message)
+
+
 def warn_of_keep(paths: Collection[str]) -> None:
     """Warn that the function `keep` names none of these arrays."""
     some = ", ".join(itertools.islice(paths, 5))

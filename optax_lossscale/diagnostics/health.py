@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._loss_scale.convert import LossScale, as_loss_scale, init
-from optax_lossscale._loss_scale.policies import FixedLossScale
+from optax_lossscale._loss_scale.policies import FixedLossScale, LossScale, as_loss_scale, init
 from optax_lossscale._loss_scale.scale import all_finite
 from optax_lossscale._state import GuardState, SpikeState, loss_scale_state, subtrees
 from optax_lossscale._support import checks

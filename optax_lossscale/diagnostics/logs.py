@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._order import warn_of_what_stands_outside
+from optax_lossscale._order import warn_of_outside
 from optax_lossscale._state import (
     GuardState,
     SpikeState,
@@ -50,7 +50,7 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
       >>> print(*(f"{k}={v}" for k, v in ols.diagnostics.metrics(state).items()))
       loss_scale=16384.0 applied=False growth_count=0 consecutive_skipped=1 total_skipped=1
     """
-    warn_of_what_stands_outside(opt_state, _ADVICE_GIVEN)
+    warn_of_outside(opt_state, _ADVICE_GIVEN)
     state = loss_scale_state(opt_state)
     return {
         "loss_scale": state.loss_scale,

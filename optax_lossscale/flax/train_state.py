@@ -12,7 +12,7 @@ from flax.training import train_state
 from jax.typing import ArrayLike
 
 from optax_lossscale._guard.guard import with_loss_scaling
-from optax_lossscale._loss_scale.convert import LossScaleLike
+from optax_lossscale._loss_scale.policies import LossScaleLike
 from optax_lossscale._loss_scale.scale import scale_loss
 from optax_lossscale._order import Guard, refuse_second_guard
 from optax_lossscale._state import applied, increment, loss_scale_state
