@@ -131,6 +131,8 @@ WORDS = {
         "cast",
         "autocast",
         "half precision",
+        "just-in-time mixed precision",
+        "preferred_element_type",
     ),
     "checkpoints": ("checkpoint", "resume", "restore", "Orbax"),
     "diagnostics": (
