@@ -109,7 +109,7 @@ LINKED |= {"optax_lossscale.flax.TrainState": "optax_lossscale.flax.TrainState"}
 # What is searched for, and not in the page's title.
 WORDS = {
     "accumulation": ("accumulate", "micro-batch", "microbatching", "MultiSteps"),
-    "api/index": ("glossary", "underflow", "subnormal", "half precision"),
+    "api/index": ("glossary", "subnormal"),
     "averages": ("EMA", "exponential moving average", "BatchNorm"),
     "bfloat16_state": (
         "stochastic rounding",
@@ -130,13 +130,16 @@ WORDS = {
         "attention",
         "cast",
         "autocast",
-        "inference",
-        "deploy",
+        "half precision",
+        "just-in-time mixed precision",
+        "preferred_element_type",
     ),
     "checkpoints": ("checkpoint", "resume", "restore", "Orbax"),
     "diagnostics": (
         "NaN",
         "NaN loss",
+        "loss is NaN",
+        "loss does not decrease",
         "overflow",
         "infinity",
         "inf",
@@ -150,7 +153,7 @@ WORDS = {
     ),
     "distributed": ("multi gpu", "multi-gpu", "multi host", "multi-host", "data parallel"),
     "fine_tuning": ("LoRA", "frozen"),
-    "flax": ("fp8", "Linen", "NNX"),
+    "flax": ("fp8", "Qwix", "Fp8DirectDotGeneralOp", "Linen", "NNX"),
     "gradient_penalty": ("hypergradients", "meta-learning"),
     "install": (
         "Windows",
@@ -164,6 +167,9 @@ WORDS = {
         "tensor core",
         "V100",
         "T4",
+        "TPU",
+        "compute capability",
+        "half_dtype",
     ),
     "logging": ("wandb", "W&B", "TensorBoard"),
     "migration/index": ("migrate", "switch", "DreamerV3"),
@@ -177,6 +183,15 @@ WORDS = {
     "sharded": ("FSDP", "pmap", "shard_map"),
     "skipping": ("spike", "guard", "rule", "skip", "skip step"),
     "trust": ("trust", "tested"),
+    "using": (
+        "serving",
+        "inference",
+        "deploy",
+        "decoding",
+        "KV cache",
+        "export",
+    ),
+    "why": ("underflow", "why loss scaling", "do I need loss scaling"),
 }
 
 
