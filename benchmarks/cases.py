@@ -31,7 +31,7 @@ GUARDS = "Optax", "Control", "SkipIf", "IfFinite", "Spike", "SpikeNorm", "MaxTex
 AUTOCAST = "Optax", "Control", "Autocast", "ByHand", "AutocastBfloat16", "ByHandBfloat16"
 REMAINDERS = (
     "MastersByHand", "Masters", "Remainders", "SkipIfRemainders", "RemaindersBfloat16State",
-    "SpikeRemaindersBfloat16State",
+    "SpikeRemaindersBfloat16State", "StochasticBfloat16State", "SpikeStochasticBfloat16State",
 )  # fmt: skip
 
 
@@ -54,6 +54,10 @@ def _wide(dtype: Any = jnp.float32, params_dtype: Any = jnp.float32) -> Callable
 
 def _deep(sizes: Sizes) -> Gradients:
     return gradients(resnet50(sizes))
+
+
+def _deep_bfloat16(sizes: Sizes) -> Gradients:
+    return gradients(resnet50(sizes), jnp.bfloat16, jnp.bfloat16)
 
 
 def _larger(*, scanned: bool = False, plain: bool = False) -> Callable:
@@ -96,6 +100,13 @@ CASES = {
         "12 bfloat16 arrays with masters, `adamw`", _BFLOAT16, contenders=REMAINDERS
     ),
     "remainders-clip": Case("the same with clipping", _BFLOAT16, CLIP, REMAINDERS),
+    "rounded-lion": Case(
+        "12 bfloat16 arrays, `lion`", _BFLOAT16, "lion", ("Optax", "StochasticBfloat16State"),
+    ),
+    "rounded-fsdp": Case(
+        "161 bfloat16 arrays over 4 devices, `adamw`", _deep_bfloat16,
+        contenders=("Optax", "StochasticBfloat16State"), spread="fsdp",
+    ),
     "stack": Case(
         "12 arrays, clipping, `adamw`, Spike and scaling", _wide(), CLIP, ("Optax", "Stack")
     ),

@@ -339,6 +339,7 @@ def _stack(tx: Optimizer, **axis: str) -> Optimizer:
 _SCALED = functools.partial(ols.with_loss_scaling, loss_scale=POLICY)
 _REMAINDERS = functools.partial(ols.with_master_weights, remainders=True)
 _TWO_BYTES = lambda tx: _REMAINDERS(ols.with_bfloat16_state(tx))  # noqa: E731
+_ROUNDED = lambda tx: ols.with_stochastic_rounding(ols.with_bfloat16_state(tx))  # noqa: E731
 _IF_FINITE = functools.partial(optax.apply_if_finite, max_consecutive_errors=100)
 _LIBRARY = {"scales": True, "skips": True}
 
@@ -400,6 +401,13 @@ CONTENDERS: dict[str, Contender] = {
     "SpikeRemaindersBfloat16State": Ours(
         "the same with Spike()",
         lambda tx: ols.with_skipping(_TWO_BYTES(tx), ols.Spike()),
+        skips=True,
+        **_VALUE,
+    ),
+    "StochasticBfloat16State": Ours("ours, stochastic rounding and state in two bytes", _ROUNDED),
+    "SpikeStochasticBfloat16State": Ours(
+        "the same, Spike() and stochastic rounding",
+        lambda tx: ols.with_skipping(_ROUNDED(tx), ols.Spike()),
         skips=True,
         **_VALUE,
     ),

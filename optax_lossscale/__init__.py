@@ -17,12 +17,14 @@ from optax_lossscale._precision.autocast import autocast
 from optax_lossscale._precision.bfloat16_state import with_bfloat16_state
 from optax_lossscale._precision.cast import cast
 from optax_lossscale._precision.masters import master_weights, with_master_weights
+from optax_lossscale._precision.stochastic_rounding import with_stochastic_rounding
 from optax_lossscale._state import (
     Bfloat16State,
     GuardState,
     LossScaleState,
     MasterWeightsState,
     SpikeState,
+    StochasticRoundingState,
     applied,
     loss_scale_state,
 )
@@ -41,6 +43,7 @@ __all__ = [
     "MasterWeightsState",
     "Spike",
     "SpikeState",
+    "StochasticRoundingState",
     "all_finite",
     "applied",
     "as_loss_scale",
@@ -61,4 +64,5 @@ __all__ = [
     "with_loss_scaling",
     "with_master_weights",
     "with_skipping",
+    "with_stochastic_rounding",
 ]

@@ -100,6 +100,18 @@ class Bfloat16State(NamedTuple):
     inner_state: optax.OptState
 
 
+class StochasticRoundingState(NamedTuple):
+    """The state of `with_stochastic_rounding`.
+
+    Attributes:
+      rounding_count: Steps, modulo 2**32, which choose the random bits. `uint32[]`.
+      inner_state: The inner optimizer's state, as it would be for float32 parameters.
+    """
+
+    rounding_count: jax.Array
+    inner_state: optax.OptState
+
+
 class DecayedState(NamedTuple):
     """The state of an optimizer with decoupled weight decay.
 
@@ -125,7 +137,10 @@ class EmaParamsState(NamedTuple):
 
 
 # The names in pickles are those under which states are imported, and outlive a move of this file.
-for _state in (LossScaleState, GuardState, SpikeState, MasterWeightsState, Bfloat16State):
+for _state in (
+    *(LossScaleState, GuardState, SpikeState),
+    *(MasterWeightsState, Bfloat16State, StochasticRoundingState),
+):
     _state.__module__ = "optax_lossscale"
 for _state in (DecayedState, EmaParamsState):
     _state.__module__ = "optax_lossscale.keras"

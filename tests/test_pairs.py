@@ -77,11 +77,12 @@ RULES = {
     "skip_if=tuple": (above, SPIKE_RULE),
 }
 KERAS = "loss_scale_optimizer", "loss_scale_optimizer with decay and EMA"
-# Parameters in this dtype have masters; those of bfloat16 are remainders.
+# Parameters in this dtype have masters, or are rounded; masters of bfloat16 are remainders.
 HALVES = {
     "masters": jnp.float16,
     "masters with remainders": jnp.bfloat16,
     "master_weights": jnp.float16,
+    "stochastic rounding": jnp.bfloat16,
 }
 INNER = "MultiSteps", "masked", "partition", "inject_hyperparams", "schedule_free"
 SAVED_AS = "orbax", "flax", "pickle"  # one after the other
@@ -279,7 +280,9 @@ def optimizer(features, prefix):
         tx = optax.contrib.schedule_free(tx, learning_rate=0.5)
     if "state in two bytes" in features:
         tx = ols.with_bfloat16_state(tx)
-    if half(features):
+    if "stochastic rounding" in features:
+        tx = ols.with_stochastic_rounding(tx)
+    elif half(features):
         tx = ols.with_master_weights(tx, remainders=half(features) == jnp.bfloat16)
     if "masked" in features:
         tx = optax.masked(tx, prefix(True, False))
@@ -338,6 +341,8 @@ def run(features, folder):
     seen_by_oracle = tuple(name for name in features if name in (*INNER, KERAS[1]))
     # Moments in bfloat16 move a parameter by a little else, a wrong step by 0.5.
     atol, rtol = (0.05, 0) if "state in two bytes" in features else (1e-6, 1e-2)
+    if "stochastic rounding" in features:  # by up to a bfloat16 step in each of ten
+        atol, rtol = 0.125, 0.02
     consecutive = total = 0
     for i, (weights, skip) in enumerate(zip(oracle(seen_by_oracle, skips), skips, strict=True)):
         carry = step(carry, *BATCHES[i])
@@ -398,19 +403,21 @@ def one_step(features, holder):
 
 
 FEATURES = [
-    *(*HOLDERS, *KERAS, *RULES, "masters", "masters with remainders", "state in two bytes", *INNER),
+    *(*HOLDERS, *KERAS, *RULES, "masters", "masters with remainders", *INNER),
+    *("stochastic rounding", "state in two bytes"),
     *("autocast", "axis_name", "sharded parameters", "checkpoints"),
     *("what reads the state", "master_weights"),
 ]
 # One of two that do the same thing in their own way.
-ALTERNATIVES = [{*HOLDERS}, {*KERAS}, {"masters", "masters with remainders"}]
+ALTERNATIVES = [{*HOLDERS}, {*KERAS}, {"masters", "masters with remainders", "stochastic rounding"}]
 ANOTHER_GUARD = "must not decide about steps itself"
 # What is refused with what, and the remedy.
 REFUSED = [
     (["TrainState"], KERAS, f"{ANOTHER_GUARD}.*TrainState.create.tx=inner, .*skip_if="),
     (KERAS, RULES, f"{ANOTHER_GUARD}.*`with_loss_scaling.inner, skip_if=rule.`"),
     (KERAS, ["MultiSteps"], "Use `gradient_accumulation_steps`"),
-    (KERAS[1:], HALVES, "`inner` must leave the updates of `with_master_weights` as they are"),
+    (KERAS[1:], HALVES, "`inner` must leave the updates of `with_.*` as they are"),
+    (["stochastic rounding"], ["master_weights"], "exactly one MasterWeightsState, got 0"),
 ]
 # Close to another feature: `make test-all` alone pairs them.
 VARIANTS = {"skip_if=function", "skip_if=Spike", "loss_scale_optimizer", "masters", "masked"}

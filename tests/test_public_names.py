@@ -63,6 +63,7 @@ TOP_LEVEL = {
     "MasterWeightsState": "(master_weights, inner_state)",
     "Spike": "(of='value', *, window=128, sigmas=6.0, warmup=None, max_consecutive_skipped=None)",
     "SpikeState": "(values, held, consecutive_skipped)",
+    "StochasticRoundingState": "(rounding_count, inner_state)",
     "all_finite": "(tree)",
     "applied": "(opt_state)",
     "as_loss_scale": "(loss_scale)",
@@ -83,6 +84,7 @@ TOP_LEVEL = {
     "with_loss_scaling": "(inner, loss_scale='dynamic', *, skip_if=None, axis_name=None)",
     "with_master_weights": "(inner, *, remainders=False)",
     "with_skipping": "(inner, skip_if=None, *, axis_name=None)",
+    "with_stochastic_rounding": "(inner)",
 }
 DIAGNOSTICS = {
     "FirstNonfinite": None,

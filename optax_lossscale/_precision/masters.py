@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_lossscale._order import refuse_two_for_parameters
 from optax_lossscale._precision import halves
 from optax_lossscale._precision.storage import refuse_hidden_storage
-from optax_lossscale._state import MasterWeightsState, find
+from optax_lossscale._state import MasterWeightsState, StochasticRoundingState, find
 from optax_lossscale._support import checks
 from optax_lossscale._support.nnx import is_nnx
 from optax_lossscale._support.tree import (
@@ -59,7 +60,8 @@ def with_master_weights(
 
     Raises:
       TypeError: If an argument is of the wrong type, the state that `update` is given included.
-      ValueError: From `update`, without `params`, or with others than those that `init` was given.
+      ValueError: From `init`, if `inner` rounds parameters stochastically. From `update`, without
+        `params`, or with others than those that `init` was given.
 
     Examples:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
@@ -89,7 +91,9 @@ def with_master_weights(
 
     def init_fn(params: optax.Params) -> MasterWeightsState:
         wide = jax.tree.map(lambda x: in_dtype(x, jnp.float32) if _is_half(x) else x, params)
-        return MasterWeightsState(jax.tree.map(master, params), inner.init(wide))
+        inner_state = inner.init(wide)
+        refuse_two_for_parameters(inner_state, StochasticRoundingState)
+        return MasterWeightsState(jax.tree.map(master, params), inner_state)
 
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any

@@ -17,6 +17,24 @@ def is_nnx(node: Any, *classes: str) -> bool:
     return nnx is not None and isinstance(node, tuple(getattr(nnx, name) for name in classes))
 
 
+def named_leaves(tree: Any) -> list[tuple[str, KeyPath, Any]]:
+    """Return the leaves of a tree, each with its name and its path.
+
+    The name is the path as `jax.tree_util.keystr` writes it. It is the same in every container: the
+    array in a Variable has the name that it would have in the Variable's place.
+    """
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: is_nnx(x, "Variable"))
+    leaves = [
+        (path, below, leaf)
+        for path, node in nodes
+        for below, leaf in jax.tree_util.tree_leaves_with_path(node)
+    ]
+    # The first key below a Variable is the attribute that holds its value.
+    return [
+        (jax.tree_util.keystr(path + below[1:]), path + below, leaf) for path, below, leaf in leaves
+    ]
+
+
 def holds_objects(tree: Any) -> bool:
     """Return whether there are modules, variables, random streams or other objects in a tree."""
     is_imported = "flax.nnx" in sys.modules

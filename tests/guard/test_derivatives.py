@@ -143,6 +143,7 @@ ROUNDED = {
     "masters": ols.with_master_weights,
     "remainders": lambda tx: ols.with_master_weights(tx, remainders=True),
     "state": ols.with_bfloat16_state,
+    "parameters": ols.with_stochastic_rounding,
 }
 HOW = [*((mode, True) for mode in MODES_OF_TWO_ORDERS), ("reverse over forward", False)]
 
@@ -159,7 +160,9 @@ def test_derivatives_pass_through_every_rounding(rounded, mode, compiled):
         w = w.astype(dtype)
 
         def weights(w, state):
-            return w if w.dtype == jnp.float32 else ols.master_weights(state, w)
+            if isinstance(state, ols.MasterWeightsState):
+                return ols.master_weights(state, w)
+            return w.astype(jnp.float32)
 
         def step(carry, _=None):
             w, state = carry

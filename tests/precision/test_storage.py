@@ -387,6 +387,7 @@ UPDATES = {
     "with_bfloat16_state": ols.with_bfloat16_state(optax.adam(0.1)),
     "masters in a guard": ols.with_loss_scaling(ols.with_master_weights(optax.sgd(0.1))),
     "a state in a guard": ols.with_skipping(ols.with_bfloat16_state(optax.adam(0.1))),
+    "with_stochastic_rounding": ols.with_stochastic_rounding(optax.sgd(0.1)),
     "a state in masters": ols.with_master_weights(
         ols.with_bfloat16_state(optax.adam(0.1)), remainders=True
     ),
