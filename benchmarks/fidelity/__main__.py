@@ -3,7 +3,8 @@
     python -m benchmarks.fidelity --pages docs
 
 Each part of the pages is measured anew: `fidelity`, `parameters` and `edge` of training.md,
-`memory`, `state` and `optimizers` of bfloat16_state.md, `spikes` of skipping.md, and `reinforce` of
+`memory`, `state` and `optimizers` of bfloat16_state.md, `rounding` and `continued` of
+master_weights.md, `spikes` of skipping.md, and `reinforce` of
 reinforcement_learning.md.
 """
 
@@ -14,7 +15,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from benchmarks import page, reinforcement, spikes
-from benchmarks.fidelity import edge, parameters, report, state, training
+from benchmarks.fidelity import edge, parameters, report, rounding, state, training
 from benchmarks.fidelity.tasks import all_tasks
 
 
@@ -32,6 +33,8 @@ PARTS: dict[str, tuple[str, Callable[..., page.Report]]] = {
     "memory": ("bfloat16_state", state.memory),
     "state": ("bfloat16_state", state.measure),
     "optimizers": ("bfloat16_state", state.measure_each),
+    "rounding": ("master_weights", rounding.wander),
+    "continued": ("master_weights", rounding.going_on),
     "spikes": ("skipping", spikes.measure),
     "reinforce": ("reinforcement_learning", reinforcement.measure),
 }
