@@ -49,7 +49,7 @@ LIMITS = {
     ("remainders-clip", "StochasticBfloat16State", "h100"): (0.535, 42),
     ("remainders-clip", "SpikeStochasticBfloat16State", "h100"): (0.535, 50),
     ("rounded-lion", "StochasticBfloat16State", "h100"): (0.834, 16),
-    ("rounded-fsdp", "StochasticBfloat16State", "h100"): (0.78, 400, 0, 0),
+    ("rounded-fsdp", "StochasticBfloat16State", "h100"): (0.71, 170),
     ("state", "Bfloat16State", "h100"): (0.716, 15),
     ("stack", "Stack", "h100"): (1.005, 47),
     ("stack-half", "Stack", "h100"): (1.068, 47),
