@@ -55,9 +55,9 @@ def with_stochastic_rounding(
       >>> import jax, jax.numpy as jnp, optax, optax_lossscale as ols
       >>> tx = ols.with_stochastic_rounding(optax.sgd(1e-4))
       >>> params = jnp.ones(4096, jnp.bfloat16)
-      >>> opt_state = tx.init(params)
+      >>> opt_state, update = tx.init(params), jax.jit(tx.update)
       >>> for _ in range(1000):
-      ...     updates, opt_state = jax.jit(tx.update)(jnp.ones_like(params), opt_state, params)
+      ...     updates, opt_state = update(jnp.ones(4096), opt_state, params)
       ...     params = optax.apply_updates(params, updates)
       >>> print(f"{params.astype(jnp.float32).mean():.3f}")
       0.900

@@ -392,3 +392,14 @@ def test_bad_parameters_are_refused():
         ROUNDED.update(PARAMS, state)
     with pytest.raises(ValueError, match="must hold exactly one MasterWeightsState"):
         ols.master_weights(state, PARAMS)
+
+
+def test_the_derivative_is_that_of_the_identity_also_at_zero():
+    def moved(move):
+        updates, _ = MOVING.update(move, MOVING.init(params), params)
+        return optax.apply_updates(params.astype(jnp.float32), updates)
+
+    params = jnp.asarray([1, 1, -1, 0, -0.0, 3], BF16)
+    move = jnp.asarray([0.3, -1, 1, 0, -0.0, 0], jnp.float32)
+    for derivative in (jax.jacfwd(moved)(move), jax.jacrev(moved)(move)):
+        np.testing.assert_array_equal(derivative, np.eye(6))
