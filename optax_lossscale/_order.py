@@ -28,6 +28,11 @@ class Guard(optax.GradientTransformationExtraArgs):
     """An optimizer that decides about each step, and whose state says how: `applied`."""
 
 
+# By the type of its state, each wrapper that lets half-precision parameters take small updates.
+_FOR_PARAMETERS: dict[type[Any], str] = {
+    MasterWeightsState: "with_master_weights",
+    StochasticRoundingState: "with_stochastic_rounding",
+}
 ONE_GUARD = "`with_loss_scaling(inner, skip_if=rule)` or `with_skipping(inner, skip_if=rule)`"
 
 
@@ -41,31 +46,30 @@ def refuse_second_guard(argument: str, inner_state: PyTree, instead: str = ONE_G
 
 
 def refuse_masters_inside(inner_state: PyTree) -> None:
-    """Refuse what takes care of the parameters, or a second state in bfloat16, inside of one."""
-    for path, found in subtrees(inner_state, *_OF_PARAMETERS, Bfloat16State):
-        wrapper = _OF_PARAMETERS.get(type(found), "with_master_weights")
+    """Refuse what must be around a state in bfloat16, or a second one, inside of it."""
+    for path, found in subtrees(inner_state, *_FOR_PARAMETERS, Bfloat16State):
+        around = _FOR_PARAMETERS.get(type(found), "with_master_weights")
         raise ValueError(
             f"`inner` must be the optimizer alone, got a {type(found).__name__} at "
-            f"{path_name(path)} of its state. Write `{wrapper}(with_bfloat16_state(inner))`."
+            f"{path_name(path)} of its state. Write it the other way round: "
+            f"`{around}(with_bfloat16_state(inner))`."
         )
 
 
-def refuse_second_for_parameters(
-    wrapper: str, inner_state: PyTree, *kinds: type[MasterWeightsState | StochasticRoundingState]
-) -> None:
-    """Refuse these wrappers inside `wrapper`, which takes care of the parameters already."""
+def refuse_two_for_parameters(inner_state: PyTree, *kinds: type[Any]) -> None:
+    """Refuse a second wrapper for half-precision parameters inside of the first."""
     for path, found in subtrees(inner_state, *kinds):
         raise ValueError(
-            f"`inner` must not contain `{_OF_PARAMETERS[type(found)]}` inside `{wrapper}`, got a "
-            f"{type(found).__name__} at {path_name(path)} of its state. Use one of the two: "
+            "`inner` must not keep masters or round parameters itself, got a "
+            f"{type(found).__name__} at {path_name(path)} of its state. Use one wrapper: "
             "`with_master_weights(inner)` or `with_stochastic_rounding(inner)`."
         )
 
 
 def refuse_changed_updates(inner_state: PyTree) -> None:
-    """Refuse a wrapper of the parameters whose updates another transformation may change."""
-    for path, found in subtrees(inner_state, *_OF_PARAMETERS):
-        wrapper = _OF_PARAMETERS[type(found)]
+    """Refuse masters or rounded parameters whose updates another transformation may change."""
+    for path, found in subtrees(inner_state, *_FOR_PARAMETERS):
+        wrapper = _FOR_PARAMETERS[type(found)]
         for container in _containers(inner_state, path):
             if not _hands_through(container):
                 raise ValueError(
@@ -76,17 +80,10 @@ def refuse_changed_updates(inner_state: PyTree) -> None:
                 )
 
 
-# The wrappers that decide what becomes of half-precision parameters, by the types of their states.
-_OF_PARAMETERS: dict[type[Any], str] = {
-    MasterWeightsState: "with_master_weights",
-    StochasticRoundingState: "with_stochastic_rounding",
-}
-
-
 def warn_of_half_precision(params: PyTree, inner_state: PyTree) -> None:
-    """Warn of parameters in half precision without masters, and of injected numbers in it."""
+    """Warn if parameters in half precision lose small updates, or injected numbers lose digits."""
     half = _half_dtypes(params)
-    if half and not any(subtrees(inner_state, *_OF_PARAMETERS)):
+    if half and not any(subtrees(inner_state, *_FOR_PARAMETERS)):
         least = 4 / max(jnp.finfo(dtype).eps for dtype in half)
         warn(
             f"`params` are {' and '.join(half)}, and no float32 master weights are kept: an update "

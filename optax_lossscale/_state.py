@@ -105,7 +105,7 @@ class StochasticRoundingState(NamedTuple):
 
     Attributes:
       rounding_count: Steps, modulo 2**32, which choose the random bits. `uint32[]`.
-      inner_state: The inner optimizer's state, the same as for float32 parameters.
+      inner_state: The inner optimizer's state, as it would be for float32 parameters.
     """
 
     rounding_count: jax.Array
@@ -139,7 +139,7 @@ class EmaParamsState(NamedTuple):
 # The names in pickles are those under which states are imported, and outlive a move of this file.
 for _state in (
     *(LossScaleState, GuardState, SpikeState),
-    *(MasterWeightsState, StochasticRoundingState, Bfloat16State),
+    *(MasterWeightsState, Bfloat16State, StochasticRoundingState),
 ):
     _state.__module__ = "optax_lossscale"
 for _state in (DecayedState, EmaParamsState):

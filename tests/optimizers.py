@@ -69,7 +69,7 @@ class Optimizer:
         return optax.with_extra_args_support(inner)
 
     def extra_args(self, step, *, value, grad):
-        """Return the extra arguments of `update`; `value` and `grad` are in true units."""
+        """Return the extra arguments of `update`: `grad` is the gradients that it is given."""
         available = {
             "value": value,
             "grad": grad,

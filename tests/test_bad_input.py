@@ -36,6 +36,7 @@ STATES, STACKED = jax.tree.map(lambda x: jnp.stack([x, x]), (STATE, EXPONENTS))
 DECAY, EMA = {"weight_decay": 0.1, "learning_rate": 0.1}, {"use_ema": True}
 SHAPE = jax.ShapeDtypeStruct((2**16, 2**15), jnp.float16)
 WRAPPERS = ols.with_loss_scaling, ols.with_skipping, ols.with_bfloat16_state
+FOR_PARAMETERS = ols.with_master_weights, ols.with_stochastic_rounding
 EXPONENTS_READERS = diag.suggest_loss_scale, diag.plot_gradient_exponents
 READERS = diag.metrics, diag.check_health, diag.is_stalled, ols.applied
 
@@ -258,6 +259,7 @@ TABLE = {
         *named("MasterWeightsState", lambda: MASTERS.update(PARAMS, STATE)),
         *named("StochasticRoundingState", lambda: ROUNDED.update(PARAMS, STATE)),
         *named("Bfloat16State", lambda: SMALL.update(PARAMS, STATE)),
+        *named("StochasticRoundingState", lambda: ROUNDED.update(PARAMS, STATE)),
     ],
     "ValueError: `{}` must hold exactly one": [
         *named("state", lambda: scale_loss(None), lambda: unscale(tuple(STATE))),
@@ -284,7 +286,7 @@ TABLE = {
     "TypeError: `{}` must be an optax.GradientTransformation": [
         *given(ols.with_loss_scaling, "inner", None, "x", OPT_STATE),
         *given(WRAPPERS, "inner", optax.sgd),
-        *given(ols.with_master_weights, "inner", optax.sgd),
+        *given(FOR_PARAMETERS, "inner", optax.sgd),
         *given(train_state, "tx", optax.sgd),
         *given(keras.loss_scale_optimizer, "inner_optimizer", optax, optax.MultiSteps(SGD, 2)),
     ],
@@ -328,6 +330,8 @@ TABLE = {
     # -- masters, small states, casts
     "ValueError: `{}` must be given": [
         *named("params", lambda: master_step(None)),
+        *named("params", lambda: ROUNDED.update(PARAMS, ROUNDED.init(PARAMS))),
+        *named("updates", lambda: ROUNDED.update(None, ROUNDED.init(PARAMS), PARAMS)),
         *named("params", lambda: optimizer(**EMA).update(PARAMS, started(SGD, **EMA))),
         *named("updates", lambda: master_step(PARAMS, None)),
         *named("initial_scale", lambda: optimizer(dynamic=False)),
@@ -338,7 +342,20 @@ TABLE = {
         lambda: started(MASTERS, **DECAY),
         lambda: started(optax.chain(MASTERS), **EMA),
     ],
+    "ValueError: `inner` must leave the updates of `with_stochastic_rounding` as they are": [
+        lambda: ols.with_skipping(optax.chain(ROUNDED, optax.scale(-1.0))).init(PARAMS),
+        lambda: started(ROUNDED, **DECAY),
+        lambda: started(optax.chain(ROUNDED), **EMA),
+    ],
+    "ValueError: `inner` must not keep masters or round parameters itself, got a {}": [
+        *named("MasterWeightsState", lambda: ols.with_stochastic_rounding(MASTERS).init(PARAMS)),
+        *(("StochasticRoundingState", lambda f=f: f(ROUNDED).init(PARAMS)) for f in FOR_PARAMETERS),
+    ],
+    "ValueError: `params` must not be float16 for stochastic rounding, got one at {}": [
+        *named("`['w']`", lambda: ROUNDED.init({"w": HALF})),
+    ],
     "ValueError: `inner` must be the optimizer alone, got a {}": [
+        *named("StochasticRoundingState", lambda: ols.with_bfloat16_state(ROUNDED).init(PARAMS)),
         *named("MasterWeightsState", lambda: ols.with_bfloat16_state(MASTERS).init(PARAMS)),
         *named("Bfloat16State", lambda: ols.with_bfloat16_state(SMALL).init(PARAMS)),
         *named("StochasticRoundingState", lambda: ols.with_bfloat16_state(ROUNDED).init(PARAMS)),
@@ -555,9 +572,7 @@ def guarded_masters(inner):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(
-    "wrapper", [*WRAPPERS, ols.with_master_weights, ols.with_stochastic_rounding, guarded_masters]
-)
+@pytest.mark.parametrize("wrapper", [*WRAPPERS, *FOR_PARAMETERS, guarded_masters])
 def test_an_optimizers_error_says_where_updates_and_params_differ(wrapper):
     tx, params = wrapper(optax.adamw(0.1)), {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}
     for place, updates in (

@@ -53,13 +53,16 @@ def batch(step):
 BATCHES = [batch(step) for step in range(len(KINDS))]
 
 
+IDENTITY = jnp.eye(64)  # closed over, and so not a constant of the program
+
+
 def loss_fn(params, x, loss):
     """Return `loss`, whose gradient is `x`."""
 
     def nothing(p, x):
         zeros = (p - jax.lax.stop_gradient(p)).astype(jnp.float32)
         if zeros.size == 4096:  # a layer, exact in half precision too
-            zeros = (zeros.reshape(64, 64) @ jnp.eye(64)).reshape(-1)
+            zeros = (zeros.reshape(64, 64) @ IDENTITY).reshape(-1)
         return jnp.sum(zeros * x)
 
     return sum(jax.tree.leaves(jax.tree.map(nothing, params, x))) + loss
@@ -77,7 +80,7 @@ RULES = {
     "skip_if=tuple": (above, SPIKE_RULE),
 }
 KERAS = "loss_scale_optimizer", "loss_scale_optimizer with decay and EMA"
-# Parameters in this dtype have masters; those of bfloat16 are remainders.
+# Parameters in this dtype have masters, or are rounded; masters of bfloat16 are remainders.
 HALVES = {
     "masters": jnp.float16,
     "masters with remainders": jnp.bfloat16,
@@ -317,8 +320,8 @@ def run(features, folder):
     seen_by_oracle = tuple(name for name in features if name in (*INNER, KERAS[1]))
     # Moments in bfloat16 move a parameter by a little else, a wrong step by 0.5.
     atol, rtol = (0.05, 0) if "state in two bytes" in features else (1e-6, 1e-2)
-    if "stochastic rounding" in features:
-        atol, rtol = 0.2, 0  # each step moves by up to a bfloat16 step, 1/64 for numbers above 2
+    if "stochastic rounding" in features:  # by up to a bfloat16 step in each of ten
+        atol, rtol = 0.125, 0.02
     consecutive = total = 0
     for i, (weights, skip) in enumerate(zip(oracle(seen_by_oracle, skips), skips, strict=True)):
         carry = step(carry, *BATCHES[i])
@@ -379,13 +382,13 @@ def one_step(features, holder):
 
 
 FEATURES = [
-    *(*HOLDERS, *KERAS, *RULES, "masters", "masters with remainders"),
-    *("stochastic rounding", "state in two bytes", *INNER),
+    *(*HOLDERS, *KERAS, *RULES, "masters", "masters with remainders", *INNER),
+    *("stochastic rounding", "state in two bytes"),
     *("autocast", "axis_name", "sharded parameters", "checkpoints"),
     *("what reads the state", "master_weights"),
 ]
 # One of two that do the same thing in their own way.
-ALTERNATIVES = [{*HOLDERS}, {*KERAS}, {*HALVES} - {"master_weights"}]
+ALTERNATIVES = [{*HOLDERS}, {*KERAS}, {"masters", "masters with remainders", "stochastic rounding"}]
 ANOTHER_GUARD = "must not decide about steps itself"
 # What is refused with what, and the remedy.
 REFUSED = [
@@ -393,11 +396,7 @@ REFUSED = [
     (KERAS, RULES, f"{ANOTHER_GUARD}.*`with_loss_scaling.inner, skip_if=rule.`"),
     (KERAS, ["MultiSteps"], "Use `gradient_accumulation_steps`"),
     (KERAS[1:], HALVES, "`inner` must leave the updates of `with_.*` as they are"),
-    (
-        ["stochastic rounding"],
-        ["master_weights"],
-        "`opt_state` must hold exactly one MasterWeights",
-    ),
+    (["stochastic rounding"], ["master_weights"], "exactly one MasterWeightsState, got 0"),
 ]
 # Close to another feature: `make test-all` alone pairs them.
 VARIANTS = {"skip_if=function", "skip_if=Spike", "loss_scale_optimizer", "masters", "masked"}

@@ -3,8 +3,9 @@
     python -m benchmarks.fidelity --pages docs
 
 Each part of the pages is measured anew: `fidelity`, `parameters` and `edge` of training.md,
-`memory`, `state` and `optimizers` of bfloat16_state.md, `rounding` and `equilibrium` of
-master_weights.md, `spikes` of skipping.md, and `reinforce` of reinforcement_learning.md.
+`memory`, `state` and `optimizers` of bfloat16_state.md, `rounding` and `continued` of
+master_weights.md, `spikes` of skipping.md, and `reinforce` of
+reinforcement_learning.md.
 """
 
 import shutil
@@ -32,8 +33,8 @@ PARTS: dict[str, tuple[str, Callable[..., page.Report]]] = {
     "memory": ("bfloat16_state", state.memory),
     "state": ("bfloat16_state", state.measure),
     "optimizers": ("bfloat16_state", state.measure_each),
-    "rounding": ("master_weights", rounding.measure),
-    "equilibrium": ("master_weights", rounding.equilibrium),
+    "rounding": ("master_weights", rounding.wander),
+    "continued": ("master_weights", rounding.going_on),
     "spikes": ("skipping", spikes.measure),
     "reinforce": ("reinforcement_learning", reinforcement.measure),
 }

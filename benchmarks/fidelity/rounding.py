@@ -1,5 +1,6 @@
-"""bfloat16 parameters without masters: what training learns, and how far weights wander."""
+"""Parameters rounded stochastically: how far weights wander, and what it costs near a minimum."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,139 +10,143 @@ import optax
 from matplotlib.figure import Figure
 
 import optax_lossscale as ols
-from benchmarks.fidelity.state import OPTIMIZERS, autoencoder
-from benchmarks.fidelity.tasks import Params, Task, all_tasks
-from benchmarks.fidelity.training import facts, fit
-from benchmarks.page import Report, compared, environment, interval, table
+from benchmarks.fidelity.state import autoencoder
+from benchmarks.fidelity.tasks import Task
+from benchmarks.fidelity.training import fit
+from benchmarks.page import Report, environment, interval, table
 
-# The dtype of the parameters, and what wraps the optimizer.
-WAYS: dict[str, tuple[Any, Any]] = {
-    "float32": (jnp.float32, optax.with_extra_args_support),
-    "remainders": (jnp.bfloat16, lambda tx: ols.with_master_weights(tx, remainders=True)),
-    "stochastic": (jnp.bfloat16, ols.with_stochastic_rounding),
-    "nearest": (jnp.bfloat16, optax.with_extra_args_support),
-}
-COLORS = dict(zip(WAYS, ("#999999", "#0072b2", "#009e73", "#d55e00"), strict=True))
-RATES = 1e-3, 1e-4, 1e-5
+BFLOAT16_STEP = 2.0**-7  # between 1 and 2
 
 
-def ends(task: Task, way: str, tx: Any, seeds: range, start: Params | None = None) -> np.ndarray:
-    """Return the mean training loss over the last tenth of the steps, for each seed."""
-    dtype, wrap = WAYS[way]
-
-    def run(data: Any, seed: jax.Array) -> jax.Array:
-        init_key, key = jax.random.split(jax.random.key(seed))
-        params = ols.cast(task.init(init_key) if start is None else start, dtype)
-        loss_fn, keys = task.loss_with(data, jnp.float32), jax.random.split(key, task.steps)
-        _, losses = fit(wrap(tx), loss_fn, params, keys, dtype)
-        return jnp.mean(losses[-max(task.steps // 10, 1) :])
-
-    # Not `vmap`, under which all seeds would share the random bits of rounding.
-    in_turn = jax.jit(lambda data, seeds: jax.lax.map(lambda seed: run(data, seed), seeds))
-    return np.asarray(in_turn(task.data, jnp.array(seeds)))
-
-
-def measure(*, quick: bool) -> Report:
-    """Return the table of tasks and optimizers: float32's loss, and the differences from it."""
-    seeds = range(2 if quick else 4)
-    names = "digits", "photograph", "characters", "words"
-    tasks = {f"{task.name}, AdamW": task for task in all_tasks(names, quick=quick)}
-    for name, task in tasks.items():
-        if task.name != "characters":
-            tasks[name] = task._replace(tx=optax.adamw(1e-2 if task.steps < 200 else 1e-3))
-    digits = tasks["digits, AdamW"]
-    others = "Lion", "SGD with momentum", "Adafactor, factored", "Muon"
-    tasks |= {f"digits, {name}": digits._replace(tx=OPTIMIZERS[name]) for name in others}
-    rows = []
-    for name, task in tasks.items():
-        described = facts(task) | {"name": name, "metric": "training loss", "decimals": 5}
-        found = {way: ends(task, way, task.tx, seeds) for way in WAYS}
-        rows.append(compared(described, found))
-        print(*rows[-1], flush=True)
-    about = environment("jax", "jaxlib", "optax", "scikit-learn")
-    return Report(f"{table(['task', *WAYS], rows)}\n\n{len(seeds)} seeds. {about}.")
-
-
-def estimate(params: Params, momentum: Params) -> jax.Array:
-    """Return what stochastic rounding adds to the loss in equilibrium."""
-
-    def of_one(weight: jax.Array, moment: jax.Array) -> jax.Array:
-        size = jnp.maximum(jnp.abs(weight), jnp.finfo(jnp.float32).tiny)
-        ulp = 2.0 ** (jnp.floor(jnp.log2(size)) - 7)
-        return jnp.sum(ulp * jnp.abs(moment)) / 4
-
-    return sum(jax.tree.leaves(jax.tree.map(of_one, params, momentum)), jnp.zeros(()))
-
-
-def equilibrium(*, quick: bool) -> Report:
-    """Return the table of going on from one trained model, and the picture of the wandering."""
-    seeds = range(2 if quick else 4)
-    task = autoencoder(features=64, steps=4) if quick else autoencoder(steps=2000)
-    tx = optax.adamw(1e-3)
-
-    @jax.jit
-    def trained(data: Any) -> Any:
-        keys = jax.random.split(jax.random.key(0), task.steps)
-        loss_fn = task.loss_with(data, jnp.float32)
-        return fit(tx, loss_fn, task.init(jax.random.key(1)), keys)[0]
-
-    params, opt_state = trained(task.data)
-    predicted = float(estimate(params, opt_state[0].mu))
-    rows = []
-    for rate in RATES:
-        tx = optax.adamw(rate)
-        plain, *others = (ends(task, way, tx, seeds, params) for way in WAYS)
-        more = ["{:+.2f} ± {:.2f}".format(*interval(100 * (end / plain - 1))) for end in others]
-        share = f"{100 * predicted / plain.mean():+.2f}"
-        rows.append([f"{rate:g}", f"{plain.mean():.6f}", *more, share])
-        print(*rows[-1], flush=True)
-    about = environment("jax", "jaxlib", "optax", "scikit-learn")
-    text = table(["learning rate", *WAYS, "estimate"], rows, texts=())
-    notes = f"{len(seeds)} seeds, {task.steps:,} steps each. {about}."
-    return Report(
-        f"{text}\n\n{notes}", pictures={"rounding": draw(wander(steps=8 if quick else 40000))}
+def nearest(inner: Any) -> optax.GradientTransformation:
+    """Optimize bfloat16 parameters in float32, and let them be rounded to the nearest."""
+    wide = lambda params: ols.cast(params, jnp.float32)  # noqa: E731
+    return optax.GradientTransformation(
+        lambda params: inner.init(wide(params)),
+        lambda grads, state, params: inner.update(grads, state, wide(params)),
     )
 
 
-def wander(*, steps: int, weights: int = 4096) -> dict[str, np.ndarray]:
-    """Return the mean distance from a minimum in bfloat16 steps, at 80 times of training."""
-    goal = jax.random.uniform(jax.random.key(0), (weights,), minval=0.25, maxval=1.0)
-    ulp = 2.0 ** (jnp.floor(jnp.log2(goal)) - 7)
-    chunk = max(steps // 80, 1)
-
-    def run(way: str) -> np.ndarray:
-        dtype, wrap = WAYS[way]
-        tx = wrap(optax.adam(1e-4))
-
-        def step(carry: Any, key: jax.Array) -> Any:
-            params, state = carry
-            noise = 0.01 * jax.random.normal(key, goal.shape)
-            grads = (params.astype(jnp.float32) - goal + noise).astype(dtype)
-            updates, state = tx.update(grads, state, params)
-            return (optax.apply_updates(params, updates), state), None
-
-        def chunk_of_steps(carry: Any, key: jax.Array) -> Any:
-            carry, _ = jax.lax.scan(step, carry, jax.random.split(key, chunk))
-            return carry, jnp.mean(jnp.abs(carry[0].astype(jnp.float32) - goal) / ulp)
-
-        start = (goal + 0.05).astype(dtype)
-        keys = jax.random.split(jax.random.key(1), max(steps // chunk, 1))
-        return np.asarray(
-            jax.jit(lambda c: jax.lax.scan(chunk_of_steps, c, keys)[1])((start, tx.init(start)))
-        )
-
-    return {way: run(way) for way in WAYS} | {
-        "steps": chunk * np.arange(1, max(steps // chunk, 1) + 1)
-    }
+# The dtype of the parameters, what makes the optimizer, and how its curve is drawn.
+WAYS: dict[str, tuple[Any, Callable[[Any], Any], dict[str, Any]]] = {
+    "float32": (jnp.float32, lambda tx: tx, {"color": "#999999", "linewidth": 5}),
+    "remainders": (
+        jnp.bfloat16,
+        lambda tx: ols.with_master_weights(tx, remainders=True),
+        {"color": "#009e73", "linestyle": ":"},
+    ),
+    "stochastic": (jnp.bfloat16, ols.with_stochastic_rounding, {"color": "#0072b2"}),
+    "nearest": (jnp.bfloat16, nearest, {"color": "#d55e00", "linestyle": "--"}),
+}
+OPTIMIZERS = {
+    "Adam, constant rate 1e-3": lambda _: optax.adam(1e-3),
+    "Adam, constant rate 1e-4": lambda _: optax.adam(1e-4),
+    "Adam, rate from 1e-3 to 0": lambda steps: optax.adam(optax.linear_schedule(1e-3, 0, steps)),
+}
 
 
-def draw(curves: dict[str, np.ndarray]) -> Figure:
-    """Draw the distances from the minimum by steps of training."""
-    figure = Figure(figsize=(7, 3.5), layout="constrained")
-    ax = figure.subplots()
-    for way, color in COLORS.items():
-        ax.plot(curves["steps"], curves[way], label=way, color=color)
-    ax.set(xlabel="step", ylabel="distance in bfloat16 steps", yscale="log")
-    ax.grid(alpha=0.3)
-    ax.legend()
-    return figure
+def distances(tx: Any, way: str, *, weights: int, steps: int) -> np.ndarray:
+    """Return the root mean square of the distances from the minimum, in bfloat16 steps, 50 times.
+
+    Each weight has its own minimum between 1.25 and 1.75. Gradients are distances, plus noise.
+    """
+    dtype, wrap, _ = WAYS[way]
+    start, target, noise = jax.random.split(jax.random.key(0), 3)
+    target = jax.random.uniform(target, (weights,), minval=1.25, maxval=1.75)
+    away = 20 * BFLOAT16_STEP * jax.random.uniform(start, (weights,), minval=-1)
+    params = ols.cast(ols.cast(target + away, jnp.bfloat16), dtype)
+    tx = wrap(tx)
+
+    def step(carry: Any, key: jax.Array) -> Any:
+        params, state = carry
+        grads = ols.cast(params, jnp.float32) - target + 0.1 * jax.random.normal(key, (weights,))
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    def chunk(carry: Any, key: jax.Array) -> Any:
+        carry, _ = jax.lax.scan(step, carry, jax.random.split(key, steps // 50))
+        squares = (ols.cast(carry[0], jnp.float32) - target) ** 2
+        return carry, jnp.sqrt(jnp.mean(squares)) / BFLOAT16_STEP
+
+    keys = jax.random.split(noise, 50)
+    run = jax.jit(lambda params: jax.lax.scan(chunk, (params, tx.init(params)), keys)[1])
+    return np.asarray(run(params))
+
+
+def wander(*, quick: bool) -> Report:
+    """Return the distance from the minimum after training, and its picture."""
+    size = {"weights": 16, "steps": 100} if quick else {"weights": 512, "steps": 20_000}
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    rows = []
+    axes = figure.subplots(1, len(OPTIMIZERS), sharey=True)
+    for ax, (name, make) in zip(axes, OPTIMIZERS.items(), strict=True):
+        curves = {way: distances(make(size["steps"]), way, **size) for way in WAYS}
+        for way, curve in curves.items():
+            at = np.arange(1, 51) * size["steps"] / 50
+            ax.plot(at, curve, label=way, **WAYS[way][2])
+        rows.append([name, *(f"{curve[-5:].mean():.2f}" for curve in curves.values())])
+        print(*rows[-1], flush=True)
+        ax.set(title=name, xlabel="step", yscale="log")
+        ax.title.set_fontsize(9)
+        ax.grid(alpha=0.3)
+    axes[0].set_ylabel("distance in bfloat16 steps")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    about = environment("jax", "jaxlib", "optax")
+    notes = f"{size['weights']} weights, {size['steps']:,} steps; mean of the last tenth. {about}."
+    return Report(f"{table(['optimizer', *WAYS], rows)}\n\n{notes}", {}, {"rounding": figure})
+
+
+def estimate(params: Any, momentum: Any) -> jax.Array:
+    """Return what rounding adds to the loss in equilibrium, as the page computes it."""
+
+    def of(w: jax.Array, m: jax.Array) -> jax.Array:
+        ulp = 2.0 ** (jnp.floor(jnp.log2(jnp.maximum(jnp.abs(w), 1e-30))) - 7)
+        return jnp.sum(ulp * jnp.abs(m)) / 4
+
+    return sum(jax.tree.leaves(jax.tree.map(of, params, momentum)), jnp.float32(0))
+
+
+def going_on(*, quick: bool) -> Report:
+    """Return what going on from one trained model costs, by the rate, beside the estimate."""
+    seeds = range(2 if quick else 4)
+    steps = 10 if quick else 2000
+    task = autoencoder(features=64, steps=steps)
+    first, data = optax.adamw(1e-3), task.data
+    key, start = jax.random.split(jax.random.key(0))
+
+    @jax.jit
+    def trained(key: jax.Array) -> Any:
+        keys = jax.random.split(key, steps)
+        return fit(first, task.loss_with(data, jnp.float32), task.init(start), keys)[0]
+
+    params, state = trained(key)
+    added = float(estimate(params, state[0].mu))
+    loss = float(task.evaluate(params, data))
+    rows = []
+    ways = list(WAYS)[:3]
+    for rate in (1e-3, 1e-4, 1e-5):
+        ends = {way: continued(task, rate, way, params, seeds) for way in ways}
+        plain = ends.pop("float32")
+        cells = [interval(100 * (end / plain - 1)) for end in ends.values()]
+        more = ["{:+.2f} ± {:.2f}".format(*cell) for cell in cells]
+        rows.append([f"{rate:.0e}", f"{plain.mean():.5f}", *more, f"{100 * added / loss:+.2f}"])
+        print(*rows[-1], flush=True)
+    head = ["rate", "float32's loss", "remainders, %", "stochastic, %", "estimate, %"]
+    about = environment("jax", "jaxlib", "optax", "scikit-learn")
+    size = f"AdamW on a small autoencoder: {steps:,} steps, then as many"
+    notes = f"{size}; {len(seeds)} seeds. {about}."
+    return Report(f"{table(head, rows)}\n\n{notes}")
+
+
+def continued(task: Task, rate: float, way: str, params: Any, seeds: range) -> np.ndarray:
+    """Return the training loss over the last tenth of further steps, for each seed."""
+    dtype, wrap, _ = WAYS[way]
+
+    @jax.jit
+    def run(params: Any, key: jax.Array) -> jax.Array:
+        keys = jax.random.split(key, task.steps)
+        loss_fn = task.loss_with(task.data, jnp.float32)
+        _, losses = fit(wrap(optax.adamw(rate)), loss_fn, ols.cast(params, dtype), keys)
+        return jnp.mean(losses[-max(task.steps // 10, 1) :])
+
+    return np.array([float(run(params, jax.random.key(100 + seed))) for seed in seeds])

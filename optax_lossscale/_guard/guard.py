@@ -23,7 +23,7 @@ from optax_lossscale._loss_scale.policies import (
     as_loss_scale,
     init,
 )
-from optax_lossscale._loss_scale.scale import all_finite, unscaled
+from optax_lossscale._loss_scale.scale import all_finite
 from optax_lossscale._order import (
     Guard,
     refuse_changed_updates,
@@ -42,7 +42,7 @@ from optax_lossscale._support import checks
 from optax_lossscale._support.choose import agree, all_true
 from optax_lossscale._support.notes import add_other_leaf
 from optax_lossscale._support.rule import Rule, SkipIf
-from optax_lossscale._support.tree import AxisName, Flag, PyTree, is_inexact
+from optax_lossscale._support.tree import AxisName, Flag, PyTree, is_inexact, unscaled
 
 
 def with_loss_scaling(

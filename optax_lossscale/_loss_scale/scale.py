@@ -8,12 +8,10 @@ import jax.numpy as jnp
 from optax_lossscale import _xla
 from optax_lossscale._state import LossScaleState, find, loss_scale_of
 from optax_lossscale._support import checks
-from optax_lossscale._support.bounds import LARGEST_SCALE, SMALLEST_SCALE
 from optax_lossscale._support.choose import agree, all_true
 from optax_lossscale._support.lines import warn
 from optax_lossscale._support.tree import (
     ARRAYS,
-    FP8_KEY,
     AxisName,
     KeyPath,
     PyTree,
@@ -22,6 +20,7 @@ from optax_lossscale._support.tree import (
     is_finite,
     is_inexact,
     path_name,
+    unscaled,
 )
 
 
@@ -115,31 +114,6 @@ def unscale_and_check(
     grads = unscaled(grads, loss_scale)
     (grads_finite,), _ = agree([all_finite(grads)], axis_name)
     return grads, grads_finite
-
-
-def unscaled(grads: Tree, loss_scale: jax.Array, *, keep_dtypes: bool = False) -> Tree:
-    """Multiply gradients by `1 / loss_scale`, at least in float32.
-
-    NaN and infinity stay, and a loss scale out of its bounds makes NaN: one check of the result
-    sees all. With `keep_dtypes`, gradients are rounded to the dtypes that they had.
-    """
-    is_within = (loss_scale >= SMALLEST_SCALE) & (loss_scale <= LARGEST_SCALE)
-    reciprocal = jnp.where(is_within, 1 / loss_scale, jnp.nan)
-
-    def unscale(path: KeyPath, leaf: Any) -> Any:
-        if not is_inexact(leaf) or FP8_KEY in path:
-            return leaf
-        value = at_least_float32(leaf)
-        if jnp.iscomplexobj(value):  # by parts: a product with 1 + 0j loses the signs of zeros
-            times = reciprocal.astype(value.real.dtype)
-            product = jax.lax.complex(value.real * times, value.imag * times)
-        else:
-            product = value * reciprocal.astype(value.dtype)
-        return product.astype(jnp.result_type(leaf)) if keep_dtypes else product
-
-    # An overflow here is not an error: the check of the step detects it.
-    with jax.debug_nans(False), jax.debug_infs(False):
-        return jax.tree_util.tree_map_with_path(unscale, grads)
 
 
 def all_finite(tree: PyTree) -> jax.Array:

@@ -20,7 +20,7 @@ from optax_lossscale._precision.products import (
     reason_not_to_follow,
     with_products_in,
 )
-from optax_lossscale._precision.storage import hidden_storage, with_stored_inputs
+from optax_lossscale._precision.storage import with_stored_inputs
 from optax_lossscale._support import checks, nnx
 from optax_lossscale._support.jaxprs import (
     Jaxpr,
@@ -162,7 +162,7 @@ def _evaluated(edit: Callable[[Jaxpr], Jaxpr], fun: Callable[..., Any]) -> Calla
             join_results.append(join)
             return results
 
-        with hidden_storage() if halves or as_stored else contextlib.nullcontext():
+        with checks.hidden_storage() if halves or as_stored else contextlib.nullcontext():
             jaxpr = jax.make_jaxpr(on_arrays)(arrays)
         if halves:
             jaxpr = with_stored_inputs(jaxpr, len(halves))

@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale._order import refuse_masters_inside, refuse_second_guard
-from optax_lossscale._precision.halves import rounded_at_random
-from optax_lossscale._precision.storage import refuse_hidden_storage
+from optax_lossscale._precision.halves import array_seed, rounded_at_random
 from optax_lossscale._state import Bfloat16State, subtrees
 from optax_lossscale._support import checks
 from optax_lossscale._support.jaxprs import Jaxpr, inner_jaxprs, is_literal, is_move
 from optax_lossscale._support.lines import warn_of_keep
-from optax_lossscale._support.nnx import is_nnx, leaf_names
+from optax_lossscale._support.nnx import named_leaves
 from optax_lossscale._support.notes import add_likely_causes
 from optax_lossscale._support.primitives import CALLS
 from optax_lossscale._support.tree import ARRAYS, KeyPath, in_dtype, is_symbolic, split
@@ -57,7 +56,8 @@ def with_bfloat16_state(
 
     Raises:
       TypeError: If an argument is of the wrong type, the state that `update` is given included.
-      ValueError: From `init`, if `inner` keeps master weights, skips steps, or does this already.
+      ValueError: From `init`, if `inner` keeps master weights, rounds parameters, skips steps, or
+        does this already.
 
     Warns:
       UserWarning: From `init`, if `keep` names none of the arrays.
@@ -91,7 +91,7 @@ def with_bfloat16_state(
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, Bfloat16State]:
-        refuse_hidden_storage("with_bfloat16_state")
+        checks.refuse_hidden_storage("with_bfloat16_state")
         count, old = checks.read_state(state, Bfloat16State)
         # The new count, so that the old one has one reader, and XLA overwrites it in place.
         count = jnp.asarray(count, jnp.uint32) + 1
@@ -103,9 +103,9 @@ def with_bfloat16_state(
             add_likely_causes(error, updates, params)
             raise
         arrays = treedef.flatten_up_to(new)
-        for place, (leaf, name) in enumerate(zip(leaves, leaf_names(old), strict=True)):
+        for i, (name, _, leaf) in enumerate(named_leaves(old)):
             if _is_bfloat16(leaf):
-                arrays[place] = rounded_at_random(arrays[place], count, name)
+                arrays[i] = rounded_at_random(arrays[i], count, array_seed(name))
         return updates, Bfloat16State(count, treedef.unflatten(arrays))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -182,26 +182,18 @@ def _in_bfloat16(
     """Return the state of an optimizer with its large arrays in bfloat16."""
     names: dict[str, bool] = {}
 
-    def convert(path: KeyPath, below: KeyPath, leaf: Any) -> Any:
+    def convert(name: str, path: KeyPath, leaf: Any) -> Any:
         is_small = not is_symbolic(getattr(leaf, "size", 0)) and leaf.size < _LEAST_SIZE
-        if getattr(leaf, "dtype", None) != jnp.float32 or is_small or path + below in stay:
+        if getattr(leaf, "dtype", None) != jnp.float32 or is_small or path in stay:
             return leaf
-        name = jax.tree_util.keystr(path)
         if keep is not None and names.setdefault(name, bool(keep(name))):
             return leaf
         return in_dtype(leaf, jnp.bfloat16)
 
-    def convert_node(path: KeyPath, node: Any) -> Any:
-        # The path of an array in a Variable of flax.nnx, too, is that of other containers.
-        inside = lambda below, leaf: convert(path, below, leaf)  # noqa: E731
-        return jax.tree_util.tree_map_with_path(inside, node)
-
-    converted = jax.tree_util.tree_map_with_path(
-        convert_node, inner_state, is_leaf=lambda node: is_nnx(node, "Variable")
-    )
+    converted = [convert(*leaf) for leaf in named_leaves(inner_state)]
     if names and not any(names.values()):
         warn_of_keep(names)
-    return converted
+    return jax.tree.structure(inner_state).unflatten(converted)
 
 
 def _is_bfloat16(leaf: Any) -> bool:

@@ -104,12 +104,49 @@ def _update_to(
     return jnp.where(stays, jnp.full_like(start, -0.0), end - start)
 
 
-def rounded_at_random(x: jax.Array, count: jax.Array, name: str) -> jax.Array:
+def array_seed(name: str) -> int:
+    """Return the number that gives the array of this name its own random bits.
+
+    It is the same in every process, which `hash(name)` is not.
+    """
+    return zlib.crc32(name.encode())
+
+
+def rounded_at_random(x: jax.Array, count: jax.Array, seed: int) -> jax.Array:
     """Return one of the two nearest bfloat16 numbers; the expectation is the number itself.
 
-    The random bits depend on the step `count`, the `name` of the array and the element's index.
+    The random bits are chosen by the step's `count`, the array's `seed` and each element's index.
     """
     x = x.astype(jnp.float32)
+    return _rounded(x, _neighbor(x, count, seed)).astype(jnp.bfloat16)
+
+
+def update_at_random(new: jax.Array, param: jax.Array, count: jax.Array, seed: int) -> jax.Array:
+    """Return the update that takes a bfloat16 `param` to one of the two neighbors of `new`.
+
+    The sum is that neighbor to the bit. `new` is the float32 sum of `param` and an update, so where
+    they cancel it has few digits, and elsewhere the neighbor has the greater part of the sum.
+    """
+    start = param.astype(jnp.float32)
+    end = _neighbor(new, count, seed)
+    # Half of a number that was rounded to zero, so that the sum is a zero of its sign.
+    end = jnp.where(end == 0, jax.lax.stop_gradient(new) / 2, end)
+    # A zero that did not change keeps its sign, even if 0.0 was added to -0.0.
+    end = _rounded(new, jnp.where(new == start, start, end))
+    # `-(start - end)` is -0.0 where the two are equal, and leaves a zero of either sign unchanged.
+    # No addition leads back from infinity.
+    return jnp.where(jax.lax.is_finite(start), -(start - end), jnp.full_like(start, -0.0))
+
+
+def _rounded(x: jax.Array, value: jax.Array) -> jax.Array:
+    """Return `value` differentiated as if it were `x`, or `x` if that is not finite."""
+    value = jax.lax.stop_gradient(value)
+    zero = jax.lax.stop_gradient(x) - x  # has the derivative, as in `with_derivative_of`
+    return jnp.where(jax.lax.is_finite(x), value - zero, x)
+
+
+def _neighbor(x: jax.Array, count: jax.Array, seed: int) -> jax.Array:
+    """Return one of the two nearest bfloat16 numbers of finite numbers, in float32."""
     # The lower half carries into the upper one as often as it is large. The largest number has no
     # lower half, so it does not become infinite.
     largest = jnp.finfo(jnp.bfloat16).max.astype(jnp.float32)
@@ -117,19 +154,17 @@ def rounded_at_random(x: jax.Array, count: jax.Array, name: str) -> jax.Array:
     # The random bits are a hash, so that nothing is stored or read. XLA:GPU (jaxlib 0.10.2) gives
     # a hash of the count alone a kernel for each array (38 in all for 15), and indices that arrays
     # of one shape share another one. So mix the count in with the elements, and start each array
-    # at an index of its own, which is the same in every process (`hash` of a string is not).
-    start = np.uint32(zlib.crc32(name.encode()))
+    # at an index of its own.
+    start = np.uint32(seed)
     index = jnp.full(x.shape, start)
     for axis, size in enumerate(x.shape):
         index = index * size + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
     word += _mixed(_mixed(index) + start + count) >> 16
-    upper = jax.lax.bitcast_convert_type(word & np.uint32(0xFFFF0000), jnp.float32)
-    zero = jax.lax.stop_gradient(x) - x  # has the derivative, as in `with_derivative_of`
-    return jnp.where(jax.lax.is_finite(x), upper - zero, x).astype(jnp.bfloat16)
+    return jax.lax.bitcast_convert_type(word & np.uint32(0xFFFF0000), jnp.float32)
 
 
 def _mixed(x: jax.Array) -> jax.Array:
-    """Return a hash of 32 bits, of which no two numbers have the same."""
+    """Return a 32-bit hash. Distinct inputs have distinct hashes."""
     x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
     return x ^ (x >> 16)

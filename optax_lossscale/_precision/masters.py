@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._order import refuse_second_for_parameters
+from optax_lossscale._order import refuse_two_for_parameters
 from optax_lossscale._precision import halves
-from optax_lossscale._precision.storage import refuse_hidden_storage
 from optax_lossscale._state import MasterWeightsState, StochasticRoundingState, find
 from optax_lossscale._support import checks
 from optax_lossscale._support.nnx import is_nnx
@@ -61,8 +60,8 @@ def with_master_weights(
 
     Raises:
       TypeError: If an argument is of the wrong type, the state that `update` is given included.
-      ValueError: From `init`, if `inner` contains `with_stochastic_rounding`. From `update`, if
-        `params` are missing, or are not those that `init` was given.
+      ValueError: From `init`, if `inner` rounds parameters stochastically. From `update`, without
+        `params`, or with others than those that `init` was given.
 
     Examples:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
@@ -93,13 +92,13 @@ def with_master_weights(
     def init_fn(params: optax.Params) -> MasterWeightsState:
         wide = jax.tree.map(lambda x: in_dtype(x, jnp.float32) if _is_half(x) else x, params)
         inner_state = inner.init(wide)
-        refuse_second_for_parameters("with_master_weights", inner_state, StochasticRoundingState)
+        refuse_two_for_parameters(inner_state, StochasticRoundingState)
         return MasterWeightsState(jax.tree.map(master, params), inner_state)
 
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, MasterWeightsState]:
-        refuse_hidden_storage("with_master_weights")
+        checks.refuse_hidden_storage("with_master_weights")
         masters, inner_state = checks.read_state(state, MasterWeightsState)
         for name, given in (("updates", updates), ("params", params)):
             if given is None:

@@ -5,10 +5,7 @@ in float32 and rounded once. If its only use is a call or a loop over its rows, 
 inside: a stack of layers is never float32 as a whole, and its gradient is written as it is stored.
 """
 
-import contextlib
-import threading
 from collections import Counter
-from collections.abc import Generator
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -28,33 +25,6 @@ from optax_lossscale._support.jaxprs import (
     without_constants,
 )
 from optax_lossscale._support.primitives import PLAIN_CALLS
-
-
-class _Thread(threading.local):
-    hides_storage = False
-
-
-_thread = _Thread()
-
-
-@contextlib.contextmanager
-def hidden_storage() -> Generator[None]:
-    """Mark that this thread traces a function to which stored halves look like float32."""
-    before, _thread.hides_storage = _thread.hides_storage, True
-    try:
-        yield
-    finally:
-        _thread.hides_storage = before
-
-
-def refuse_hidden_storage(wrapper: str) -> None:
-    """Raise if the update of a wrapper cannot see which arrays are stored in half precision."""
-    if _thread.hides_storage:
-        raise ValueError(
-            f"`{wrapper}` must not be updated inside `autocast`, where arrays in half precision "
-            "look like float32, so that nothing would be rounded. Wrap the loss function, not the "
-            "training step: `value_and_grad(autocast(loss_fn, dtype))`."
-        )
 
 
 def with_stored_inputs(jaxpr: Jaxpr, number: int) -> Jaxpr:

@@ -3,11 +3,13 @@
 `require_…` returns nothing; `read_…` returns the value in the form in which it is used.
 """
 
+import contextlib
 import functools
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -287,3 +289,30 @@ def read_optimizer(
             f"{optimizer!r}. Call the optimizer's factory first, for example `optax.adam(1e-3)`."
         )
     return optax.with_extra_args_support(optimizer)
+
+
+class _Thread(threading.local):
+    hides_storage = False
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def hidden_storage() -> Generator[None]:
+    """Mark that this thread traces a function to which stored halves look like float32."""
+    before, _thread.hides_storage = _thread.hides_storage, True
+    try:
+        yield
+    finally:
+        _thread.hides_storage = before
+
+
+def refuse_hidden_storage(wrapper: str) -> None:
+    """Raise if the update of a wrapper cannot see which arrays are stored in half precision."""
+    if _thread.hides_storage:
+        raise ValueError(
+            f"`{wrapper}` must not be updated inside `autocast`, where arrays in half precision "
+            "look like float32, so that nothing would be rounded. Wrap the loss function, not the "
+            "training step: `value_and_grad(autocast(loss_fn, dtype))`."
+        )

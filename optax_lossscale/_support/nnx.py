@@ -17,13 +17,22 @@ def is_nnx(node: Any, *classes: str) -> bool:
     return nnx is not None and isinstance(node, tuple(getattr(nnx, name) for name in classes))
 
 
-def leaf_names(tree: Any) -> list[str]:
-    """Return the path of each leaf as `jax.tree_util.keystr` formats it, in order.
+def named_leaves(tree: Any) -> list[tuple[str, KeyPath, Any]]:
+    """Return the leaves of a tree, each with its name and its path.
 
-    A leaf in a `Variable` has the path of the `Variable`, which is its path in a dict.
+    The name is the path as `jax.tree_util.keystr` writes it. It is the same in every container: the
+    array in a Variable has the name that it would have in the Variable's place.
     """
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: is_nnx(x, "Variable"))
-    return [jax.tree_util.keystr(path) for path, node in nodes for _ in jax.tree.leaves(node)]
+    leaves = [
+        (path, below, leaf)
+        for path, node in nodes
+        for below, leaf in jax.tree_util.tree_leaves_with_path(node)
+    ]
+    # The first key below a Variable is the attribute that holds its value.
+    return [
+        (jax.tree_util.keystr(path + below[1:]), path + below, leaf) for path, below, leaf in leaves
+    ]
 
 
 def holds_objects(tree: Any) -> bool:

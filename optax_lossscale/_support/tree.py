@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from optax_lossscale._support.bounds import LARGEST_SCALE, SMALLEST_SCALE
+
 #: Any nested container that JAX knows, with leaves of any kind.
 PyTree: TypeAlias = Any
 
@@ -56,6 +58,31 @@ def at_least_float32(leaf: Any) -> Any:
     value = jnp.asarray(leaf)
     # `promote_types` raises for eight-bit types and under strict dtype promotion.
     return value.astype(jnp.float32) if jnp.finfo(value.dtype).bits < 32 else value
+
+
+def unscaled(grads: Tree, loss_scale: jax.Array, *, keep_dtypes: bool = False) -> Tree:
+    """Multiply gradients by `1 / loss_scale`, at least in float32.
+
+    NaN and infinity stay, and a loss scale out of its bounds makes NaN: one check of the result
+    sees all. With `keep_dtypes`, gradients are rounded to the dtypes that they had.
+    """
+    is_within = (loss_scale >= SMALLEST_SCALE) & (loss_scale <= LARGEST_SCALE)
+    reciprocal = jnp.where(is_within, 1 / loss_scale, jnp.nan)
+
+    def unscale(path: KeyPath, leaf: Any) -> Any:
+        if not is_inexact(leaf) or FP8_KEY in path:
+            return leaf
+        value = at_least_float32(leaf)
+        if jnp.iscomplexobj(value):  # by parts: a product with 1 + 0j loses the signs of zeros
+            times = reciprocal.astype(value.real.dtype)
+            product = jax.lax.complex(value.real * times, value.imag * times)
+        else:
+            product = value * reciprocal.astype(value.dtype)
+        return product.astype(jnp.result_type(leaf)) if keep_dtypes else product
+
+    # An overflow here is not an error: the check of the step detects it.
+    with jax.debug_nans(False), jax.debug_infs(False):
+        return jax.tree_util.tree_map_with_path(unscale, grads)
 
 
 def has_fp8_metadata(params: Any) -> bool:

@@ -40,8 +40,8 @@ def train(tx, optimizer, loss_scale, theta, steps):
     def step(carry, inputs):
         (params, state), (number, add) = carry, inputs
         grads = jax.tree.map(lambda g: g * theta["scale"], optimizer.grads(params, number))
-        extra_args = optimizer.extra_args(number, value=theta["scale"], grad=grads)
         scaled = jax.tree.map(lambda g: g * loss_scale + add, grads)
+        extra_args = optimizer.extra_args(number, value=theta["scale"], grad=scaled)
         updates, state = tx.update(scaled, state, params, **extra_args)
         return (optax.apply_updates(params, updates), state), None
 
@@ -143,7 +143,7 @@ ROUNDED = {
     "masters": ols.with_master_weights,
     "remainders": lambda tx: ols.with_master_weights(tx, remainders=True),
     "state": ols.with_bfloat16_state,
-    "rounded": ols.with_stochastic_rounding,
+    "parameters": ols.with_stochastic_rounding,
 }
 HOW = [*((mode, True) for mode in MODES_OF_TWO_ORDERS), ("reverse over forward", False)]
 
@@ -160,7 +160,9 @@ def test_derivatives_pass_through_every_rounding(rounded, mode, compiled):
         w = w.astype(dtype)
 
         def weights(w, state):
-            return w if w.dtype == jnp.float32 else ols.master_weights(state, w)
+            if isinstance(state, ols.MasterWeightsState):
+                return ols.master_weights(state, w)
+            return w.astype(jnp.float32)
 
         def step(carry, _=None):
             w, state = carry

@@ -58,8 +58,9 @@ class Training:
 
     def stepping(self, tx):
         @functools.partial(jax.jit, compiler_options=UNFUSED)
-        def step(grads, state, params, i, **loss):
-            return tx.update(grads, state, params, **self.optimizer.extra_args(i, **loss))
+        def step(grads, state, params, i, value):
+            extra_args = self.optimizer.extra_args(i, value=value, grad=grads)
+            return tx.update(grads, state, params, **extra_args)
 
         return step
 
@@ -76,9 +77,8 @@ class Training:
             grads = spoil(grads, bad[1], float(bad[0])) if bad else jax.tree.map(np.asarray, grads)
             scale = np.asarray(before.loss_scale_state.loss_scale)
             scaled = jax.tree.map(lambda g, scale=scale: np.asarray(g * scale), grads)
-            loss = {"grad": grads, "value": value}
-            updates, after = wrapped(scaled, before, params, i, **loss)
-            out = None if bad else plain(grads, plain_state, params, i, **loss)
+            updates, after = wrapped(scaled, before, params, i, value)
+            out = None if bad else plain(grads, plain_state, params, i, value)
             plain_state = out[1] if out else plain_state
             history.append(Step(params, before, updates, after, out))
             params = optax.apply_updates(params, updates)

@@ -64,7 +64,7 @@ def test_a_loss_that_is_not_called_value_is_not_checked_and_warned_of_if_no_rule
     with pytest.warns(UserWarning, match="Optax calls the loss `value`") as caught:
         assert updated(tx, 1024, 1024, loss=NAN)[0] == [-1.0, -1.0]
     assert len(caught) == 1
-    tx.update(W, tx.init(W), W, loss=W)  # said once, and warnings are errors here
+    tx.update(W, tx.init(W), W, loss=W + 0)  # said once, and warnings are errors here
     updated(ols.with_loss_scaling(SGD, 1024), 1024, value=W, loss=NAN)
     with pytest.warns(UserWarning, match="Optax calls the loss"), pytest.raises(TypeError):
         # Nobody can say which arguments a function in C takes.

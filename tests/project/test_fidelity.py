@@ -13,7 +13,7 @@ import pytest
 import optax_lossscale as ols
 from benchmarks import page, reinforcement, spikes
 from benchmarks.fidelity import __main__ as command
-from benchmarks.fidelity import report, state, tasks, training
+from benchmarks.fidelity import report, rounding, state, tasks, training
 from examples import reinforce
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -117,12 +117,35 @@ def test_the_bytes_per_parameter_on_the_page_are_those_of_today():
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("part", "number"), [("parameters", 4), ("edge", 2), ("state", 3), ("optimizers", 1)]
+    ("part", "number"),
+    [("parameters", 4), ("edge", 2), ("state", 3), ("optimizers", 1)],
 )
 def test_a_short_run_measures_each_way(part, number):
     _, measure = command.PARTS[part]
     _, _, *rows = measure(quick=True).text.partition("\n\n")[0].splitlines()
     assert {len(re.findall(r"±|[+-]0\.0\d+ \|", row)) for row in rows} == {number}
+
+
+def test_a_short_run_measures_how_far_weights_wander():
+    found = rounding.wander(quick=True)
+    _, _, *rows = found.text.partition("\n\n")[0].splitlines()
+    assert [row.split(" | ")[0].strip("| ") for row in rows] == list(rounding.OPTIMIZERS)
+    assert list(found.pictures) == ["rounding"]
+
+
+def test_a_short_run_measures_what_going_on_costs():
+    _, _, *rows = rounding.going_on(quick=True).text.partition("\n\n")[0].splitlines()
+    assert [row.split(" | ")[0] for row in rows] == ["| 1e-03", "| 1e-04", "| 1e-05"]
+    assert {row.count("±") for row in rows} == {2}
+
+
+def test_the_page_estimates_the_cost_of_rounding_as_the_measurement_does():
+    text = (DOCS / "master_weights.md").read_text("utf-8")
+    params, momentum = [jnp.full(8, 1.5, jnp.bfloat16)], [jnp.full(8, -2.0)]
+    names = {"jax": jax, "jnp": jnp}
+    exec(re.search(r"^def cost_of_rounding.*?(?=\n\n\n)", text, re.MULTILINE | re.DOTALL)[0], names)  # noqa: S102
+    by_page, ours = names["cost_of_rounding"](params, momentum), rounding.estimate(params, momentum)
+    assert by_page == ours == 8 * 2.0**-7 * 2 / 4
 
 
 # --- docs/reinforcement_learning.md: two policies that should agree
