@@ -225,14 +225,14 @@ class Spike:
         state = repaired(state)
         mean, deviation, magnitude = relative_statistics(state)
         # Equal values have no deviation, but their mean is rounded.
-        deviation = jnp.maximum(deviation, jnp.finfo(jnp.float32).eps * jnp.abs(mean))
+        rounding = jnp.finfo(jnp.float32).eps * jnp.abs(mean)
         warmup = window // 2 if self.warmup is None else int(self.warmup)
-        is_high = measure / magnitude > mean + sigmas * deviation
+        is_high = measure / magnitude > mean + sigmas * jnp.maximum(deviation, rounding)
         is_spike = (state.held >= warmup) & is_high
         if self.max_consecutive_skipped is not None:
             is_spike &= state.consecutive_skipped < int(self.max_consecutive_skipped)
         as_spike = (mean + sigmas * 2 / 3 * deviation) * magnitude
-        # Zeros alone have no deviation to remember a spike by.
+        # Equal values have none to remember a spike by, so it is remembered whole.
         remembered = jnp.where(is_spike & (deviation > 0), as_spike, measure)
         after = SpikeState(
             values=jnp.concatenate([state.values[1:], remembered[None]]),
