@@ -7,6 +7,7 @@ import inspect
 import re
 import sys
 import types
+import typing
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -203,3 +204,15 @@ def test_a_reader_can_follow_one_traced_step(case, monkeypatch):
     walk = step_trace.walk(getattr(step_trace, name), dtype=dtype)
     most = MOST_TO_WALK[case]
     assert all(count <= limit for count, limit in zip(walk, most, strict=True)), walk
+
+
+@pytest.mark.parametrize(
+    "module",
+    [ols, ols.diagnostics, ols.testing, optax_lossscale.flax, optax_lossscale.keras],
+    ids=lambda module: module.__name__,
+)
+def test_the_type_hints_of_every_public_function_can_be_read(module):
+    functions = list(filter(inspect.isfunction, map(vars(module).get, module.__all__)))
+    assert functions or module is optax_lossscale.flax
+    for function in functions:
+        assert "return" in typing.get_type_hints(function), function

@@ -381,3 +381,12 @@ def test_a_param_called_learning_rate_is_not_taken_for_the_rate():
     tx = loss_scale_optimizer(inner, weight_decay=1.0)
     after, _ = take(tx, params, tx.init(params), jax.tree.map(jnp.zeros_like, params))
     np.testing.assert_allclose(jax.tree.leaves(after), [4.5, 6.3], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", [None, "loss_scale_optimizer"])
+def test_a_name_is_taken_and_names_nothing(name):
+    params = jnp.ones(3)
+    tx, plain = (loss_scale_optimizer(optax.sgd(0.1), **kw) for kw in ({"name": name}, {}))
+    assert_same_bits(
+        tx.update(params, tx.init(params), params), plain.update(params, plain.init(params), params)
+    )

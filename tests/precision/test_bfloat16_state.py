@@ -418,3 +418,24 @@ def test_moments_of_which_a_variance_is_taken_stay():
     assert sorted(map(str, dtypes)) == ["bfloat16", "float32", "float32"]
     params, _ = train(centered, (), steps=300)
     assert ols.all_finite(params)
+
+
+def test_an_init_that_cannot_be_traced_works_and_its_copies_are_told_by_identity():
+    def init(params):
+        assert float(params[0, 0]) == 1  # reads a value
+        return {"copy": params, "moment": jnp.asarray(np.zeros(params.shape, np.float32))}
+
+    inner = optax.GradientTransformation(init, lambda grads, state, _params=None: (grads, state))
+    tx = ols.with_bfloat16_state(inner)
+    params = jnp.ones((64, 64))
+    opt_state = tx.init(params)
+    dtypes = {name: leaf.dtype for name, leaf in opt_state.inner_state.items()}
+    assert dtypes == {"copy": jnp.float32, "moment": jnp.bfloat16}
+    _, after = tx.update(params, opt_state, params)
+    assert types(after) == types(opt_state)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_one_of_this():
+    # The random bits depend on paths, which are not stored.
+    assert ols.Bfloat16State._fields == ("rounding_count", "inner_state")
+    assert ols.StochasticRoundingState._fields == ("rounding_count", "inner_state")

@@ -354,3 +354,32 @@ def test_arrays_without_masters_are_handed_through_and_other_masters_are_refused
     remainder = state._replace(master_weights=state.master_weights | {"a": jnp.zeros(2, jnp.int16)})
     with pytest.raises(TypeError, match=r"got int16 for float16 at `\['a'\]`"):
         MASTERS.update(params, remainder, params)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Pair:
+    """A pytree whose keys are plain strings."""
+
+    def __init__(self, a, b):
+        self.a, self.b = a, b
+
+    def tree_flatten_with_keys(self):
+        return (("a", self.a), ("b", self.b)), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_keys_of_a_pytree_may_be_any_objects(dtype):
+    params = Pair(jnp.ones(3, dtype), 2 * jnp.ones(3, dtype))
+    tx = ols.with_master_weights(optax.sgd(0.1))
+    opt_state = tx.init(params)
+    _, opt_state = tx.update(params, opt_state, params)
+    masters = ols.master_weights(
+        opt_state,
+        Pair(*(x.astype(dtype) for x in (jnp.float32(0.9) * jnp.ones(3), 1.8 * jnp.ones(3)))),
+    )
+    np.testing.assert_allclose(masters.a, 0.9, rtol=1e-2)
+    np.testing.assert_allclose(masters.b, 1.8, rtol=1e-2)
