@@ -457,7 +457,7 @@ TABLE = {
         *named("`['a']`", lambda: choose({"a": ONE}, {"a": HALF})),
         *named("the root of the tree", lambda: choose(np.zeros(1, jax.dtypes.float0), ONE)),
     ],
-    "TypeError: `inner` must keep the kind of numbers": [lambda: keep(jnp.arange(1), ONE)],
+    "TypeError: `inner` must not replace integers in its state": [lambda: keep(jnp.arange(1), ONE)],
     # -- diagnostics and testing
     "ValueError: `opt_state` must hold {}": [
         *(
