@@ -136,7 +136,7 @@ def test_the_error_says_where_the_loss_scale_stands(loss_scale, policy, message)
 # The first words of each cause.
 FORWARD, INPUT = "The forward pass overflows", "The batch or the parameters hold NaN"
 BACKWARD, LARGE = "The loss is finite, and one layer's", "The gradients are too large"
-DESCENT, FIXED = "The loss scale started too large", "The loss scale is too large, and does"
+DESCENT, FIXED = "The loss scale started too large", "The loss scale is too large, and fixed"
 RULE = "A rule (`skip_if`) rejects steps whose gradients and loss are finite"
 OTHERS = [FORWARD, BACKWARD, INPUT]
 
@@ -508,7 +508,7 @@ def test_at_the_suggested_scale_nothing_overflows_and_the_headroom_is_left(dtype
         (np.float32(3e38), {}, 2.0 ** (15 - 127 - 4), None),
         (2.0**-115, {}, 2.0**126, None),
         # The result is clipped to the bounds of a policy.
-        (2.0**-116, {}, 2.0**126, r"is 2\*\*127, got its bound of 2\*\*126\. .* by 2\*\*1\."),
+        (2.0**-116, {}, 2.0**126, r"is 2\*\*127, but the limit is 2\*\*126\. .* by 2\*\*1\."),
         (1.0, {"headroom": 0, "dtype": np.float32}, 2.0**126, r"that fits is 2\*\*127"),
         (np.float32(3e38), {"headroom": 20}, 2.0**-126, r"is 2\*\*-132, .* by 2\*\*-6\."),
     ],
