@@ -32,10 +32,7 @@ def step_where(
     *,
     extra_args: dict[str, Any],
 ) -> tuple[optax.Updates, optax.OptState]:
-    """Return the updates and new state of `inner`, or updates of -0.0 and the old state.
-
-    `applied` selects between the two.
-    """
+    """Update with `inner` if `applied` is true, else return updates of -0.0 and the old state."""
     state = jax.tree.map(as_array, state)
     extra_args = {name: zeros_if_skipped(applied, arg) for name, arg in extra_args.items()}
     params = constant_if_skipped(applied, params)
@@ -72,8 +69,8 @@ def run_where(
 
     If it is false, `step` is called with zeros instead of `grads`: given NaN, a line search may
     loop forever and a callback may raise. The first output is then undefined, and the returned
-    state differentiates like the old one. `step` must preserve structure, shapes and dtypes of the
-    state.
+    state differentiates like the old one. `step` must preserve the structure, shapes and dtypes of
+    the state.
     """
     if _xla.enabled:
         try:

@@ -273,8 +273,8 @@ def plot_gradient_exponents(
 
         ax = Figure(figsize=(8, 3.5), layout="constrained").subplots()
     zero, seen = int(exponents.zero), EXPONENTS[histogram > 0]
-    entries = max(histogram.sum() + zero, 1)
-    share = 100 * histogram / entries
+    total = max(histogram.sum() + zero, 1)
+    share = 100 * histogram / total
     ax.bar(EXPONENTS + 0.5, share, width=1.0, color="#0072b2", edgecolor="white", linewidth=0.5)
     # Numbers below half of the smallest subnormal number round to zero.
     flushed_below, normal_from = info.minexp - info.nmant - 1, info.minexp
@@ -290,8 +290,8 @@ def plot_gradient_exponents(
         xlim=(min([flushed_below - 6, *seen - 1]), max([info.maxexp + 4, *seen + 2])),
         ylim=(0, 1.3 * max(share.max(), 1)),  # leaves room for the legend
         xlabel="log2 of the gradient's magnitude",
-        ylabel="% of the entries",
-        title=f"{100 * zero / entries:.1f} % of the entries are exactly zero",
+        ylabel="% of the elements",
+        title=f"{100 * zero / total:.1f} % of the elements are exactly zero",
     )
     ax.legend(loc="upper center", ncols=4, fontsize="small")
     return ax

@@ -39,18 +39,18 @@ def first_nonfinite(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Fi
     """Find the operation, and so the layer, that makes the first NaN or infinity.
 
     `fun` is traced and run on the host, one operation at a time. The result is the earliest
-    operation that makes a NaN or infinity from finite numbers, if it reaches the output. Otherwise
-    it is harmless: `x / (1 + exp(-x))` is correct where `exp` overflows. Its derivative is not. If
-    the loss is finite and the gradients are not, search `jax.grad(loss_fn)`.
+    operation that turns finite numbers into a NaN or infinity that reaches the output. One that
+    does not is harmless: `x / (1 + exp(-x))` is correct where `exp` overflows. Its derivative is
+    not: if the loss is finite and the gradients are not, search `jax.grad(loss_fn)`.
 
     Infinities in the code (`jnp.where(mask, scores, -jnp.inf)`) and negative ones in the arguments
     count as intended, unless the result is not finite only because of them. An operation that makes
     NaN from them is returned. If a cast makes a finite constant infinite (the -1e30 of a mask, in
-    float16), the cast is returned. Write `jnp.finfo(x.dtype).min` for such a mask.
+    float16), the cast is returned, with the constant. Write `jnp.finfo(x.dtype).min` for a mask.
 
     This is much slower than a compiled call. A compiled call may also keep more digits between
-    operations, and so overflow later. Calls, `jax.checkpoint`, `jax.lax.cond` and `jax.lax.scan`
-    are searched inside. Other operations that contain a function, such as `jax.lax.while_loop`, are
+    operations, and so overflow later. The search enters calls, `jax.checkpoint`, `jax.lax.cond` and
+    `jax.lax.scan`. Other operations that contain a function, such as `jax.lax.while_loop`, are
     returned as a whole.
 
     Args:
