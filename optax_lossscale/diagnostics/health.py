@@ -45,11 +45,11 @@ def check_health(
       TypeError: If `max_consecutive_skipped` is not an integer, `policy` is a number, or
         `opt_state` is traced: a compiled step cannot raise an error.
       ValueError: If `max_consecutive_skipped` is negative; if `opt_state` holds no `LossScaleState`
-        or several, or has an axis for replicas; or if training cannot produce it, and so a
-        checkpoint is damaged. Such a state has a negative count (including counts of the inner
-        optimizer), a loss scale outside of the bounds of `policy` (without one, 2**-126 and 2**126)
-        or other than a `FixedLossScale`, a `Spike` with more values than its window, or NaN or
-        infinity in an array of the inner state.
+        or several, or is stacked over replicas; or if training cannot produce it, for example
+        because a checkpoint is damaged. Such a state has a negative count (including counts of the
+        inner optimizer); a loss scale outside of the bounds of `policy` (without one, 2**-126 and
+        2**126) or different from a `FixedLossScale`; a `Spike` with more values than its window; or
+        NaN or infinity in an array of the inner state.
 
     Warns:
       UserWarning: If the loss scale has grown to its cap and no step was ever skipped. Then the

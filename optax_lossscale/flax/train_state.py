@@ -29,7 +29,7 @@ from optax_lossscale._support.tree import (
 
 
 class TrainState(train_state.TrainState):
-    """Flax's `TrainState` with loss scaling. A skipped step changes no other field.
+    """Flax's `TrainState` with loss scaling: a bad step is skipped in every field.
 
     Make one with `create`. Subclass it to add fields. Every leaf is an array from the start, so a
     training step compiles once and can be scanned. `step` counts applied steps, or all steps if

@@ -106,7 +106,7 @@ def layer_of(
     """Return the layer of an operation, and whether it computes a cotangent."""
     # A derivative belongs to the layer of the forward pass, not to the layer of the cotangent.
     forward = [x.layer for x in operands if x.layer and not x.is_cotangent]
-    # A rule of `custom_vjp` may first compute with residuals only. These have layers.
+    # A `custom_vjp` rule may first compute with residuals only, which come from the forward pass.
     is_cotangent = is_backward and len(forward) < len(operands)
     # If several arguments may be the model, take the first: parameters come before the batch.
     read = sorted(x.leaf for x in operands if x.leaf and x.leaf.layer)
