@@ -19,7 +19,7 @@ __all__ = ["assert_scaled_once"]
 _SCALES = tuple(2.0**power for power in range(24, -12, -4))
 
 _MISTAKES = {
-    0: "not scaled, or unscaled before `tx.update`, which unscales them. Only use `value_and_grad`",
+    0: "not scaled, or unscaled before `tx.update`, which unscales. Only use `value_and_grad`",
     2: "scaled twice. Multiply by the loss scale only once",
     -1: "not scaled, but unscaled, which `tx.update` does. Only use `value_and_grad`",
 }
