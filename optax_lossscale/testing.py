@@ -1,4 +1,4 @@
-"""Helpers for users' tests: check that the loss is scaled exactly once."""
+"""Helpers for users' tests: assert that the loss is scaled exactly once."""
 
 import math
 from collections.abc import Callable
@@ -14,35 +14,38 @@ from optax_lossscale._support.tree import FP8_KEY, KeyPath, PyTree, is_inexact, 
 
 __all__ = ["assert_scaled_once"]
 
-# The first of these at which the gradients are finite is compared with a quarter of it. The larger
-# it is, the fewer gradients round to zero.
+# Gradients are compared at one of these loss scales and at a quarter of it. The first one at which
+# they are finite is used: the larger it is, the fewer gradients round to zero.
 _SCALES = tuple(2.0**power for power in range(24, -12, -4))
 
 _MISTAKES = {
-    0: "not scaled, or unscaled before `tx.update`, which unscales. Use `value_and_grad` alone",
-    2: "scaled twice. Multiply by the loss scale in one place",
-    -1: "not scaled, but unscaled, which `tx.update` does. Use `value_and_grad` alone",
+    0: "not scaled, or unscaled before `tx.update`, which unscales. Only use `value_and_grad`",
+    2: "scaled twice. Multiply by the loss scale only once",
+    -1: "not scaled, but unscaled, which `tx.update` does. Only use `value_and_grad`",
 }
 
 
 def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any) -> None:
     """Assert that gradients are proportional to the loss scale.
 
-    For each array, k in `gradients ~ loss_scale**k` is measured: 1 is right, 0 means that the loss
-    was not scaled or the gradients were unscaled already, 2 that it was scaled twice. The updates
-    of Adam, which divides by the size of gradients, would hide it. Zero gradients are not judged.
+    For each array, this measures k in `gradients ~ loss_scale**k`. 1 is correct. 0 means that the
+    loss was not scaled, or the gradients were already unscaled. 2 means that the loss was scaled
+    twice. Adam's updates hide such a mistake, since Adam divides by the size of the gradients.
+    Arrays of zeros are not checked.
 
     Args:
-      grad_fn: `grad_fn(state, *args)` returns the gradients that go into `tx.update`, scaled.
-      state: A `LossScaleState`, or any pytree that holds exactly one, as a Flax TrainState does.
-        `grad_fn` is given copies of it with two other loss scales of at most 2**24.
+      grad_fn: The function whose gradients are measured. `grad_fn(state, *args)` returns the scaled
+        gradients that are passed to `tx.update`.
+      state: A `LossScaleState`, or any pytree that holds exactly one, such as a Flax TrainState.
+        `grad_fn` is given copies of it with other loss scales, of at most 2**24.
       *args: The other arguments of `grad_fn`.
 
     Raises:
       TypeError: If the gradients are traced.
-      AssertionError: If they are not proportional to the loss scale. The message says how they are.
-      ValueError: If `state` holds no `LossScaleState`, or several, or if the gradients are all
-        zero or not finite at any loss scale.
+      AssertionError: If the gradients are not proportional to the loss scale. The message gives k
+        and the likely mistake.
+      ValueError: If `state` holds no `LossScaleState`, or several, or if at every loss scale the
+        gradients are all zero or not finite.
 
     Examples:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -50,13 +53,14 @@ def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any
       ...     return ols.value_and_grad(lambda w: jnp.sum(w**2))(state, w)[1]
       >>> ols.testing.assert_scaled_once(grad_fn, ols.init(), jnp.ones(3))
     """
-    checks.require_function("grad_fn", grad_fn, "Give the function itself, and its arguments.")
+    checks.require_function("grad_fn", grad_fn, "Pass the function, and its arguments separately.")
     find(LossScaleState, "state", state)
-    ((place, _),) = subtrees(state, LossScaleState)
+    ((state_path, _),) = subtrees(state, LossScaleState)
 
     def largest_at(loss_scale: float) -> dict[str, float]:
         def replace(path: KeyPath, leaf: Any) -> Any:
-            field = path[len(place)] if path[: len(place)] == place else None
+            is_inside = path[: len(state_path)] == state_path
+            field = path[len(state_path)] if is_inside else None
             is_scale = "loss_scale" in (getattr(field, "name", ""), getattr(field, "key", ""))
             return jnp.asarray(loss_scale, jnp.float32) if is_scale else leaf
 
@@ -69,8 +73,8 @@ def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any
             break
     else:
         raise ValueError(
-            "`grad_fn` must return gradients that are finite and not all zero, which they are at "
-            f"no loss scale between {_SCALES[-1] / 4:g} and {_SCALES[0]:g}. See `first_nonfinite`."
+            "`grad_fn` must return gradients that are finite and not all zero, got none at any "
+            f"loss scale from {_SCALES[-1] / 4:g} to {_SCALES[0]:g}. `first_nonfinite` finds a NaN."
         )
     powers = {name: math.log(high[name] / low[name], 4) for name in measured}
     wrong = {name: k for name, k in powers.items() if abs(k - 1) > 0.25}
@@ -80,15 +84,15 @@ def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any
     mistake = _MISTAKES.get(round(k)) if abs(k - round(k)) <= 0.25 else None
     mistake = mistake or "they depend on it in some other way. Look for an underflow in float16"
     raise AssertionError(
-        f"The gradients must grow with the loss scale to the power of 1, got {k:.2f} at {name} "
-        f"({len(wrong)} of {len(powers)} arrays are wrong): {mistake}."
+        f"`grad_fn` must return gradients that grow with the loss scale to the power of 1, got "
+        f"{k:.2f} at {name} ({len(wrong)} of {len(powers)} arrays are wrong): {mistake}."
     )
 
 
 def _largest(grads: PyTree) -> dict[str, float]:
-    """Return the largest magnitude in each array that is scaled."""
+    """Return the largest magnitude in each array of scaled gradients."""
     checks.require_values(
-        "grad_fn", grads, "Assert outside of `jax.jit`; the function may be jitted."
+        "grad_fn", grads, "Call it outside of `jax.jit`. The function may be jitted."
     )
     return {
         path_name(path): float(np.max(np.abs(np.asarray(leaf).astype(np.complex128)), initial=0))

@@ -290,7 +290,7 @@ TABLE = {
         *given(train_state, "tx", optax.sgd),
         *given(keras.loss_scale_optimizer, "inner_optimizer", optax, optax.MultiSteps(SGD, 2)),
     ],
-    "TypeError: `{}` must be what": given(apply, "tx", SGD, optax.chain(TX), grads=PARAMS),
+    "TypeError: `{}` must be the result of": given(apply, "tx", SGD, optax.chain(TX), grads=PARAMS),
     "TypeError: `{}` must be a function": [
         *given(ols.with_skipping, "skip_if", *NO_RULES, (ols.Spike(), 3), inner=SGD),
         *given(ols.with_loss_scaling, "skip_if", 3, [(ols.Spike(),)], inner=SGD),
@@ -410,7 +410,7 @@ TABLE = {
     "TypeError: `has_aux` must be True or False, got ": [
         lambda x=x: ols.value_and_grad(jnp.sum, has_aux=x) for x in ("aux", None, 2)
     ],
-    "TypeError: `ax` must be the axes of a figure, got ": [
+    "TypeError: `ax` must be matplotlib axes, got ": [
         lambda: plot(ax=3),
         lambda: plot(ax="x"),
     ],
@@ -474,7 +474,7 @@ TABLE = {
         *named("`['a']`", lambda: choose({"a": ONE}, {"a": HALF})),
         *named("the root of the tree", lambda: choose(np.zeros(1, jax.dtypes.float0), ONE)),
     ],
-    "TypeError: `inner` must keep the kind of numbers": [lambda: keep(jnp.arange(1), ONE)],
+    "TypeError: `inner` must not replace integers in its state": [lambda: keep(jnp.arange(1), ONE)],
     # -- diagnostics and testing
     "ValueError: `opt_state` must hold {}": [
         *(
@@ -507,7 +507,7 @@ TABLE = {
     "TypeError: `{}` must be a dict": given(configured, "config", None, []),
     "ValueError: `grads` must have at most": [lambda: jax.eval_shape(exponents.func, SHAPE)],
     "ValueError: `{}` must hold one histogram": given(EXPONENTS_READERS, "exponents", STACKED),
-    "ValueError: `exponents` must hold counts, got negative ones": [
+    "ValueError: `exponents` must hold counts, got negative numbers": [
         lambda x=x: diag.suggest_loss_scale(EXPONENTS._replace(histogram=x))
         for x in (-EXPONENTS.histogram, np.full(277, NAN))
     ],

@@ -32,7 +32,7 @@ def step_where(
     *,
     extra_args: dict[str, Any],
 ) -> tuple[optax.Updates, optax.OptState]:
-    """Take a step where `applied` is true. Elsewhere updates are -0.0, and the state is kept."""
+    """Update with `inner` if `applied` is true, else return updates of -0.0 and the old state."""
     state = jax.tree.map(as_array, state)
     extra_args = {name: zeros_if_skipped(applied, arg) for name, arg in extra_args.items()}
     params = constant_if_skipped(applied, params)
@@ -65,11 +65,12 @@ def run_where(
     grads: Any,
     state: Any,
 ) -> tuple[Any, Any]:
-    """Return `step(grads, state)`, but the old state where `applied` is false.
+    """Return `step(grads, state)`, with the old state if `applied` is false.
 
-    There `step` sees zeros for `grads`, since a line search loops on NaN and a callback may raise;
-    the first output is undefined; and the derivative of the state is that of the old one. `step`
-    returns a state like the one that it is given.
+    If it is false, `step` is called with zeros instead of `grads`: given NaN, a line search may
+    loop forever and a callback may raise. The first output is then undefined, and the returned
+    state differentiates like the old one. `step` must preserve the structure, shapes and dtypes of
+    the state.
     """
     if _xla.enabled:
         try:
@@ -86,19 +87,19 @@ def run_where(
 
 
 def safe_call(applied: Flag, fun: Callable[[Any], Any], grads: Any) -> Any:
-    """Return `fun(grads)`, which is undefined where `applied` is false. See `run_where`."""
+    """Return `fun(grads)`, or an undefined result if `applied` is false. See `run_where`."""
     out, _ = run_where(applied, lambda grads, none: (fun(grads), none), grads, ())
     return out
 
 
 def _like(old: Tree, new: Tree) -> Tree:
-    """Return the new state of the inner optimizer with the dtypes of the old one.
+    """Return the inner optimizer's new state, cast to the dtypes of the old one.
 
-    Optax promotes: Adam's float16 moments become float32 when they meet float32 gradients.
+    Optax promotes: float16 moments of Adam become float32 when combined with float32 gradients.
     """
     remedy = (
-        "Give it the parameters it was initialized with; its state has fixed shapes. Restore a "
-        "checkpoint onto the state of `init`, so that `inner_state` has the same containers."
+        "Pass the same parameters to `init` and `update`. Restore a checkpoint onto the state that "
+        "`init` returns, so that `inner_state` has the same containers."
     )
     checks.require_same_structure("inner", new, old, remedy)
 
@@ -110,8 +111,9 @@ def _like(old: Tree, new: Tree) -> Tree:
             return new_leaf
         if is_inexact(new_leaf) and not jnp.issubdtype(old_leaf.dtype, jnp.inexact):
             raise TypeError(
-                f"`inner` must keep the kind of numbers, got {jnp.result_type(new_leaf)} for "
-                f"{old_leaf.dtype} at {path_name(path)}. Initialize it with that dtype."
+                f"`inner` must not replace integers in its state by floating-point numbers, got "
+                f"{jnp.result_type(new_leaf)} for {old_leaf.dtype} at {path_name(path)}. Let its "
+                "`init` return floating-point numbers."
             )
         return jnp.asarray(new_leaf, old_leaf.dtype)
 

@@ -1,4 +1,4 @@
-"""Cast the arrays of a tree."""
+"""Cast the floating-point arrays of a tree."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,24 +15,25 @@ from optax_lossscale._support.tree import ARRAYS, FP8_KEY, KeyPath, Tree
 
 
 def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = None) -> Tree:
-    """Return `tree` with its floating-point arrays in another dtype.
+    """Return a copy of `tree` with its floating-point arrays cast to `dtype`.
 
     Args:
-      tree: Any pytree: parameters, a batch, an Equinox module. Other arrays and leaves stay as they
-        are, and so do every `LossScaleState` and Flax's fp8 metadata (`_overwrite_with_gradient`).
-      dtype: A floating-point dtype, such as `jnp.float16` or `jnp.bfloat16`.
-      keep: A function from a path, as `jax.tree_util.keystr` formats it, to whether the array there
-        is left uncast: `lambda path: "norm" in path`.
+      tree: Any pytree: parameters, a batch, an Equinox module. All other leaves are returned
+        unchanged, and so are every `LossScaleState` and Flax's fp8 metadata
+        (`_overwrite_with_gradient`).
+      dtype: The floating-point dtype to cast to, such as `jnp.float16` or `jnp.bfloat16`.
+      keep: A predicate that selects arrays that are not cast, by their path, as
+        `jax.tree_util.keystr` formats it: `lambda path: "norm" in path`.
 
     Returns:
-      A tree of the same structure and shapes.
+      A tree with the same structure and shapes.
 
     Raises:
       TypeError: If `dtype` is not a floating-point dtype, `keep` is not a function, or `tree` holds
-        an `nnx.Module` or `nnx.Metric`, whose copy would not be updated.
+        an `nnx.Module` or `nnx.Metric`: only the copy would be updated.
 
     Warns:
-      UserWarning: If `keep` names none of the floating-point arrays.
+      UserWarning: If `keep` selects none of the floating-point arrays.
 
     Examples:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -49,8 +50,8 @@ def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = N
     def convert(path: KeyPath, leaf: Any) -> Any:
         if is_nnx(leaf, "Module", "Metric"):
             raise TypeError(
-                f"`tree` must not hold a stateful flax.nnx object, got {type(leaf).__name__}: its "
-                "copy's updates would be lost. Cast `nnx.state(model)`, and merge it."
+                f"`tree` must not hold a stateful flax.nnx object, got {type(leaf).__name__}. Only "
+                "the copy would be updated. Cast `nnx.state(model)`, and merge it."
             )
         is_floating = isinstance(leaf, ARRAYS) and jnp.issubdtype(leaf.dtype, jnp.floating)
         if not is_floating or FP8_KEY in path:
@@ -62,7 +63,7 @@ def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = N
         return jnp.asarray(leaf, dtype)
 
     def stays_whole(node: Any) -> bool:
-        # Random streams have nothing to cast, and a copy would give the same numbers again.
+        # Random streams have nothing to cast, and a copy would repeat their random numbers.
         is_state = read_as((LossScaleState,), node) is not None
         return is_state or is_nnx(node, "Module", "Metric", "Rngs", "RngStream")
 

@@ -1,7 +1,8 @@
-"""Bit arithmetic for half precision; a float32 split into a bfloat16 and a 16-bit remainder.
+"""Bit arithmetic for half precision, and float32 split into a bfloat16 and a 16-bit remainder.
 
-A bfloat16 is the upper half of a float32. Shift its bits up by 16 and add the remainder, as a
-signed integer: that is the float32. Splitting rounds to the nearest, ties away from zero.
+A bfloat16 has the upper 16 bits of a float32. To get the float32 back, shift the bits of the
+bfloat16 left by 16 and add the remainder as a signed integer. Splitting rounds to nearest, ties
+away from zero.
 """
 
 import zlib
@@ -14,32 +15,32 @@ import numpy as np
 def with_derivative_of(x: jax.Array, value: jax.Array) -> jax.Array:
     """Return the float32 `value` unchanged, differentiated as if it were `x`.
 
-    Neither rounding nor a bitcast has a derivative. A `custom_jvp` would give it one, but jax
-    0.10.2 loses such a rule in `scan`, forward over reverse.
+    Rounding and bitcasts have no derivative. A `custom_jvp` would define one, but jax 0.10.2 drops
+    it in `scan` under forward-over-reverse differentiation.
     """
     value = jax.lax.stop_gradient(value)
-    # Positive zero, which is subtracted because `-0.0 - 0.0` is -0.0, and `-0.0 + 0.0` is not.
+    # This is 0.0. Subtract it, since adding it would turn -0.0 into 0.0.
     zero = jax.lax.stop_gradient(x) - x
-    # XLA:CPU flushes subnormal numbers in arithmetic, so test for them by their bits.
+    # XLA:CPU flushes subnormal numbers to zero in arithmetic, so detect them by their bits.
     is_subnormal = (jax.lax.bitcast_convert_type(value, jnp.uint32) << 1) - 1 < 2**24 - 1
     return jnp.where(jax.lax.is_finite(x) & ~is_subnormal, value - zero, value)
 
 
 def bits(half: jax.Array) -> jax.Array:
-    """Return the bits of a number in half precision."""
+    """Return the bits of a half-precision array as uint16."""
     return jax.lax.bitcast_convert_type(half, jnp.uint16)
 
 
 def is_zero(half: jax.Array) -> jax.Array:
-    """Return whether a number in half precision is a zero of either sign."""
+    """Return, for each element of a half-precision array, whether it is zero of either sign."""
     return bits(half) << 1 == 0
 
 
 def join(param: jax.Array, remainder: jax.Array) -> jax.Array:
-    """Return the float32 of which `param` is the upper half."""
+    """Return the float32 that was split into `param` and `remainder`."""
     word = jax.lax.bitcast_convert_type(bits(param).astype(jnp.uint32) << 16, jnp.int32)
     remainder = remainder.astype(jnp.int32)
-    # Splitting a float32 never gives these pairs; a replaced parameter does.
+    # Splitting never makes these pairs. They arise when a parameter is replaced.
     is_infinite = bits(param) << 1 == np.array(np.inf, param.dtype).view(np.uint16) << 1
     is_foreign = (is_zero(param) & (remainder < 0)) | (is_infinite & (remainder > 0))
     word += jnp.where(is_foreign, 0, remainder)
@@ -48,36 +49,34 @@ def join(param: jax.Array, remainder: jax.Array) -> jax.Array:
 
 
 def start(param: jax.Array, kept: jax.Array) -> jax.Array:
-    """Return the master, or the parameter if it was replaced since the last step."""
+    """Return the master weight, or the parameter if it was replaced since the last step."""
     if kept.dtype == jnp.int16:
         return join(param, kept)
-    # Compare integers, in which zeros of both signs are the same here. XLA:GPU removes a cast that
-    # the next one undoes (jaxlib 0.10.2, which allows excess precision by default:
-    # `xla_allow_excess_precision`), and XLA:CPU compares bfloat16 in float32, which it writes to
-    # memory.
+    # Compare bits. If this compared numbers, XLA:GPU would remove the cast to half precision and
+    # back (jaxlib 0.10.2, by its default `xla_allow_excess_precision`), and XLA:CPU would compare
+    # in float32 and write that to memory.
     rounded = kept.astype(param.dtype)
     is_its_own = (bits(rounded) == bits(param)) | (is_zero(rounded) & is_zero(param))
     return jnp.where(is_its_own, kept, param.astype(jnp.float32))
 
 
 def move_remainder(new: jax.Array, param: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the remainder of a new master, and the update that takes `param` to its upper half."""
+    """Return the remainder of a new master weight, and the update of `param` to its bfloat16."""
     word = jax.lax.bitcast_convert_type(new, jnp.int32)
     remainder = jnp.where(jnp.isnan(new), 0, word).astype(jnp.int16)  # NaN must stay NaN
-    # XLA:TPU fuses this form into one loop, and no other one that was tried (libtpu 0.0.42).
+    # Of all forms that were tried, XLA:TPU fuses only this one into one loop (libtpu 0.0.42).
     upper = jax.lax.bitcast_convert_type(word - remainder.astype(jnp.int32), jnp.float32)
     rounded = with_derivative_of(new, upper)
     return remainder, _update_to(new, rounded, rounded == 0, param)
 
 
 def move_master(new: jax.Array, param: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the master to keep, and the update that takes `param` to its rounded value."""
-    if param.dtype == jnp.float16:  # no addition leads back from infinity
+    """Return the master weight to keep, and the update of `param` to its rounded value."""
+    if param.dtype == jnp.float16:  # adding an update to infinity cannot make it finite
         largest = jnp.finfo(jnp.float16).max.astype(jnp.float32)
         new = jnp.where(jax.lax.is_finite(new), jax.lax.clamp(-largest, new, largest), new)
     half = new.astype(param.dtype)
-    # XLA:GPU removes a cast that the next one undoes (see `start`). A `where` between the casts
-    # prevents that.
+    # A `where` between the casts stops XLA:GPU from removing both (see `start`).
     is_nothing = is_zero(half)
     rounded = jnp.where(is_nothing, jnp.ones_like(half), half).astype(jnp.float32)
     return new, _update_to(new, rounded, is_nothing, param)
@@ -86,15 +85,15 @@ def move_master(new: jax.Array, param: jax.Array) -> tuple[jax.Array, jax.Array]
 def _update_to(
     new: jax.Array, rounded: jax.Array, rounds_to_zero: jax.Array, param: jax.Array
 ) -> jax.Array:
-    """Return the update that takes `param` to `rounded`, keeping the sign of zero.
+    """Return the update that makes `param` equal to `rounded`, including the sign of zero.
 
     ============  ========================  =====================================================
     rounded       param                     update
     ============  ========================  =====================================================
     not zero      finite                    `rounded - param`
-    zero          zero of the same sign     `-0.0`, which leaves it
-    zero          any other finite number   `new - param`: the sum rounds to a zero of `new`'s sign
-    any           infinite or NaN           `-0.0`: no addition leads back
+    zero          zero of the same sign     `-0.0`: no change
+    zero          any other finite number   `new - param`: the sum rounds to zero, signed as `new`
+    any           infinite or NaN           `-0.0`: no update makes it finite
     ============  ========================  =====================================================
     """
     start = param.astype(jnp.float32)
@@ -113,7 +112,7 @@ def array_seed(name: str) -> int:
 
 
 def rounded_at_random(x: jax.Array, count: jax.Array, seed: int) -> jax.Array:
-    """Return one of the two nearest bfloat16 numbers; the expectation is the number itself.
+    """Round each element to one of the two nearest bfloat16 numbers at random, without bias.
 
     The random bits are chosen by the step's `count`, the array's `seed` and each element's index.
     """
@@ -147,14 +146,14 @@ def _rounded(x: jax.Array, value: jax.Array) -> jax.Array:
 
 def _neighbor(x: jax.Array, count: jax.Array, seed: int) -> jax.Array:
     """Return one of the two nearest bfloat16 numbers of finite numbers, in float32."""
-    # The lower half carries into the upper one as often as it is large. The largest number has no
-    # lower half, so it does not become infinite.
+    # Random bits are added below, and carry into the upper half with a probability proportional to
+    # the lower half. The largest bfloat16 has a lower half of zero, so it never becomes infinite.
     largest = jnp.finfo(jnp.bfloat16).max.astype(jnp.float32)
     word = jax.lax.bitcast_convert_type(jax.lax.clamp(-largest, x, largest), jnp.uint32)
-    # The random bits are a hash, so that nothing is stored or read. XLA:GPU (jaxlib 0.10.2) gives
-    # a hash of the count alone a kernel for each array (38 in all for 15), and indices that arrays
-    # of one shape share another one. So mix the count in with the elements, and start each array
-    # at an index of its own.
+    # The random bits are a hash, so none are stored or read. XLA:GPU (jaxlib 0.10.2) would hash
+    # `count` by itself in a kernel for each array (38 kernels instead of 15), so mix it into the
+    # elements. It would also compute indices that arrays of one shape share in another kernel, so
+    # start each array at a different index.
     start = np.uint32(seed)
     index = jnp.full(x.shape, start)
     for axis, size in enumerate(x.shape):

@@ -1,9 +1,9 @@
-"""The same results in fewer passes over memory: forms of a step that suit XLA's compilers.
+"""Faster forms of a step: the same results in fewer passes over memory, for each XLA compiler.
 
-With `enabled = False`, steps traced from then on run in the plain forms of `_guard` and
-`_loss_scale`, with the same results: flags, counts and kept states to the bit, numbers as far as
-XLA rounds two programs alike. Each file says which compiler it is for, what it buys, and which test
-fails when it can go.
+After `enabled = False`, steps are traced in the plain forms of `_guard` and `_loss_scale`. Flags,
+counts and what a skipped step keeps are the same to the bit. Other numbers agree up to XLA's
+rounding of two different programs. Each file names its compiler and its benefit, and the test that
+fails once the file is no longer needed.
 """
 
 from optax_lossscale._xla.finite import all_finite

@@ -1,9 +1,9 @@
 """Diagnostics for training that fails.
 
-There is one function for each question: which layer overflowed, is the loss scale too small, is the
-loss itself broken, why does nothing learn, which part runs in float16. Functions of gradients run
-inside `jax.jit` and never wait for the device; those that search, draw or raise run on the host.
-Their results print as tables.
+Each function answers one question: which layer overflowed, whether the loss scale is too small,
+whether the loss itself is broken, why the model does not learn, which parts run in float16.
+Functions of gradients run inside `jax.jit` and never wait for the device. Functions that search,
+plot or raise run on the host. Their results print as tables.
 """
 
 from optax_lossscale.diagnostics.exponents import (

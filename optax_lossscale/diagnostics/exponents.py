@@ -1,4 +1,4 @@
-"""How large gradients are, and which loss scale fits them."""
+"""The magnitudes of gradients, and the loss scale that fits them."""
 
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,23 +24,27 @@ from optax_lossscale.diagnostics.reports import table_or_shapes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+else:
+    Axes = Any  # matplotlib is optional, and `typing.get_type_hints` reads this name
 
-# Those of all float32 numbers; below -126 they are subnormal.
+# The exponents of all float32 numbers. Below -126, the numbers are subnormal.
 EXPONENTS = np.arange(-149, 128)
 
 
 class GradientExponents(NamedTuple):
-    """The exponents of gradients, from `gradient_exponents`. Add two with `jax.tree.map`.
+    """Counts of gradient elements by magnitude, from `gradient_exponents`.
 
-    They print as a table.
+    They print as a table. Add two with `jax.tree.map(operator.add, a, b)`.
 
     Attributes:
-      histogram: Finite elements by floor(log2(|g|)), from -149 to 127, no zeros. `int32[277]`.
-      zero: Elements that are zero. `int32[]`.
-      flushed: Other elements that would be rounded to zero. `int32[]`.
-      subnormal: Elements that would be rounded to a subnormal number, with fewer digits. `int32[]`.
-      overflow: Elements that are infinite or would be rounded to infinity. `int32[]`.
-      size: All elements, NaN included. `int32[]`.
+      histogram: The number of finite nonzero elements for each floor(log2(|g|)) from -149 to 127.
+        `int32[277]`.
+      zero: The number of elements that are zero. `int32[]`.
+      flushed: The number of nonzero elements that would round to zero. `int32[]`.
+      subnormal: The number of elements that would round to a subnormal number, which has fewer
+        digits. `int32[]`.
+      overflow: The number of elements that are infinite or would round to infinity. `int32[]`.
+      size: The number of all elements, including NaN. `int32[]`.
     """
 
     histogram: jax.Array
@@ -67,24 +71,27 @@ class GradientExponents(NamedTuple):
 def gradient_exponents(
     grads: PyTree, *, dtype: DTypeLike = jnp.float16, loss_scale: ArrayLike = 1.0
 ) -> GradientExponents:
-    """Count gradients by magnitude, and those that a small dtype would lose.
+    """Count gradient elements by magnitude, and those that a narrow dtype would lose.
 
-    Add those of several steps with `jax.tree.map(operator.add, a, b)`, of several devices with
-    `jax.lax.psum`, and beyond 2**31 - 1 elements on the host, in `np.int64`.
+    Add the counts of several steps with `jax.tree.map(operator.add, a, b)`, and the counts of
+    several devices with `jax.lax.psum`. Beyond 2**31 - 1 elements, add on the host in `np.int64`.
 
     Args:
-      grads: True gradients, computed in float32: float16 has already lost the small ones. Only
-        floating-point and complex leaves count, the two parts of a complex number separately.
-      dtype: The floating-point dtype to round to, of at most 32 bits.
-      loss_scale: The number to multiply by before rounding, between 2**-126 and 2**126.
-        `float32[]`; a traced one is not checked. The histogram is that of the gradients themselves.
+      grads: True gradients, computed in float32, since float16 has already lost the small ones.
+        Only floating-point and complex leaves count. The real and imaginary parts of a complex
+        number count separately.
+      dtype: The floating-point dtype to round to, with at most 32 bits.
+      loss_scale: The factor to multiply by before rounding, between 2**-126 and 2**126. The
+        histogram counts the gradients before this factor. A traced value is not checked.
+        `float32[]`.
 
     Returns:
-      The counts. Numbers of a float64 beyond float32's exponents count at the histogram's ends.
+      The counts. Elements of a float64 outside of float32's range count in the first or last bin.
 
     Raises:
-      TypeError: If `dtype` is not such a dtype, or `loss_scale` not a real number.
-      ValueError: If `loss_scale` is out of its bounds, or there are more than 2**31 - 1 elements.
+      TypeError: If `dtype` is not a floating-point dtype of at most 32 bits, or `loss_scale` is not
+        a real number.
+      ValueError: If `loss_scale` is out of bounds, or `grads` has more than 2**31 - 1 elements.
 
     Examples:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -104,18 +111,18 @@ def gradient_exponents(
       <https://arxiv.org/abs/1710.03740>`_, 2018.
     """
     dtype = checks.read_float_dtype("dtype", dtype, most_bits=32)
-    checks.require_scalar("loss_scale", loss_scale, "Look at one replica at a time.")
+    checks.require_scalar("loss_scale", loss_scale, "Count one replica at a time.")
     if not isinstance(loss_scale, Tracer):
         number = jax.device_get(loss_scale).item() if isinstance(loss_scale, ARRAYS) else loss_scale
         checks.read_scale("loss_scale", number)
-    parts = [jnp.zeros(0)]  # so that there is one
+    parts = [jnp.zeros(0)]  # so that the list is never empty
     for array in (at_least_float32(leaf) for leaf in jax.tree.leaves(grads) if is_inexact(leaf)):
         parts += [array.real, array.imag] if jnp.iscomplexobj(array) else [array]
     size = sum(part.size for part in parts)
     if not is_symbolic(size) and size > INT32_MAX:
         raise ValueError(
-            f"`grads` must have at most 2**31 - 1 elements, got {size}. Look at one part of the "
-            "tree at a time, and add on the host: `jax.tree.map(np.int64, ...)`."
+            f"`grads` must have at most 2**31 - 1 elements, got {size}. Count parts of the tree "
+            "separately, and add the counts on the host as `np.int64`."
         )
     scale = jnp.asarray(loss_scale, jnp.float32)
     counts = [_exponents(part, dtype, scale) for part in parts]
@@ -124,29 +131,29 @@ def gradient_exponents(
 
 @functools.partial(jax.jit, static_argnames="dtype")  # one dispatch in eager execution
 def _exponents(array: jax.Array, dtype: np.dtype, scale: jax.Array) -> GradientExponents:
-    # Read from the bits, and multiplied part by part: XLA flushes subnormal numbers to zero on
-    # some platforms, and there even `x != 0` is false for them.
+    # Read the bits, and multiply significands and exponents separately. On some platforms, XLA
+    # flushes subnormal numbers to zero, so even `x != 0` is false for them.
     info, target = jnp.finfo(array.dtype), jnp.finfo(dtype)
     bits = jax.lax.bitcast_convert_type(array, f"uint{info.bits}")
-    largest = 2 ** (info.bits - 1 - info.nmant) - 1  # of infinity and NaN
+    largest = 2 ** (info.bits - 1 - info.nmant) - 1  # the biased exponent of infinity and NaN
     biased = (bits >> info.nmant).astype(jnp.int32) & largest
-    # A number is an integer of its digits, of which only subnormal ones have no leading one, times
-    # a power of two.
+    # A number is an integer times a power of two. The integer has a leading one that is not
+    # stored, unless the number is subnormal.
     digits = (bits & (2**info.nmant - 1)) | ((biased > 0).astype(bits.dtype) << info.nmant)
     wide = jnp.float64 if info.bits == 64 else jnp.float32
-    significand, places = jnp.frexp(digits.astype(wide))
-    exponent = jnp.maximum(biased, 1) - 1 + info.minexp - info.nmant + places - 1
+    significand, digits_exponent = jnp.frexp(digits.astype(wide))
+    exponent = jnp.maximum(biased, 1) - 1 + info.minexp - info.nmant + digits_exponent - 1
     is_number = (digits > 0) & (biased < largest)
     is_infinite = (digits == 2**info.nmant) & (biased == largest)
 
     scale_significand, scale_exponent = jnp.frexp(scale)
     product = 2 * significand * scale_significand.astype(wide)  # between 1/2 and 2
     power = exponent + scale_exponent
-    # The product in units of the smallest normal number, far from where float32 itself ends.
+    # In units of the smallest normal number, the product is far from float32's own limits.
     in_tiny = jnp.ldexp(product, power - target.minexp)
     half_last_place = 2.0 ** -(target.nmant + 1)
     is_flushed = in_tiny <= half_last_place
-    # Formats without infinity (float8_e4m3fn) have NaN in its place.
+    # Formats without infinity (float8_e4m3fn) overflow to NaN.
     is_rounded = jnp.isfinite(jnp.ldexp(product, power).astype(dtype).astype(jnp.float32))
 
     def count(mask: jax.Array) -> jax.Array:
@@ -168,7 +175,7 @@ def _histogram(exponent: jax.Array, is_number: jax.Array) -> jax.Array:
 
     bins = jnp.where(is_number, jnp.clip(exponent + 149, 0, EXPONENTS.size - 1) + 1, 0)
     mesh = jax.typeof(bins).sharding.mesh
-    if mesh.explicit_axes:  # over which JAX (0.7 to 0.12) has no rule for a scatter
+    if mesh.explicit_axes:  # JAX (0.7 to 0.12) cannot shard a scatter over them
         replicated = NamedSharding(mesh, PartitionSpec())
         auto_axes: Any = jax.sharding.auto_axes
         count = auto_axes(count, axes=mesh.explicit_axes, out_sharding=replicated)
@@ -178,24 +185,24 @@ def _histogram(exponent: jax.Array, is_number: jax.Array) -> jax.Array:
 def suggest_loss_scale(
     exponents: GradientExponents, *, headroom: int = 4, dtype: DTypeLike = jnp.float16
 ) -> float:
-    """Return the power of two that moves the histogram to the upper end of the range of `dtype`.
+    """Return the power of two that scales gradients to the upper end of the range of `dtype`.
 
     Args:
-      exponents: From `gradient_exponents`, on the host; best the sum over many steps.
-      headroom: Powers of two to leave free above the largest gradient so far. With 0, that one
-        itself may be rounded to infinity.
-      dtype: The type that gradients are computed in.
+      exponents: The counts from `gradient_exponents`, on the host, ideally added over many steps.
+      headroom: The number of powers of two to leave free above the largest gradient so far. With 0,
+        the largest gradient may itself round to infinity.
+      dtype: The floating-point dtype that gradients are computed in.
 
     Returns:
-      A loss scale within [2**-126, 2**126], for `FixedLossScale` or as `initial_scale`; above
-      2**24, a `DynamicLossScale` needs a larger `max_scale`, too.
+      A loss scale in [2**-126, 2**126], for `FixedLossScale` or as `initial_scale`. If it is above
+      2**24, a `DynamicLossScale` also needs a larger `max_scale`.
 
     Raises:
-      TypeError: If an argument is of the wrong type, or `exponents` is traced.
-      ValueError: If `headroom` is negative, or the histogram is empty, stacked or wrapped around.
+      TypeError: If an argument has the wrong type, or `exponents` is traced.
+      ValueError: If `headroom` is negative, or the histogram is empty, stacked or has overflowed.
 
     Warns:
-      UserWarning: If the power of two that fits lies outside of these bounds.
+      UserWarning: If the power of two that fits is outside of these bounds.
 
     Examples:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -216,27 +223,27 @@ def suggest_loss_scale(
     within = min(max(power, -126), 126)
     if power != within:
         warn(
-            f"The loss scale that fits is 2**{power}, got its bound of 2**{within}. Multiply the "
+            f"The loss scale that fits is 2**{power}, but the limit is 2**{within}. Multiply the "
             f"loss itself by 2**{power - within}."
         )
     return 2.0**within
 
 
 def _histogram_of(exponents: GradientExponents) -> np.ndarray:
-    remedy = "Return them from the compiled step, and look at them outside."
+    remedy = "Return them from the compiled step first."
     checks.require_values("exponents", exponents, remedy)
-    remedy = "Count them with `gradient_exponents`."
+    remedy = "Use `gradient_exponents`."
     checks.read_state(exponents, GradientExponents, "exponents", remedy)
     histogram = np.asarray(exponents.histogram)
     if histogram.shape != EXPONENTS.shape:
         raise ValueError(
-            f"`exponents` must hold one histogram, got shape {histogram.shape}. Take the sum: "
+            f"`exponents` must hold one histogram, got shape {histogram.shape}. Add them: "
             "`jax.tree.map(lambda x: x.sum(0), exponents)`."
         )
     if not (histogram >= 0).all():
         raise ValueError(
-            "`exponents` must hold counts, got negative ones: an int32 has wrapped around. Add "
-            "`jax.tree.map(np.int64, exponents)` on the host."
+            "`exponents` must hold counts, got negative numbers: an int32 has overflowed. Convert "
+            "them with `jax.tree.map(np.int64, exponents)`, and add them on the host."
         )
     return histogram
 
@@ -244,49 +251,49 @@ def _histogram_of(exponents: GradientExponents) -> np.ndarray:
 def plot_gradient_exponents(
     exponents: GradientExponents, ax: "Axes | None" = None, *, dtype: DTypeLike = jnp.float16
 ) -> "Axes":
-    """Draw the histogram, with the limits of `dtype` in it.
+    """Plot the histogram and the range of `dtype`.
 
-    Needs matplotlib, the extra `plot`.
+    Needs matplotlib (install the extra `plot`).
 
     Args:
       exponents: As for `suggest_loss_scale`. Count scaled gradients to see what training computes.
-      ax: The axes to draw into, by default those of a new figure.
-      dtype: The type whose limits are drawn.
+      ax: The axes to draw into. By default, the axes of a new figure.
+      dtype: The floating-point dtype whose range is drawn.
 
     Returns:
-      The axes, of which `ax.figure.savefig(path)` saves the picture.
+      The axes. `ax.figure.savefig(path)` saves the plot.
 
     Raises:
-      TypeError, ValueError: As `suggest_loss_scale`, but for an empty histogram.
+      TypeError, ValueError: As for `suggest_loss_scale`, but an empty histogram is allowed.
     """
     info = jnp.finfo(checks.read_float_dtype("dtype", dtype, most_bits=32))
     histogram = _histogram_of(exponents)
     if not (ax is None or hasattr(ax, "axvspan")):
-        raise TypeError(f"`ax` must be the axes of a figure, got {ax!r}. Use `plt.gca()`.")
+        raise TypeError(f"`ax` must be matplotlib axes, got {ax!r}. Use `plt.gca()`.")
     if ax is None:
         from matplotlib.figure import Figure  # noqa: PLC0415 - matplotlib is an extra
 
         ax = Figure(figsize=(8, 3.5), layout="constrained").subplots()
     zero, seen = int(exponents.zero), EXPONENTS[histogram > 0]
-    entries = max(histogram.sum() + zero, 1)
-    share = 100 * histogram / entries
+    total = max(histogram.sum() + zero, 1)
+    share = 100 * histogram / total
     ax.bar(EXPONENTS + 0.5, share, width=1.0, color="#0072b2", edgecolor="white", linewidth=0.5)
-    # Numbers below half of the smallest one are rounded to zero.
+    # Numbers below half of the smallest subnormal number round to zero.
     flushed_below, normal_from = info.minexp - info.nmant - 1, info.minexp
-    for low, high, color, kind in (
+    for low, high, color, name in (
         (-150, flushed_below, "#d55e00", f"zero in {info.dtype}"),
         (flushed_below, normal_from, "#f0e442", "subnormal"),
         (normal_from, info.maxexp, "#009e73", "normal"),
         (info.maxexp, 129, "#555555", "infinite"),
     ):
-        label = f"{kind}: {share[(low <= EXPONENTS) & (high > EXPONENTS)].sum():.1f} %"
+        label = f"{name}: {share[(low <= EXPONENTS) & (high > EXPONENTS)].sum():.1f} %"
         ax.axvspan(low, high, facecolor=color, alpha=0.25, linewidth=0, zorder=0, label=label)
     ax.set(
         xlim=(min([flushed_below - 6, *seen - 1]), max([info.maxexp + 4, *seen + 2])),
-        ylim=(0, 1.3 * max(share.max(), 1)),  # the legend stands above the bars
+        ylim=(0, 1.3 * max(share.max(), 1)),  # leaves room for the legend
         xlabel="log2 of the gradient's magnitude",
-        ylabel="% of the entries",
-        title=f"{100 * zero / entries:.1f} % of the entries are exactly zero",
+        ylabel="% of the elements",
+        title=f"{100 * zero / total:.1f} % of the elements are exactly zero",
     )
     ax.legend(loc="upper center", ncols=4, fontsize="small")
     return ax

@@ -1,4 +1,4 @@
-"""Say why training stalls: a check of the state, and a table of causes."""
+"""A check for stalled training, and a table of its possible causes."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from optax_lossscale._support.tree import KeyPath, PyTree, is_inexact, path_name
 
 
 class LossScaleStalledError(RuntimeError):
-    """Training makes no progress: `check_health` found too many skipped steps in a row."""
+    """Training has stalled: `check_health` found too many skipped steps in a row."""
 
 
 def check_health(
@@ -27,30 +27,32 @@ def check_health(
     max_consecutive_skipped: int = 50,
     policy: LossScale | Literal["dynamic"] | Mapping[str, Any] | None = None,
 ) -> None:
-    """Raise an error if training has stalled, and say why.
+    """Raise an error that lists possible causes if training has stalled.
 
-    Call it on the host now and then: it waits for the step that makes `opt_state`. A dynamic loss
-    scale skips a few steps in a row at the start, and one now and then; dozens have a cause.
+    Call it on the host now and then. It waits for the step that computes `opt_state`. A dynamic
+    loss scale skips a few steps in a row at the start, and later a single one now and then. If
+    dozens are skipped in a row, something is wrong.
 
     Args:
       opt_state: As for `metrics`.
-      max_consecutive_skipped: The number of skipped steps in a row that is still healthy.
-      policy: The policy of the run, `"dynamic"` or a `get_config()` dict. Without it, its bounds
-        are unknown, and more causes are listed.
+      max_consecutive_skipped: The largest number of skipped steps in a row that is still healthy.
+      policy: The policy of the run, `"dynamic"` or a `get_config()` dict. If it is None, the bounds
+        of the loss scale are unknown, and more causes are listed.
 
     Raises:
-      LossScaleStalledError: If more steps in a row were skipped. The message says how many, gives
-        the loss scale, and lists the possible causes with their remedies.
+      LossScaleStalledError: If more steps in a row were skipped. The message gives their number,
+        the loss scale, and possible causes with their remedies.
       TypeError: If `max_consecutive_skipped` is not an integer, `policy` is a number, or
-        `opt_state` is traced: an error cannot be raised from a compiled step.
-      ValueError: If `max_consecutive_skipped` is negative; if `opt_state` holds no such state,
-        several, or one of several replicas; or if no training leads to it, but a damaged checkpoint
-        does: a negative count, of the inner optimizer too; a loss scale outside of the bounds of
-        `policy` (of 2**-126 and 2**126 without them), or other than that of a `FixedLossScale`; a
-        `Spike` with more values than its window; NaN or infinity in an array of the inner state.
+        `opt_state` is traced: a compiled step cannot raise an error.
+      ValueError: If `max_consecutive_skipped` is negative; if `opt_state` holds no `LossScaleState`
+        or several, or is stacked over replicas; or if training cannot produce it, for example
+        because a checkpoint is damaged. Such a state has a negative count (including counts of the
+        inner optimizer); a loss scale outside of the bounds of `policy` (without one, 2**-126 and
+        2**126) or different from a `FixedLossScale`; a `Spike` with more values than its window; or
+        NaN or infinity in an array of the inner state.
 
     Warns:
-      UserWarning: If the loss scale has grown to its cap and no step was ever skipped: either the
+      UserWarning: If the loss scale has grown to its cap and no step was ever skipped. Then the
         loss need not be scaled, or the cap is too low.
 
     Examples:
@@ -60,7 +62,7 @@ def check_health(
     limit = checks.read_count("max_consecutive_skipped", max_consecutive_skipped, least=0)
     checks.require_policy(policy)
     known = None if policy is None else as_loss_scale(policy)
-    low, high, moves = _range_of(known)
+    low, high, is_dynamic = _range_of(known)
     state = _read(loss_scale_state(opt_state)._asdict())
     guards = [guard for _, guard in subtrees(opt_state, GuardState)]
     rule_states, inner_state = guards[0][1:] if guards else ((), ())
@@ -71,18 +73,18 @@ def check_health(
         in_a_row = max((spike["consecutive_skipped"] for spike in spikes), default=0)
         run = _Run(
             by_rule=in_a_row >= skipped if rule_states else None,
-            moves=moves,
-            is_low=scale <= (low if moves else 1),
+            is_dynamic=is_dynamic,
+            is_low=scale <= (low if is_dynamic else 1),
         )
         causes = [cause.text for cause in _CAUSES if not cause.left_out(run)]
-        where = f", {'at' if run.is_low else 'above'} its floor of {low:g}" if moves else ""
+        where = f", {'at' if run.is_low else 'above'} its floor of {low:g}" if is_dynamic else ""
         raise LossScaleStalledError(
             f"The last {skipped} steps were skipped ({state['total_skipped']} since the start), "
             f"and the loss scale is {scale:g}{where}. Possible causes, most likely first:"
             + "".join(f"\n  {i}. {cause}" for i, cause in enumerate(causes, start=1))
         )
     if known is not None and scale == high and not state["total_skipped"]:
-        with jax.transfer_guard("allow"):  # reading the initial loss scale is explicit
+        with jax.transfer_guard("allow"):  # this transfer is intended
             start = init(known).loss_scale.item()
         if start < scale:
             warn(
@@ -93,11 +95,11 @@ def check_health(
 
 
 class _Run(NamedTuple):
-    """What the state and the policy of a stalled run show directly."""
+    """Facts about a stalled run, from its state and its policy."""
 
-    by_rule: bool | None  # whether a rule recorded all of the skipped steps; None: no rules
-    moves: bool | None  # whether the loss scale does; None: unknown
-    is_low: bool  # the loss scale is at its floor, or at most 1 where that is unknown
+    by_rule: bool | None  # whether one rule recorded all skipped steps; None if there are no rules
+    is_dynamic: bool | None  # whether the loss scale changes; None if unknown
+    is_low: bool  # whether the loss scale is at its floor or, if that is unknown, at most 1
 
 
 class _Cause(NamedTuple):
@@ -109,14 +111,14 @@ class _Cause(NamedTuple):
 
 _CAUSES = (
     _Cause(
-        "The loss scale started too large and is still on its way down. Start with a smaller "
-        "`initial_scale`, or allow for more with `max_consecutive_skipped`.",
-        lambda run: run.by_rule or run.moves is False or run.is_low,
+        "The loss scale started too large and is still falling. Start with a smaller "
+        "`initial_scale`, or allow more skipped steps with `max_consecutive_skipped`.",
+        lambda run: run.by_rule or run.is_dynamic is False or run.is_low,
     ),
     _Cause(
-        "The loss scale is too large, and does not move. Take the one that `suggest_loss_scale` "
-        "returns, or a `DynamicLossScale`.",
-        lambda run: run.by_rule or run.moves or run.is_low,
+        "The loss scale is too large, and fixed. Use the one that `suggest_loss_scale` returns, or "
+        "a `DynamicLossScale`.",
+        lambda run: run.by_rule or run.is_dynamic or run.is_low,
     ),
     _Cause(
         "The forward pass overflows: the loss is not finite although the batch and the parameters "
@@ -137,7 +139,7 @@ _CAUSES = (
     _Cause(
         "The gradients are too large for float16 even at this loss scale. Average the loss instead "
         "of summing it, normalize the data, or lower `min_scale`, below 1 if need be.",
-        lambda run: run.by_rule or (run.moves is not None and not run.is_low),
+        lambda run: run.by_rule or (run.is_dynamic is not None and not run.is_low),
     ),
     _Cause(
         "A rule (`skip_if`) rejects steps whose gradients and loss are finite, for example because "
@@ -149,7 +151,7 @@ _CAUSES = (
 
 
 def _range_of(policy: Any) -> tuple[float, float, bool | None]:
-    """Return the bounds of the float32 loss scale, and whether it moves if that is known."""
+    """Return the bounds of the float32 loss scale, and whether it changes (None if unknown)."""
     low, high = getattr(policy, "min_scale", None), getattr(policy, "max_scale", None)
     if low is not None and high is not None:
         return as_float32(low), as_float32(high), True
@@ -159,16 +161,16 @@ def _range_of(policy: Any) -> tuple[float, float, bool | None]:
 
 
 def _read(fields: dict[str, Any]) -> dict[str, float]:
-    """Return scalar fields of a state as Python numbers."""
-    remedy = "Call `check_health` on what the compiled step returns; `is_stalled` works inside."
+    """Return the scalar fields of a state as Python numbers."""
+    remedy = "Call it outside of the compiled step. Inside, use `is_stalled`."
     checks.require_values("opt_state", fields, remedy)
     for name, field in fields.items():
-        checks.require_scalar(f"opt_state.{name}", field, "Take one replica: `x[0]` of every leaf.")
+        checks.require_scalar(f"opt_state.{name}", field, "Pass one replica: `x[0]` of every leaf.")
     return {name: np.asarray(jax.device_get(field)).item() for name, field in fields.items()}
 
 
 def _read_spike(spike: SpikeState) -> dict[str, float]:
-    # flax.nnx keeps each array in a Variable, a pytree of one leaf.
+    # flax.nnx wraps each array in a Variable, a pytree with one leaf.
     _, held, consecutive_skipped = jax.tree.leaves(spike)
     return _read({"held": held, "consecutive_skipped": consecutive_skipped})
 
@@ -176,9 +178,9 @@ def _read_spike(spike: SpikeState) -> dict[str, float]:
 def _refuse_impossible(
     state: dict[str, float], rule_states: PyTree, inner_state: PyTree, low: float, high: float
 ) -> None:
-    """Refuse a state that training cannot produce: it is damaged, or edited by hand.
+    """Refuse a state that training cannot produce. It is damaged, or was edited by hand.
 
-    With a loss scale far too large or too small, all gradients are zero, and the steps applied.
+    A loss scale that is far too large or too small makes all gradients zero, without skipped steps.
     """
     if not low <= state["loss_scale"] <= high or min(state.values()) < 0:
         raise _impossible(f"a loss scale from {low:g} to {high:g}, and counts of at least 0", state)
@@ -202,9 +204,9 @@ def _impossible(expected: str, got: object) -> ValueError:
 
 
 def _is_count(path: KeyPath, leaf: Any) -> bool:
-    """Return whether a leaf is one integer, named `count` as in Optax, or `..._count`."""
+    """Return whether a leaf is a scalar integer named `count`, as in Optax, or `..._count`."""
     is_integer = jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.integer)
-    # The last key of a Variable of flax.nnx is `value`.
+    # A Variable of flax.nnx adds the key `value`.
     is_named = re.search(r"count\b", jax.tree_util.keystr(path[-2:])) is not None
     return is_named and is_integer and not np.ndim(leaf)
 
@@ -212,7 +214,8 @@ def _is_count(path: KeyPath, leaf: Any) -> bool:
 def _is_finite(array: Any) -> bool:
     if getattr(array, "is_fully_addressable", True):
         return bool(jax.device_get(all_finite(array)))
-    # The parts of this process, since others may not be looking, each once, however many devices
-    # hold it; on the host, since JAX refuses arrays of one device where a mesh is set.
-    parts = {str(s.index): s.data for s in array.addressable_shards if is_inexact(array)}
-    return all(np.isfinite(jax.device_get(part)).all() for part in parts.values())
+    # Check only the shards of this process, since other processes may not call this function. Check
+    # replicated shards once. Check on the host, since JAX rejects single-device arrays while a mesh
+    # is set.
+    shards = {str(s.index): s.data for s in array.addressable_shards if is_inexact(array)}
+    return all(np.isfinite(jax.device_get(shard)).all() for shard in shards.values())

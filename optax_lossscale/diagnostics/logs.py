@@ -1,4 +1,4 @@
-"""Numbers to log: how training goes, and which arrays are not finite."""
+"""Numbers to log: the state of loss scaling, and counts of nonfinite elements."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
@@ -19,30 +19,34 @@ from optax_lossscale._support.bounds import INT32_MAX
 from optax_lossscale._support.tree import PyTree, is_finite, is_inexact, is_symbolic
 from optax_lossscale.diagnostics.reports import Report, table_or_shapes
 
-_ADVICE_GIVEN: set[str] = set()  # in this process
+_WARNED: set[str] = set()  # messages that this process has given
 
 
 def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
-    """Return the numbers to log at every step, without a copy and without waiting.
+    """Return numbers to log at every step, without copying or waiting for the device.
 
     Call it in the compiled step, or between two steps if the state is not donated.
 
     Args:
-      opt_state: As for `loss_scale_state`.
+      opt_state: An optimizer's state, or any pytree that holds exactly one `LossScaleState`.
 
     Returns:
-      `loss_scale` (float32[], 1 for `with_skipping`), `applied` (bool[]: the last step),
-      `growth_count`, `consecutive_skipped` and `total_skipped` (int32[]). For a `Spike` in the
-      guard also the mean and the standard deviation of the values that it remembers, which are 0
-      before the first, `spike_mean` and `spike_deviation` (float32[]), and the number of spikes
-      that it skipped in a row, `spike_consecutive_skipped` (int32[]). For several: `spike_0_mean`
-      and so on, in their order.
+      These arrays, by name:
+
+      - `loss_scale`: The loss scale, 1 for `with_skipping`. `float32[]`.
+      - `applied`: Whether the last step was applied. `bool[]`.
+      - `growth_count`, `consecutive_skipped`, `total_skipped`: See `LossScaleState`. `int32[]`.
+      - `spike_mean`, `spike_deviation`: For a `Spike` in the guard, the mean and the standard
+        deviation of the values that it remembers. 0 while it remembers none. `float32[]`.
+      - `spike_consecutive_skipped`: The number of spikes that it skipped in a row. `int32[]`.
+
+      Several `Spike`s are numbered in their order: `spike_0_mean` and so on.
 
     Raises:
-      ValueError: If `opt_state` holds no such state, or several.
+      ValueError: If `opt_state` holds no `LossScaleState`, or several.
 
     Warns:
-      UserWarning: Once for each advice in a process, if transformations stand outside of the guard.
+      UserWarning: If transformations are outside the guard. Each message appears once per process.
 
     Examples:
       >>> import optax_lossscale as ols
@@ -50,7 +54,7 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
       >>> print(*(f"{k}={v}" for k, v in ols.diagnostics.metrics(state).items()))
       loss_scale=16384.0 applied=False growth_count=0 consecutive_skipped=1 total_skipped=1
     """
-    warn_of_outside(opt_state, _ADVICE_GIVEN)
+    warn_of_outside(opt_state, _WARNED)
     state = loss_scale_state(opt_state)
     return {
         "loss_scale": state.loss_scale,
@@ -67,7 +71,7 @@ def _spike_metrics(opt_state: PyTree) -> dict[str, jax.Array]:
     spikes = [spike for guard in guards for _, spike in subtrees(guard.rule_states, SpikeState)]
     found: dict[str, jax.Array] = {}
     for number, spike in enumerate(spikes):
-        # flax.nnx keeps each array in a Variable, a pytree of one leaf.
+        # flax.nnx wraps each array in a Variable, a pytree with one leaf.
         values, held, skipped = map(jnp.asarray, jax.tree.leaves(spike))
         mean, deviation = spike_statistics(SpikeState(values, held, skipped))
         prefix = "spike_" if len(spikes) == 1 else f"spike_{number}_"
@@ -82,19 +86,19 @@ def _spike_metrics(opt_state: PyTree) -> dict[str, jax.Array]:
 def is_stalled(opt_state: PyTree, *, max_consecutive_skipped: int = 50) -> jax.Array:
     """Return whether too many steps in a row were skipped, inside a compiled loop.
 
-    Test it in the condition of `jax.lax.while_loop`, or return it from a `jax.lax.scan` and look at
-    it between two scans. `check_health` says why.
+    Use it in the condition of a `jax.lax.while_loop`, or return it from a `jax.lax.scan` and test
+    it between two scans. `check_health` lists possible causes.
 
     Args:
       opt_state: As for `metrics`.
-      max_consecutive_skipped: The number of skipped steps in a row that is still healthy.
+      max_consecutive_skipped: The largest number of skipped steps in a row that is still healthy.
 
     Returns:
-      Whether more were skipped. `bool[]`.
+      Whether more steps in a row were skipped. `bool[]`.
 
     Raises:
       TypeError: If `max_consecutive_skipped` is not an integer.
-      ValueError: If it is negative; or as `metrics`.
+      ValueError: If `max_consecutive_skipped` is negative, or as for `metrics`.
 
     Examples:
       >>> import optax_lossscale as ols
@@ -107,12 +111,12 @@ def is_stalled(opt_state: PyTree, *, max_consecutive_skipped: int = 50) -> jax.A
 
 
 class NonfiniteCounts(NamedTuple):
-    """The counts of one array in a `nonfinite_report`.
+    """Counts of the elements of one array, from `nonfinite_report`.
 
     Attributes:
-      nan: Elements that are NaN. `int32[]`.
-      inf: Elements that are infinite. `int32[]`.
-      size: All elements. `int32[]`.
+      nan: The number of elements that are NaN. `int32[]`.
+      inf: The number of elements that are infinite. `int32[]`.
+      size: The number of all elements. `int32[]`.
     """
 
     nan: jax.Array
@@ -122,19 +126,19 @@ class NonfiniteCounts(NamedTuple):
 
 @jax.tree_util.register_pytree_with_keys_class
 class NonfiniteReport(Report[NonfiniteCounts]):
-    """The counts of arrays by key path. It comes out of `jit`, `vmap` and `scan`."""
+    """Counts by key path. A pytree, so functions inside `jit`, `vmap` and `scan` can return it."""
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
-        """Return the counts with their keys, and the names."""
+        """Return the counts with their keys, and the names of the arrays."""
         return [(jax.tree_util.DictKey(name), self[name]) for name in self], tuple(self)
 
     @classmethod
     def tree_unflatten(cls, names: tuple[str, ...], counts: Sequence[Any]) -> Self:
-        """Return a report of these names with other counts."""
+        """Return a report with these names and counts."""
         return cls(dict(zip(names, counts, strict=True)))
 
     def __repr__(self) -> str:
-        """Return the table, the array with the largest share of bad elements first."""
+        """Return the table, sorted by the share of nonfinite elements, largest first."""
         return table_or_shapes(self._table, self)
 
     def _table(self) -> str:
@@ -151,16 +155,16 @@ class NonfiniteReport(Report[NonfiniteCounts]):
 def nonfinite_report(grads: PyTree) -> Mapping[str, NonfiniteCounts]:
     """Count the NaN and infinite elements of each array.
 
-    Gradients alone do not name the layer that overflowed, since NaN spreads to all layers before it
-    in the backward pass, and to all from the loss. `first_nonfinite` names the layer.
+    Gradients do not show which layer overflowed: in the backward pass, NaN spreads to all earlier
+    layers, and from the loss to every layer. `first_nonfinite` names the layer.
 
     Args:
-      grads: Gradients, the batch, or any pytree. Leaves that hold no floating-point or complex
-        numbers are left out. A complex element counts once, as NaN if either part is.
+      grads: Gradients, a batch, or any pytree. Only floating-point and complex leaves are counted.
+        A complex element counts once, as NaN if either part is NaN.
 
     Returns:
-      The counts, by the key path of the array as `jax.tree_util.keystr` writes it. They print as
-      a table. Counts of an array with more than 2**31 - 1 elements are approximate, and stop there.
+      The counts by key path, as `jax.tree_util.keystr` formats it. They print as a table. In an
+      array with more than 2**31 - 1 elements, counts are approximate, and saturate there.
 
     Examples:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -175,9 +179,9 @@ def nonfinite_report(grads: PyTree) -> Mapping[str, NonfiniteCounts]:
 
     def counts(array: jax.Array) -> NonfiniteCounts:
         is_large = not is_symbolic(array.size) and array.size > INT32_MAX
-        # An int32 would wrap around, to 0 for 2**32 elements.
+        # An int32 would overflow, to 0 for 2**32 elements.
         dtype, largest = (jnp.float32, 2.0**31 - 128) if is_large else (jnp.int32, INT32_MAX)
-        is_nan = array != array  # noqa: PLR0124 - `jnp.isnan` does not take every eight-bit format
+        is_nan = array != array  # noqa: PLR0124 - `jnp.isnan` does not support every 8-bit format
         masks = is_nan, ~(is_finite(array) | is_nan)
         nan, inf = (jnp.minimum(jnp.sum(mask, dtype=dtype), largest) for mask in masks)
         size = INT32_MAX if is_large else array.size

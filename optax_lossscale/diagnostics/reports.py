@@ -1,4 +1,4 @@
-"""Reports: mappings that print as tables, with a line that sums up and one for each fact."""
+"""Reports: read-only mappings that print as tables."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -11,7 +11,7 @@ Entry = TypeVar("Entry")
 
 
 class Report(Mapping[str, Entry]):
-    """A read-only mapping, whose `repr` is a table in its subclasses, so that notebooks show it."""
+    """A read-only mapping. In subclasses, `repr` is a table, so that notebooks show it."""
 
     def __init__(self, entries: Mapping[str, Entry]) -> None:
         self._entries = dict(entries)
@@ -30,12 +30,12 @@ class Report(Mapping[str, Entry]):
 
 
 def table_or_shapes(table: Callable[[], str], entries: Mapping[str, PyTree]) -> str:
-    """Return the table, or the shapes of the entries while their numbers cannot be read."""
+    """Return the table, or the shapes of the entries if their values cannot be read."""
     try:
         return table()
-    except Exception:  # noqa: BLE001 - a debugger prints numbers that are traced, stacked, donated
+    except Exception:  # noqa: BLE001 - a debugger may print traced, stacked or donated values
         lines = (f"\n  {name}: {_shapes(entry)}" for name, entry in entries.items())
-        return f"{len(entries)} entries, without numbers on this host:" + "".join(lines)
+        return f"{len(entries)} entries, whose values cannot be read:" + "".join(lines)
 
 
 def _shapes(entry: PyTree) -> str:

@@ -1,6 +1,6 @@
-"""Loss scaling in Flax: Linen's `TrainState` that skips bad steps.
+"""Loss scaling for Flax: a `TrainState` for Linen that skips bad steps.
 
-With `flax.nnx`, pass `with_loss_scaling(...)` to `nnx.Optimizer`.
+For `flax.nnx`, pass `with_loss_scaling(...)` to `nnx.Optimizer`.
 """
 
 from optax_lossscale.flax.train_state import TrainState

@@ -1,4 +1,4 @@
-"""Linen's `TrainState` that skips bad steps."""
+"""A `TrainState` for Flax's Linen that skips bad steps."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -29,17 +29,19 @@ from optax_lossscale._support.tree import (
 
 
 class TrainState(train_state.TrainState):
-    """Flax's `TrainState` with loss scaling: a bad step is skipped, with all that belongs to it.
+    """Flax's `TrainState` with loss scaling: a bad step is skipped in every field.
 
-    Make one with `create`; subclass it to add fields. Every leaf is an array from the start, so
-    that a training step compiles once and can be scanned. `step` counts applied steps, or all
-    steps if `count_skipped` is true; it stays at 2**31 - 1.
+    Make one with `create`. Subclass it to add fields. Every leaf is an array from the start, so a
+    training step compiles once and can be scanned. `step` counts applied steps, or all steps if
+    `count_skipped` is true. It saturates at 2**31 - 1.
 
-    Each call of `create` makes a new `tx`, which is part of the type of a state. To give one the
-    type of another, as `out_shardings` from `jax.eval_shape` need: `state.replace(tx=other.tx)`.
+    Each call of `create` makes a new `tx`, which is part of the pytree structure. If two states
+    need the same structure, as `out_shardings` from `jax.eval_shape` do, write
+    `state.replace(tx=other.tx)`.
 
-    As in Flax, the collection `_overwrite_with_gradient` of fp8 layers is replaced by its gradient,
-    which is checked too: these layers clip infinite gradients and only record that they were large.
+    As in Flax, the collection `_overwrite_with_gradient` of fp8 layers is replaced by its gradient.
+    This gradient is checked too, since fp8 layers clip infinite gradients and only record there
+    that they were large.
 
     Examples:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, optax
@@ -60,7 +62,7 @@ class TrainState(train_state.TrainState):
       1 False 16384.0
     """
 
-    __module__ = "optax_lossscale.flax"  # the public name, which pickles keep
+    __module__ = "optax_lossscale.flax"  # the public name, for pickle
 
     # Keyword-only, so that a subclass can add fields without a default.
     count_skipped: bool = struct.field(pytree_node=False, kw_only=True, default=False)
@@ -78,25 +80,25 @@ class TrainState(train_state.TrainState):
         count_skipped: bool = False,
         **kwargs: Any,
     ) -> Self:
-        """Return the state before the first step.
+        """Create the state before the first step.
 
         Args:
-          apply_fn: Usually the model's `apply`. None if nothing calls it, as in Flax.
-          params: The parameters.
+          apply_fn: Usually the model's `apply`. As in Flax, None if nothing calls it.
+          params: The parameters, a pytree.
           tx: The optimizer. `create` wraps it with `with_loss_scaling`.
           loss_scale: `"dynamic"`, a number (fixed), a policy, or None.
           skip_if: A rule that skips finite steps, such as `Spike()`, or a sequence of rules.
-          axis_name: The mapped axis, or a tuple of them, whose members skip steps together.
+          axis_name: The mapped axis, or a tuple of them, whose devices skip steps together.
           count_skipped: Whether `step` counts skipped steps too.
-          **kwargs: The fields that a subclass adds. Python numbers in them become arrays.
+          **kwargs: Fields that a subclass adds. Python numbers in them become arrays.
 
         Raises:
-          TypeError: If an argument is of the wrong type, or a field is unknown.
+          TypeError: If an argument has the wrong type, or a field is unknown.
           ValueError: If `tx` already scales the loss or skips steps.
         """
         inner = _without_fp8_metadata(tx)
         guard = with_loss_scaling(inner, loss_scale, skip_if=skip_if, axis_name=axis_name)
-        field: Any = apply_fn  # Flax's field is a Callable, so that its users need not ask for None
+        field: Any = apply_fn  # Flax declares the field as a Callable that is never None
         state = cls(
             step=jnp.zeros((), jnp.int32),
             apply_fn=field,
@@ -110,16 +112,16 @@ class TrainState(train_state.TrainState):
 
     @property
     def loss_scale(self) -> jax.Array:
-        """The number that the next loss is multiplied by. `float32[]`."""
+        """The factor that the next loss is multiplied by. `float32[]`."""
         return loss_scale_state(self.opt_state).loss_scale
 
     @property
     def applied(self) -> jax.Array:
-        """Whether the last step was applied, as `optax_lossscale.applied` says. `bool[]`."""
+        """Whether the last step was applied, as in `optax_lossscale.applied`. `bool[]`."""
         return applied(self.opt_state)
 
     def scale_loss(self, loss: Tree) -> Tree:
-        """Multiply the loss by the loss scale, inside the function that is differentiated."""
+        """Multiply the loss by the loss scale. Call it in the function that is differentiated."""
         return scale_loss(loss, self.opt_state)
 
     def apply_gradients(
@@ -133,26 +135,30 @@ class TrainState(train_state.TrainState):
         """Apply the step, or skip it and only update the loss scale.
 
         Args:
-          grads: The gradients of the scaled loss, like `params` (`params.fast` of a lookahead).
-          value: The loss, unscaled, for the optimizer. If it is not finite, the step is skipped.
-          extra_args: Further arguments of the optimizer and its rules, by name: `{"kl": kl}` for
+          grads: The gradients of the scaled loss, with the structure and shapes of `params` (with a
+            lookahead, `params.fast`).
+          value: The unscaled loss, which is passed to the optimizer. If it is not finite, the step
+            is skipped.
+          extra_args: Further arguments for the optimizer and its rules, by name: `{"kl": kl}` for
             `Spike("kl")`, `{"grad": grads, "value_fn": value_fn}` for a line search.
-          **kwargs: New values of other fields, such as `batch_stats`. A skipped step keeps the old.
+          **kwargs: New values of other fields, such as `batch_stats`. A skipped step keeps the old
+            values.
 
         Returns:
-          The state after the step, of the same type.
+          The state after the step, with the same structure, shapes and dtypes.
 
         Raises:
           AttributeError: If a field is unknown.
-          TypeError: If this function sets a field itself, a dtype in a field changes, or
-            `extra_args` is not a mapping or holds `value`, `grads` or `params`.
-          ValueError: If a structure or shape in a field changes, or `grads` is not like `params`.
+          TypeError: If a keyword names a field that this method sets itself, a dtype in a field
+            changes, or `extra_args` is not a mapping or holds `value`, `grads` or `params`.
+          ValueError: If a structure or shape changes in a field, or differs between `grads` and
+            `params`.
         """
         if not isinstance(self.tx, Guard):
-            raise TypeError(f"`tx` must be what `with_loss_scaling` returns, got {self.tx!r}.")
+            raise TypeError(f"`tx` must be the result of `with_loss_scaling`, got {self.tx!r}.")
         params: Any = self.params
         params = params.fast if isinstance(params, optax.LookaheadParams) else params
-        # Summed with the parameter, a gradient of another shape would be broadcast.
+        # Adding a gradient of another shape to the parameter would broadcast it.
         remedy = "Differentiate with respect to all of `state.params`."
         checks.require_same_structure("grads", grads, params, remedy)
         loss = {} if value is None else {"value": value}
@@ -172,20 +178,20 @@ class TrainState(train_state.TrainState):
 
 
 def _read_extra_args(extra_args: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return the further arguments of `tx.update`."""
+    """Return `extra_args` as keyword arguments for `tx.update`."""
     if extra_args is None:
         return {}
     if not isinstance(extra_args, Mapping):
-        raise TypeError(f"`extra_args` must be a mapping from names, got {extra_args!r}.")
+        raise TypeError(f"`extra_args` must be a mapping from names to values, got {extra_args!r}.")
     for name in ("value", "grads", "params"):
         if name in extra_args:
-            own = "is the state's own" if name == "params" else "is an argument of its own"
-            raise TypeError(f"`extra_args` must not have `{name}`, which {own}.")
+            own = "a field of the state" if name == "params" else "a separate argument"
+            raise TypeError(f"`extra_args` must not have `{name}`, which is {own}.")
     return extra_args
 
 
 def _without_fp8_metadata(tx: Any) -> optax.GradientTransformation:
-    """Return `tx` for trees that also hold Flax's fp8 metadata, which it must not see."""
+    """Wrap `tx` so that it does not see Flax's fp8 metadata."""
     inner = checks.read_optimizer("tx", tx)
 
     def init_fn(params: Any) -> optax.OptState:
@@ -214,7 +220,7 @@ def _apply_updates(params: Any, updates: Any, is_applied: jax.Array) -> Any:
 
 
 def _same_container(new: Any, old: Any) -> Any:
-    """Return `new` frozen if `old` is: `apply` returns dicts even for frozen variables."""
+    """Freeze `new` if `old` is frozen, else unfreeze it. Linen's `apply` always returns dicts."""
     if isinstance(old, core.FrozenDict):
         return core.freeze(new) if isinstance(new, dict) else new
     return core.unfreeze(new) if isinstance(new, core.FrozenDict) else new

@@ -1,4 +1,4 @@
-"""Keras' `LossScaleOptimizer` and its arguments, as a chain of Optax transformations."""
+"""Keras' `LossScaleOptimizer` with its arguments, as a chain of Optax transformations."""
 
 import functools
 from collections.abc import Callable
@@ -37,44 +37,48 @@ def loss_scale_optimizer(
 ) -> optax.GradientTransformationExtraArgs:
     """Build Keras' `LossScaleOptimizer` around an Optax optimizer.
 
-    The arguments do what they do in `keras.optimizers.LossScaleOptimizer` and Keras' optimizers. A
-    step is applied if its gradients are finite, and with accumulation if it is also the last of its
-    window. Other steps change neither the inner optimizer nor the average, and do not count.
+    The arguments mean the same as in `keras.optimizers.LossScaleOptimizer` and Keras' optimizers. A
+    step is applied if its gradients are finite and, with accumulation, if it is the last of its
+    window. Other steps change neither the inner optimizer nor the average, and are not counted.
 
     Args:
       inner_optimizer: Any Optax optimizer.
-      initial_scale: The loss scale of the first step, 2**15 by default; it must be given, and
-        stays, if `dynamic` is false. It moves between 1 and 2**24, or `initial_scale` if beyond.
-      dynamic_growth_steps: Finite steps in a row that double the loss scale; 2000 by default.
-      name: A string, as in Keras and R. It names nothing.
-      dynamic: Whether the loss scale changes. If false, a step that is not finite is still skipped.
-      learning_rate: The number that `weight_decay` is multiplied by, or a schedule of the number of
-        applied steps. By default it is the inner optimizer's hyper-parameter of this name, if
-        `optax.inject_hyperparams` injected one. The inner optimizer itself does not receive it.
+      initial_scale: The loss scale of the first step, 2**15 by default. If `dynamic` is false, it
+        is required, and the loss scale never changes. Otherwise, the loss scale stays between 1 and
+        2**24. An `initial_scale` outside of these bounds replaces the nearer one.
+      dynamic_growth_steps: The number of consecutive finite steps that doubles the loss scale, 2000
+        by default.
+      name: A name, a string. It is accepted as in Keras and R, and ignored.
+      dynamic: Whether the loss scale changes. If false, nonfinite steps are still skipped.
+      learning_rate: The factor of `weight_decay`: a number, or a schedule of the number of applied
+        steps. By default, the inner optimizer's hyper-parameter `learning_rate`, if
+        `optax.inject_hyperparams` injected one. It is not passed to the inner optimizer.
       weight_decay: At each applied step, `learning_rate * weight_decay * params` is subtracted from
         the params, in addition to the inner optimizer's update.
-      clipnorm: Each leaf of the gradients is scaled down to at most this norm.
-      clipvalue: Each element of the gradients is clipped to plus or minus this value.
-      global_clipnorm: All gradients together are scaled down to at most this norm.
-      use_ema: Whether to keep an average of the params, which `ema_params` reads: the params after
-        the first applied step, then `ema_momentum * average + (1 - ema_momentum) * params`.
-      ema_momentum: A number in [0, 1].
-      ema_overwrite_frequency: Applied steps after which the average replaces the params, to within
-        two units in the last place of the larger, again and again.
-      loss_scale_factor: A fixed loss scale instead. Nothing is checked, and no step is skipped.
-      gradient_accumulation_steps: Finite steps for each update of the inner optimizer, which sees
-        the mean of their gradients, taken in float32.
-      axis_name: The mapped axis, or a tuple of them, over which all must skip together.
+      clipnorm: The maximum norm of each leaf of the gradients. Larger leaves are scaled down.
+      clipvalue: The maximum magnitude of each element of the gradients. Larger ones are clipped.
+      global_clipnorm: The maximum norm of all gradients together. Larger ones are scaled down.
+      use_ema: Whether to keep an average of the params, which `ema_params` reads. It starts as the
+        params after the first applied step. Each later one sets it to `ema_momentum * average +
+        (1 - ema_momentum) * params`.
+      ema_momentum: The weight of the old average, from 0 to 1.
+      ema_overwrite_frequency: The number of applied steps after which the average replaces the
+        params, repeatedly. They then differ by at most two units in the last place of the larger of
+        the average and the old params.
+      loss_scale_factor: A fixed loss scale without any check, so that no step is skipped.
+      gradient_accumulation_steps: The number of finite steps for each update of the inner
+        optimizer, which is given the mean of their gradients, computed in float32.
+      axis_name: The mapped axis, or a tuple of them, whose devices skip steps together.
 
     Returns:
       An optimizer whose state is a `GuardState`.
 
     Raises:
-      TypeError: If an argument is of the wrong type.
-      ValueError: If an argument is out of its bounds, contradicts another or has no effect; from
-        `init`, if there is no rate for `weight_decay`, if the inner optimizer skips steps already,
-        or if it keeps master weights, which would undo `weight_decay` and `use_ema`; from `update`,
-        if `params` are needed and not given.
+      TypeError: If an argument has the wrong type.
+      ValueError: If an argument is out of bounds, contradicts another or has no effect. From
+        `init`, if `weight_decay` has no learning rate, the inner optimizer already skips steps, or
+        it keeps master weights, which would undo `weight_decay` and `use_ema`. From `update`, if
+        `params` are needed and not given.
 
     Examples:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
@@ -90,7 +94,7 @@ def loss_scale_optimizer(
       >>> ema_params(opt_state)
       Array([0.5, 1.5], dtype=float32)
     """
-    # R writes NULL for each default.
+    # R passes NULL for each argument that is left out.
     dynamic = True if dynamic is None else dynamic
     use_ema = False if use_ema is None else use_ema
     ema_momentum = 0.99 if ema_momentum is None else ema_momentum
@@ -132,11 +136,11 @@ def ema_params(opt_state: PyTree) -> PyTree:
       opt_state: An optimizer's state, or any pytree that holds exactly one such average.
 
     Returns:
-      The average, in the structure and shapes of the params, float32 where they are of a smaller
-      type. Before the first applied step it is the params that `init` was given.
+      The average, with the structure and shapes of the params. It is float32 if they have a
+      narrower dtype. Before the first applied step, it equals the params that `init` was given.
 
     Raises:
-      ValueError: If there is none, or more than one. The message says where each was found.
+      ValueError: If `opt_state` holds no average, or several. The message says where each is.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -157,7 +161,7 @@ _LARGEST = float(jnp.finfo(jnp.float32).max)
 _norm = functools.partial(checks.require_between, low=SMALLEST_SCALE, high=_LARGEST)
 _rate = functools.partial(checks.require_between, low=0, high=_LARGEST)
 
-# Optax and the policies check some of these, too, but under other names.
+# Optax and the policies also check some of these, but under other names.
 _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "name": _require_string,
     "dynamic": checks.read_bool,
@@ -177,7 +181,7 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
 
 
 def _check(given: dict[str, Any]) -> None:
-    """Refuse arguments that are wrong by themselves or contradict each other."""
+    """Refuse arguments that are wrong, contradict each other or have no effect."""
     if isinstance(given.get("inner_optimizer"), optax.MultiSteps):
         raise TypeError(
             "`inner_optimizer` must be an optax.GradientTransformation, got an optax.MultiSteps. "
@@ -186,13 +190,13 @@ def _check(given: dict[str, Any]) -> None:
     if isinstance(given.get("initial_scale"), bool):
         raise TypeError(
             f"`initial_scale` must be a Python number, got {given['initial_scale']}. The second "
-            "argument of tf.keras is `dynamic` here: `dynamic=False, initial_scale=1024`."
+            "argument of tf.keras is a keyword here: `dynamic=False, initial_scale=1024`."
         )
     for name in _CHECKS.keys() & given.keys():
         _CHECKS[name](name, given[name])
     is_fixed = "loss_scale_factor" in given
     if not (given["dynamic"] or is_fixed or "initial_scale" in given):
-        raise ValueError("`initial_scale` must be given if not `dynamic`, got None. Try 2**15.")
+        raise ValueError("`initial_scale` must be given if `dynamic` is false, got None.")
     clips = {name: value for name, value in given.items() if "clip" in name}
     if len(clips) > 1:
         raise ValueError(
@@ -205,4 +209,4 @@ def _check(given: dict[str, Any]) -> None:
         ("ema_overwrite_frequency", not given["use_ema"], "without `use_ema=True`"),
     ):
         if has_no_effect and name in given:
-            raise ValueError(f"`{name}` must be None {where}, got {given[name]!r}. Leave it out.")
+            raise ValueError(f"`{name}` must be None {where}, got {given[name]!r}.")

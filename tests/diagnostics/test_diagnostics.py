@@ -1,4 +1,4 @@
-"""The questions that arise when training fails, and the functions that answer them.
+"""Diagnostics: the questions about failing training, and the functions that answer them.
 
 `test_bad_input.py` tests the arguments that these functions reject.
 """
@@ -37,7 +37,7 @@ def state(loss_scale=2.0**15, growth=0, overflows=0, consecutive=0, total=0):
 # --- metrics: what should I log?
 
 
-def test_metrics_are_those_of_the_contract_for_every_guard():
+def test_metrics_have_the_documented_names_and_dtypes_for_both_guards():
     found = jax.jit(diag.metrics)(state(512.0, 3, 1, 0, 7))
     assert {name: (value.dtype.name, value.item()) for name, value in found.items()} == {
         "loss_scale": ("float32", 512.0),
@@ -69,7 +69,7 @@ def trained(tx, losses, grads=1.0):
 
 
 def own_policy(**members):
-    """Return a policy of one's own, of which nothing else is known."""
+    """Return a user's own policy, which has only these members and the required ones."""
     needed = {"init": ols.init, "update": ols.update, "skip_nonfinite": True}
     return types.SimpleNamespace(**needed | members)
 
@@ -92,24 +92,24 @@ def guarded(inner_state):
         (state(2.0**126), None),  # the cap is unknown
         (state(2.0**-126), ols.DynamicLossScale(min_scale=2.0**-126)),
         (state(2.0**126, total=1), ols.DynamicLossScale(max_scale=2.0**126)),
-        # One bound is no range.
+        # One bound is not a range.
         (state(4.0), own_policy(min_scale=8.0)),
         (state(16.0), own_policy(max_scale=8.0)),
         # A scalar may be infinite.
         (ols.with_skipping(optax.contrib.reduce_on_plateau()).init(jnp.ones(2)), None),
-        # A restored state may hold arrays of NumPy, and texts.
+        # A restored state may hold NumPy arrays and strings.
         (guarded([np.ones(2), "adam"]), None),
-        # A count is one integer, and has the name of a count.
+        # A count is a scalar integer named `count` or `..._count`.
         (guarded({"power": np.int32(-1), "count": -0.5, "step_size": jnp.float32(-0.5)}), None),
         (guarded({"best_step": jnp.int32(-1)}), None),
         (guarded({"steps": jnp.array([-1, -2]), "count": {"a": {"b": -1}}}), None),
     ],
 )
-def test_healthy_training_raises_and_warns_of_nothing(healthy, policy):
+def test_healthy_training_neither_raises_nor_warns(healthy, policy):
     assert check_health(healthy, policy=policy) is None
 
 
-def test_a_loss_scale_at_its_cap_that_never_overflowed_warns_that_it_may_not_be_needed():
+def test_a_loss_scale_at_its_cap_without_skipped_steps_is_warned_about():
     numbers = ols.LossScaleState(8.0, 0, 0, 0, 0)
     for policy in (DYNAMIC, own_policy(init=lambda: numbers, min_scale=1.0, max_scale=2.0**24)):
         with pytest.warns(UserWarning, match=r"at its cap of 1.67772e\+07 and no step was ever"):
@@ -126,7 +126,7 @@ def test_a_loss_scale_at_its_cap_that_never_overflowed_warns_that_it_may_not_be_
         (128.0, ols.FixedLossScale(128), "the loss scale is 128. Possible"),
     ],
 )
-def test_the_error_says_where_the_loss_scale_stands(loss_scale, policy, message):
+def test_the_error_gives_the_loss_scale_and_its_floor(loss_scale, policy, message):
     match = r"The last 51 steps were skipped \(99 since the start\).*" + re.escape(message)
     with pytest.raises(RuntimeError, match=match):
         check_health(state(loss_scale, 0, 1, 51, 99), policy=policy)
@@ -136,7 +136,7 @@ def test_the_error_says_where_the_loss_scale_stands(loss_scale, policy, message)
 # The first words of each cause.
 FORWARD, INPUT = "The forward pass overflows", "The batch or the parameters hold NaN"
 BACKWARD, LARGE = "The loss is finite, and one layer's", "The gradients are too large"
-DESCENT, FIXED = "The loss scale started too large", "The loss scale is too large, and does"
+DESCENT, FIXED = "The loss scale started too large", "The loss scale is too large, and fixed"
 RULE = "A rule (`skip_if`) rejects steps whose gradients and loss are finite"
 OTHERS = [FORWARD, BACKWARD, INPUT]
 
@@ -161,13 +161,13 @@ def assert_causes(opt_state, causes, **given):
         (2.0**76, own_policy(min_scale=1.0, max_scale=2.0**126), [DESCENT, *OTHERS]),
         (2.0, ols.FixedLossScale(2), [FIXED, *OTHERS]),
         (1.0, ols.FixedLossScale(1), [*OTHERS, LARGE]),
-        # Without a policy, or with one whose bounds are not known, nothing else is.
+        # Without known bounds, the loss scale may be dynamic or fixed.
         (2.0, None, [DESCENT, FIXED, *OTHERS, LARGE]),
         (128.0, own_policy(), [DESCENT, FIXED, *OTHERS, LARGE]),
         (1.0, None, [*OTHERS, LARGE]),
     ],
 )
-def test_causes_are_listed_in_one_order_but_for_what_the_state_excludes(loss_scale, policy, causes):
+def test_causes_have_a_fixed_order_and_the_state_excludes_some(loss_scale, policy, causes):
     assert_causes(state(loss_scale, 0, 1, 51), causes, policy=policy)
 
 
@@ -194,14 +194,14 @@ def above_two(*_, value):
         ("dynamic", SPIKE, SPIKES_AND_NANS, [DESCENT, *OTHERS, RULE]),
     ],
 )
-def test_a_rule_is_named_and_alone_if_it_skipped_every_step(policy, rule, steps, causes):
+def test_a_rule_is_the_only_cause_if_it_skipped_every_step(policy, rule, steps, causes):
     stalled = trained(ols.with_loss_scaling(SGD, policy, skip_if=rule), *steps)
     assert diag.is_stalled(stalled)
     assert_causes(stalled, causes, policy=ols.as_loss_scale(policy))
 
 
 @pytest.mark.parametrize("run", [lambda f: f, jax.jit])
-def test_metrics_have_the_statistics_of_each_spike(run):
+def test_metrics_include_the_statistics_of_a_spike(run):
     tx = ols.with_skipping(SGD, (above_two, SPIKE))
     started = run(diag.metrics)(tx.init(jnp.ones(2)))
     names = ["spike_mean", "spike_deviation", "spike_consecutive_skipped"]
@@ -214,7 +214,7 @@ def test_metrics_have_the_statistics_of_each_spike(run):
     assert spiked["spike_consecutive_skipped"] == 2
 
 
-def test_metrics_number_several_spikes_and_take_states_with_more_axes():
+def test_metrics_number_several_spikes_and_accept_stacked_states():
     tx = ols.with_skipping(SGD, (SPIKE, above_two, ols.Spike("grad_norm", window=8)))
     opt_state = trained(tx, [1e30, 3e30])
     found = diag.metrics(opt_state)
@@ -244,20 +244,20 @@ def test_a_negative_count_of_the_inner_optimizer_is_refused(damaged):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_arrays_that_are_spread_over_devices_are_read_where_they_lie(processes, monkeypatch):
+def test_sharded_arrays_are_checked_shard_by_shard(processes, monkeypatch):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     spread = NamedSharding(mesh, P("data"))
     opt_state = ols.with_skipping(optax.adam(0.1)).init(jax.device_put(jnp.zeros(16), spread))
     bad = jax.device_put(jnp.zeros(16).at[15].set(NAN), spread)
-    if processes == 2:  # as if other processes had other parts
-        alone = property(lambda array: len(array.sharding.device_set) == 1)
-        monkeypatch.setattr(type(bad), "is_fully_addressable", alone)
+    if processes == 2:  # as if other processes had the other shards
+        on_one_device = property(lambda array: len(array.sharding.device_set) == 1)
+        monkeypatch.setattr(type(bad), "is_fully_addressable", on_one_device)
     with jax.transfer_guard("disallow"):
         check_health(opt_state)
     with pytest.raises(ValueError, match=r"NaN or infinity at `\[0\].mu`"):
         check_health(optax.tree.set(opt_state, mu=bad))
     if hasattr(jax, "set_mesh"):  # since jax 0.7.1
-        with jax.set_mesh(mesh):  # JAX refuses arrays of one device here
+        with jax.set_mesh(mesh):  # JAX rejects single-device arrays here
             check_health(opt_state)
 
 
@@ -265,7 +265,7 @@ def test_arrays_that_are_spread_over_devices_are_read_where_they_lie(processes, 
 
 
 @pytest.mark.usefixtures("x64")
-def test_the_report_reads_every_kind_of_number_and_leaves_out_the_rest():
+def test_the_report_counts_every_inexact_dtype_and_leaves_out_other_leaves():
     leaves = {
         "kernel": (jnp.ones((2, 2)), (0, 0, 4)),
         "bias": ([jnp.array([1.0, NAN, INF, -INF])], (1, 2, 4)),
@@ -289,7 +289,7 @@ def test_the_report_reads_every_kind_of_number_and_leaves_out_the_rest():
     assert {type(counts) for counts in report.values()} == {diag.NonfiniteCounts}
 
 
-def test_counts_of_arrays_too_large_for_int32_do_not_wrap_around():
+def test_counts_of_arrays_with_more_elements_than_int32_do_not_overflow():
     # Lowered but not run: they would need 4 GB.
     large, fits = (jax.ShapeDtypeStruct((size,), jnp.float16) for size in (2**31, 2**31 - 1))
     lowered, usual = (jax.jit(nonfinite_report).lower(x).as_text() for x in (large, fits))
@@ -299,7 +299,7 @@ def test_counts_of_arrays_too_large_for_int32_do_not_wrap_around():
     jax.eval_shape(gradient_exponents, fits)
 
 
-def test_arrays_of_symbolic_shape_are_counted():
+def test_arrays_with_symbolic_shapes_are_counted():
     def counted(x):
         return nonfinite_report(x)[""], gradient_exponents(x)
 
@@ -331,7 +331,7 @@ def test_a_report_prints_the_worst_array_first():
     assert str(finite) == "0 of 2 arrays are not finite."
 
 
-def test_a_report_is_a_mapping_that_comes_out_of_transformations_in_its_order():
+def test_a_report_is_a_mapping_and_transformations_preserve_its_order():
     tree = {"z": jnp.ones((2, 3)), "a": jnp.array([[NAN, 1.0], [INF, NAN]])}
 
     def scanned(tree):
@@ -349,7 +349,7 @@ def test_a_report_is_a_mapping_that_comes_out_of_transformations_in_its_order():
 
 
 @pytest.mark.parametrize("report", [nonfinite_report, gradient_exponents])
-def test_printing_never_raises_and_shows_shapes_where_numbers_cannot_be_read(report):
+def test_printing_never_raises_and_shows_shapes_if_values_cannot_be_read(report):
     x = {"w": jnp.ones((2, 3))}
     assert "int32[" not in repr(report(x))
 
@@ -368,7 +368,7 @@ def test_printing_never_raises_and_shows_shapes_where_numbers_cannot_be_read(rep
     assert repr(jax.tree.map(lambda _: None, donated))
 
 
-def test_exponents_print_as_shares_of_all_elements():
+def test_exponents_print_as_percentages_of_all_elements():
     grads = jnp.array([0.0, 1e-9, 1e-6, 1.0, 1e6, NAN, INF, 2.0])
     assert (
         str(gradient_exponents(grads))
@@ -399,7 +399,7 @@ NUMBERS = numbers_of_every_size()
 
 
 def counts_of(*values, **settings):
-    """Count these, padded with NaN to one shape, so that JAX compiles once."""
+    """Count the values, padded with NaN to one shape so that JAX compiles once."""
     padded = np.full(NUMBERS.shape, NAN, np.float32)
     padded.flat[: len(values)] = values
     return gradient_exponents(padded, **settings)
@@ -434,7 +434,7 @@ SMALL_DTYPES = np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtype
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [*SMALL_DTYPES, np.float32])
-def test_exponents_and_roundings_are_those_of_numpy(dtype):
+def test_exponents_and_rounding_agree_with_numpy(dtype):
     compiled = jax.jit(lambda scale: gradient_exponents(NUMBERS, dtype=dtype, loss_scale=scale))
     scales = 1.0, 2.0**-20, 2.0**123, 2.0**126, 2.0**-126, 3000.7
     for loss_scale in (*scales, np.int32(8), jnp.int32(8), jnp.float16(8)):
@@ -453,7 +453,7 @@ def test_small_gradients_are_read_exactly(dtype):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("x64")
-def test_float64_gradients_are_read_exactly_and_count_at_the_ends_beyond_float32():
+def test_float64_gradients_are_read_exactly_and_outliers_count_in_the_outer_bins():
     bits = np.random.default_rng(0).integers(0, 2**64, 20_000, dtype=np.uint64)
     ties = 2.0**-25 * np.array([1 - 2.0**-40, 1, 1 + 2.0**-40])
     x = np.concatenate([bits.view(np.float64), np.float64(np.nan_to_num(NUMBERS.ravel())), ties])
@@ -463,7 +463,7 @@ def test_float64_gradients_are_read_exactly_and_count_at_the_ends_beyond_float32
     assert counts.histogram[-1] > 1000
 
 
-def test_both_parts_of_a_complex_gradient_count_and_what_is_no_number_does_not():
+def test_both_parts_of_a_complex_gradient_count_and_other_leaves_do_not():
     parts = jnp.array([complex(2.0, 1e-9), complex(0.0, INF)])
     tree = NOT_NUMBERS | {"complex": parts, "empty": jnp.zeros((0, 3)), "number": 4.0}
     counts = jax.jit(lambda: gradient_exponents(tree))()
@@ -473,9 +473,9 @@ def test_both_parts_of_a_complex_gradient_count_and_what_is_no_number_does_not()
 
 
 @pytest.mark.parametrize("spec", [P("data", "model"), P(None, "model"), P()], ids=str)
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_counts_of_an_array_on_eight_devices_are_those_of_the_whole(kind, spec):
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_an_array_sharded_over_eight_devices_is_counted_as_a_whole(axis_type, spec):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(axis_type,) * 2)
     sharded = jax.device_put(NUMBERS, NamedSharding(mesh, spec))
     with jax.transfer_guard("disallow"):
         counts = jax.jit(gradient_exponents)({"w": sharded})
@@ -488,7 +488,7 @@ def test_counts_of_an_array_on_eight_devices_are_those_of_the_whole(kind, spec):
 
 @pytest.mark.parametrize("headroom", [1, 8])
 @pytest.mark.parametrize("dtype", SMALL_DTYPES)
-def test_at_the_suggested_scale_nothing_overflows_and_the_headroom_is_left(dtype, headroom):
+def test_the_suggested_scale_avoids_overflow_and_leaves_the_headroom(dtype, headroom):
     rng = np.random.default_rng(headroom)
     top = int(ml_dtypes.finfo(dtype).maxexp) - 1
     for power in rng.integers(top - 110, 60, size=5):  # the loss scale stays within 2**126
@@ -502,18 +502,18 @@ def test_at_the_suggested_scale_nothing_overflows_and_the_headroom_is_left(dtype
 @pytest.mark.parametrize(
     ("value", "settings", "scale", "message"),
     [
-        # Without headroom, the histogram is moved to the very top.
+        # Without headroom, gradients are scaled to the very top of the range.
         (1.0, {"headroom": 0}, 2.0**15, None),
         (2.0**-10, {}, 2.0**21, None),
         (np.float32(3e38), {}, 2.0 ** (15 - 127 - 4), None),
         (2.0**-115, {}, 2.0**126, None),
         # The result is clipped to the bounds of a policy.
-        (2.0**-116, {}, 2.0**126, r"is 2\*\*127, got its bound of 2\*\*126\. .* by 2\*\*1\."),
+        (2.0**-116, {}, 2.0**126, r"is 2\*\*127, but the limit is 2\*\*126\. .* by 2\*\*1\."),
         (1.0, {"headroom": 0, "dtype": np.float32}, 2.0**126, r"that fits is 2\*\*127"),
         (np.float32(3e38), {"headroom": 20}, 2.0**-126, r"is 2\*\*-132, .* by 2\*\*-6\."),
     ],
 )
-def test_the_suggested_scale_is_one_that_a_policy_takes(value, settings, scale, message):
+def test_the_suggested_scale_is_within_the_bounds_of_a_policy(value, settings, scale, message):
     with pytest.warns(UserWarning, match=message) if message else contextlib.nullcontext():
         suggested = diag.suggest_loss_scale(counts_of(value, value / 1024), **settings)
     assert isinstance(suggested, float)
@@ -524,7 +524,7 @@ def legend(ax):
     return [text.get_text() for text in ax.get_legend().get_texts()]
 
 
-def test_the_plot_shows_the_part_of_the_gradients_that_the_dtype_loses(tmp_path):
+def test_the_plot_shows_which_gradients_the_dtype_loses(tmp_path):
     powers = np.arange(-40, 30)
     counts = counts_of(*[0.0] * 30, *1.5 * 2.0**powers)
     upper, lower = matplotlib.figure.Figure().subplots(2)
@@ -533,7 +533,7 @@ def test_the_plot_shows_the_part_of_the_gradients_that_the_dtype_loses(tmp_path)
     shares = ["zero in float16: 15.0 %", "subnormal: 11.0 %", "normal: 30.0 %", "infinite: 14.0 %"]
     assert legend(lower) == shares
     assert [int(n) for n in counts[1:5]] == [30, 15, 11, 14]
-    assert lower.get_title() == "30.0 % of the entries are exactly zero"
+    assert lower.get_title() == "30.0 % of the elements are exactly zero"
     assert ("log2" in lower.get_xlabel(), "%" in lower.get_ylabel()) == (True, True)
     heights = {bar.get_x(): bar.get_height() for bar in lower.patches if bar.get_width() == 1}
     assert {x: height for x, height in heights.items() if height} == dict.fromkeys(powers, 1)
@@ -558,7 +558,7 @@ def test_counts_added_on_the_host_may_exceed_int32():
         ([0.0], (-31, 20), (0, 1.3)),
     ],
 )
-def test_the_plot_frames_the_range_of_the_dtype_and_all_that_was_seen(values, x, y):
+def test_the_plot_covers_the_range_of_the_dtype_and_all_gradients(values, x, y):
     ax = diag.plot_gradient_exponents(counts_of(*values))
     assert ax.get_xlim() == x
     assert ax.get_ylim() == pytest.approx(y)

@@ -33,7 +33,7 @@ def loss_of(energy, head, x):
 class NNXNet(flax.nnx.Module):
     def __init__(self):
         rngs = flax.nnx.Rngs(0)
-        self.norm = flax.nnx.BatchNorm(8, rngs=rngs)  # its state must stay
+        self.norm = flax.nnx.BatchNorm(8, rngs=rngs)  # its state must not change
         self.energy = flax.nnx.Linear(8, 8, dtype=F16, rngs=rngs)
         self.head = flax.nnx.Linear(8, 8, dtype=F16, rngs=rngs)
 
@@ -92,7 +92,7 @@ def test_the_layer_that_overflows_is_named_in_every_framework(framework, how):
     elif how == "remat":
         loss_fn = transform(eqx.filter_checkpoint(loss_fn))
     found = first_nonfinite(loss_fn, *args)
-    # Wrappers that hide the names of the parameters keep their positions.
+    # Wrappers hide the name of the argument, but not the key path in it.
     name = ("params" if framework is pure else "net") if how == "loss" else ""
     assert found.layer.endswith(name + ("['energy']" if framework is pure else ".energy"))
     assert (found.operation, found.dtype, found.nan) == ("integer_pow", "float16", 0)
@@ -143,7 +143,7 @@ def second_result_first(w, carry, row):
 
 
 def saved(p, x):
-    """Have what comes before a scan computed in a call, with the scan."""
+    """Compute the operands of a scan in the same call as the scan."""
 
     def layers(p, x):
         return jax.lax.scan(lambda c, _: (c * (p["w"] @ p["w"]), None), x, None, length=3)[0].sum()
@@ -213,7 +213,7 @@ LARGEST = jnp.float32(1e30)
         (scanned(second_result_first), BIG, ONE, ("mul", "p['w']", "step 0")),
         (over_rows(lambda w, _, x: (w, w * x)), BIG, 1e30 * PART, ("mul", "p['w']", "step 0")),
         (jax.named_scope("block")(product), BIG, BIG, ("mul", "p['w']", "block")),
-        # Values that are not finite from the start.
+        # Inputs that are not finite.
         (product, ONE, PART, (None, "x", "")),
         (product, ONE.at[0].set(INF), ONE, (None, "p['w']", "")),
         (over_rows(lambda w, c, row: (c, w * row)), ONE, PART, (None, "x", "")),
@@ -225,7 +225,7 @@ LARGEST = jnp.float32(1e30)
         (lambda p, x: jax.nn.softmax(p["w"] + x), ONE, jnp.array([0.0, -INF]), None),
         (lambda p, x: jax.nn.softmax(p["w"] + x), ONE, -INF * ONE, ("sub", "p['w']", "")),
         (jax.jit(lambda p, x: jnp.where(x > 0, p["w"], LIMITS)), ONE, ONE, None),
-        # Unless they alone are why the result is not finite.
+        # Infinities that are not intended, since the result is not finite only because of them.
         (lambda p, x: jnp.where(x > 0, p["w"], -INF), ONE, -ONE, (CAST, "", "")),
         (
             jax.jit(lambda p, x: jnp.where(x > 0, p["w"], LIMITS)),
@@ -285,14 +285,14 @@ def looped(params, x):
         (lambda params, _: params["net"]["last"]["w"] * params["head"]["w"], "mul", "params"),
     ],
 )
-def test_of_several_layers_that_one_operation_reads_the_common_path_is_named(fun, operation, layer):
+def test_an_operation_on_several_layers_is_named_after_their_common_path(fun, operation, layer):
     params = {"net": {"first": {"w": ONE}, "last": {"w": BIG}}, "head": {"w": BIG}}
     found = first_nonfinite(fun, params, BIG)
     assert (found.operation, found.layer) == (operation, layer)
     assert Path(__file__).name in found.source
 
 
-def test_a_scan_that_is_finite_step_by_step_is_blamed_itself():
+def test_a_scan_whose_single_steps_are_finite_is_itself_the_origin():
     # XLA may compute `x * (1e30 * 1e30)` in a scan.
     reassociated = scanned(lambda w, carry, _: (carry, carry * w * 1e30 * 1e30))
     given = {"w": 1e-30 * ONE}, ONE
@@ -302,7 +302,7 @@ def test_a_scan_that_is_finite_step_by_step_is_blamed_itself():
     assert (found.operation, found.layer) == ("scan", "p['w']")
 
 
-def test_a_batch_does_not_count_as_a_layer():
+def test_a_batch_is_not_taken_for_a_layer():
     def predict(params, batch):
         predicted = batch["x"] @ params["hidden"]["w"] + params["hidden"]["b"]
         for array in params.get("head", {}).values():
@@ -359,9 +359,9 @@ BETWEEN = {
         lambda p, x: -(1e10 * (p["a"]["w"] * x)).astype(F16) * p["c"]["w"].astype(F16),
         ("a", False),
     ),
-    "the batch times what comes back from b": (jax.grad(through("a", "b", "c")), ("b", True)),
-    "the output of c times what comes back from b": (jax.grad(through("c", "a", "b")), ("c", True)),
-    "what comes back from c divided by what a rule makes of the output of a": (
+    "the batch times the cotangent from b": (jax.grad(through("a", "b", "c")), ("b", True)),
+    "the output of c times the cotangent from b": (jax.grad(through("c", "a", "b")), ("c", True)),
+    "the cotangent from c divided, in a rule, by a residual of a": (
         jax.grad(lambda p, x: (p["c"]["w"] * straight(p["a"]["w"] * x)).sum()),
         ("a", True),
     ),
@@ -371,7 +371,7 @@ BETWEEN = {
 
 
 @pytest.mark.parametrize(("fun", "expected"), BETWEEN.values(), ids=BETWEEN)
-def test_an_operation_between_layers_belongs_to_one_of_them(fun, expected):
+def test_an_operation_between_layers_is_attributed_to_one_of_them(fun, expected):
     found = first_nonfinite(fun, LAYERS, 1e30 * ONE)
     assert (found.layer[3:4], found.backward) == expected
 
@@ -386,7 +386,7 @@ def masked(number, dtype=F16, mask=False):
 @pytest.mark.parametrize(
     ("fun", "says"),
     [
-        # A row of which everything is masked: infinity less infinity.
+        # A row that is masked completely: infinity minus infinity.
         (masked(-1e30), "-1e+30 is beyond float16; write `jnp.finfo(x.dtype).min`"),
         (masked(7e4), "70000 is beyond float16; write `jnp.finfo(x.dtype).max`"),
         (masked(500.0, jnp.float8_e4m3fn), "500 is beyond float8_e4m3fn; write"),
@@ -394,7 +394,7 @@ def masked(number, dtype=F16, mask=False):
         (lambda p, _: p["w"].astype(F16) * jnp.asarray(LARGE).astype(F16), None),
     ],
 )
-def test_a_constant_that_a_cast_makes_infinite_is_named_with_its_line(fun, says):
+def test_a_constant_that_a_cast_makes_infinite_is_reported_with_its_line(fun, says):
     found = first_nonfinite(fun, {"w": ONE}, ONE)
     assert (found.operation, found.layer) == (CAST, "p['w']")
     assert __file__ in found.source
@@ -407,7 +407,7 @@ def test_a_constant_that_a_cast_makes_infinite_is_named_with_its_line(fun, says)
 
 
 @pytest.mark.usefixtures("x64")
-def test_a_complex_constant_is_named_without_a_remedy():
+def test_a_complex_constant_gets_no_remedy():
     x, huge = jnp.complex64(1), jnp.complex128(1e300j)
     found = first_nonfinite(lambda x: x * huge.astype(x.dtype), x)
     assert (found.operation, found.constant) == (CAST, None)
@@ -422,7 +422,7 @@ def test_a_box_around_a_parameter_is_not_a_layer():
     assert first_nonfinite(fun, params, BIG).layer == "params['net']['energy']"
 
 
-def test_arguments_are_named_as_well_as_can_be():
+def test_arguments_are_named_by_signature_or_by_position():
     def fun(first, *rest, **named):
         return first * rest[0] * named["b"] * len(named["a"])
 
@@ -433,7 +433,7 @@ def test_arguments_are_named_as_well_as_can_be():
     assert first_nonfinite(getattr, NAN * ONE, "T").layer == "args[0]"  # it has no signature
 
 
-def test_arrays_of_every_kind_are_traced_and_nothing_else():
+def test_arrays_of_every_type_are_traced_and_other_leaves_are_not():
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
 
@@ -450,12 +450,12 @@ def test_arrays_of_every_kind_are_traced_and_nothing_else():
     assert operation(ONE, False) == "div"
 
 
-def test_the_guards_of_jax_do_not_stop_the_search():
+def test_debugging_flags_of_jax_do_not_stop_the_search():
     with jax.debug_nans(True), jax.debug_infs(True):
         assert first_nonfinite(lambda x: jnp.sqrt(x - 2), ONE).operation == "sqrt"
 
 
-def test_the_finding_reads_as_text_and_cannot_be_changed():
+def test_the_result_prints_as_text_and_is_immutable():
     def fun(p, x):
         with jax.named_scope("block"):
             return straight(p["w"] * x).sum()
@@ -478,13 +478,13 @@ def test_the_finding_reads_as_text_and_cannot_be_changed():
     assert (counted.nan, counted.inf, counted.size) == (2, 1, 4)
 
 
-def test_without_a_line_of_your_own_there_is_no_source():
-    with ThreadPoolExecutor(1) as pool:  # whose stack has lines of libraries only
+def test_the_source_is_empty_without_a_line_of_the_users_code():
+    with ThreadPoolExecutor(1) as pool:  # its stack has only lines of libraries
         found = pool.submit(first_nonfinite, jnp.multiply, BIG, BIG).result()
     assert found.source == ""
 
 
-# A number that does not reach the output is harmless, in a scan too.
+# A number that does not reach the output is harmless, even in a scan.
 
 
 def reset_by_the_next_step(carry, step):
@@ -496,8 +496,8 @@ def reset_by_the_next_step(carry, step):
     ("result", "steps", "x", "operation"),
     [
         (0, [0, 1, 2], 1e30, "sqrt"),
-        (1, [0, 1, 2], 1e30, "mul"),  # of stacked results, the first step
-        (1, [0, 1, 2], 1.0, None),  # of the last step's carry, nothing is stacked
+        (1, [0, 1, 2], 1e30, "mul"),  # a stacked result comes from the first step
+        (1, [0, 1, 2], 1.0, None),  # the last carry is not stacked
         (0, [], -1.0, "log"),
     ],
 )
@@ -512,7 +512,7 @@ def test_an_infinity_that_the_next_step_discards_is_not_blamed(result, steps, x,
         assert (found and found.operation) == operation
 
 
-def test_a_training_step_is_searched_with_a_number_written_into_it():
+def test_a_training_step_with_a_python_number_is_searched():
     tx = ols.with_loss_scaling(optax.sgd(1.0), 1.0)
     step = lambda g: jnp.log(tx.update(g, tx.init(ONE), value=1.0)[0].sum() + 2)  # noqa: E731
     assert first_nonfinite(step, ONE).operation == "log"

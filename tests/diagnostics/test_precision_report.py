@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from optax_lossscale.diagnostics import MatrixProducts, precision_report
 
-# Programs of users rely on promotion, and the report says where it leads.
+# Users' programs rely on dtype promotion, and the report shows its effect.
 pytestmark = pytest.mark.integration
 F16, F32 = jnp.float16, jnp.float32
 X, W = jnp.ones((4, 8), F16), jnp.ones((8, 8), F16)
@@ -31,13 +31,13 @@ def counts(fun, *args, **kwargs):
 
 
 def line_of(comment):
-    """Return the line of this file that ends with the comment, with the file and its number."""
+    """Return path, number and text of the line in this file that ends with `comment`."""
     lines = enumerate(Path(__file__).read_text().splitlines(), 1)
     ((number, line),) = ((n, line) for n, line in lines if line.endswith(comment))
     return f"{__file__}:{number}: {line.strip()}"
 
 
-def test_nnx_with_the_module_as_an_argument_into_which_a_step_writes():
+def test_a_step_that_updates_an_nnx_module_is_counted():
     def loss_fn(model, x):
         return jnp.mean(model(x))
 
@@ -124,7 +124,7 @@ def of_both(fun):
         (in_scan, {"float16": 15}),
         (of_both(in_scan), {"float16": 15 * 3}),
         (lambda x, w: jnp.linalg.solve(w.astype(F32), x.T.astype(F32)), {}),  # no product runs
-        # What is stacked is not used.
+        # The stacked result is not used.
         (lambda x, w: lax.scan(lambda x, _: (x @ w, x @ w @ w), x, length=5)[0], {"float16": 5}),
         # The condition and the body of a loop.
         (
@@ -148,14 +148,14 @@ def of_both(fun):
         (unused, {"float16": 1}),
     ],
 )
-def test_structures(fun, expected):
+def test_products_in_every_control_flow_and_custom_derivative_are_counted(fun, expected):
     assert counts(fun, X, W) == expected
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (X, W))
     assert counts(fun, *shapes) == expected
     assert jax.jit(lambda: counts(fun, X, W) == expected)()  # the report may be made while tracing
 
 
-def test_a_primitive_that_holds_functions_of_other_outputs():
+def test_products_in_a_primitive_with_several_functions_are_counted():
     assert set(counts(jax.scipy.sparse.linalg.cg, W.astype(F32), W[0].astype(F32))) == {"float32"}
 
 
@@ -180,20 +180,20 @@ IMAGES, KERNEL = jnp.ones((2, 9, 9, 4)), jnp.ones((3, 3, 4, 6))
         (partial(convolution, batch_group_count=2), (IMAGES, KERNEL)),
     ],
 )
-def test_operations_are_those_that_xla_counts(fun, args):
+def test_operations_agree_with_the_count_of_xla(fun, args):
     (products,) = precision_report(fun, *args).values()
     lowered = jax.jit(fun).lower(*(arg.astype(F32) for arg in args))
     assert products.flops == lowered.cost_analysis()["flops"]
 
 
-def test_the_gradient_of_a_convolution_with_strides_takes_as_many_operations():
+def test_the_gradient_of_a_strided_convolution_takes_about_as_many_operations():
     images, kernel = jnp.ones((2, 8, 8, 4)), jnp.ones((2, 2, 4, 6))
     loss = lambda x: convolution(x, kernel, window_strides=(2, 2)).sum()  # noqa: E731
     forward, backward = (precision_report(f, images)["float32"] for f in (loss, jax.grad(loss)))
-    assert backward.flops == pytest.approx(forward.flops, rel=0.35)  # its border is padded
+    assert backward.flops == pytest.approx(forward.flops, rel=0.35)  # the padding differs
 
 
-def test_a_ragged_product_takes_the_operations_of_one_group_for_each_row():
+def test_each_row_of_a_ragged_product_counts_the_operations_of_one_group():
     groups = jnp.array([1, 2, 3])
     given = jnp.ones((6, 4), F16), jnp.ones((3, 4, 5), F16)
     loss = lambda x, experts: lax.ragged_dot(x, experts, groups).astype(F32).sum()  # noqa: E731
@@ -202,7 +202,7 @@ def test_a_ragged_product_takes_the_operations_of_one_group_for_each_row():
         assert (products.count, products.flops) == (count, count * 2 * 6 * 4 * 5)
 
 
-def test_the_source_is_that_of_the_product_with_the_most_operations():
+def test_the_source_is_the_line_of_the_product_with_the_most_operations():
     def fun(x, w):
         small = x[:1] @ w  # 1/4
         large = x @ w  # the largest
@@ -215,7 +215,7 @@ def test_the_source_is_that_of_the_product_with_the_most_operations():
     assert (wide.count, wide.flops) == (10, ONE // 4 + ONE + 2 * ONE)
 
 
-def test_the_dtype_with_the_most_operations_comes_first_and_is_written_first():
+def test_the_dtype_with_the_most_operations_is_first_in_order_and_in_print():
     def fun(x, w):
         wide = x.astype(F32) @ w.astype(F32)  # in float32
         return wide, x[:1] @ w, x[:1] @ w
@@ -229,14 +229,14 @@ def test_the_dtype_with_the_most_operations_comes_first_and_is_written_first():
     ]
 
 
-def test_products_that_are_scaled_by_blocks_are_counted():
+def test_block_scaled_products_are_counted():
     operands = (jax.ShapeDtypeStruct((1, n, 32), "float8_e4m3fn") for n in (4, 6))
     scales = (jax.ShapeDtypeStruct((1, n, 1), "float8_e8m0fnu") for n in (4, 6))
     report = precision_report(jax.nn.scaled_matmul, *operands, *scales)
     assert report == {"float8_e4m3fn": MatrixProducts(1, 2 * 4 * 6 * 32, ANY)}
 
 
-def test_words_without_products_or_lines():
+def test_reports_without_products_operations_or_lines_print():
     assert str(precision_report(jnp.sum, X)) == "No matrix products or convolutions."
     empty = precision_report(jnp.dot, np.zeros((0, 8)), np.zeros((8, 2)))
     assert "0 operations (0 %)" in str(empty)

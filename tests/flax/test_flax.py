@@ -1,4 +1,4 @@
-"""`optax_lossscale.flax.TrainState`: what changes on which step, in one compiled step."""
+"""`optax_lossscale.flax.TrainState`: which fields an applied and a skipped step change."""
 
 import pickle
 from typing import Any
@@ -19,7 +19,7 @@ from optax_lossscale.flax import TrainState
 pytestmark = pytest.mark.integration
 
 OWG = "_overwrite_with_gradient"  # the metadata of Flax's fp8 layers
-TOO_LARGE = 2.0**24  # overflows in gradients that are float16
+TOO_LARGE = 2.0**24  # overflows float16 gradients
 CONTAINERS = pytest.mark.parametrize(
     "container", [core.unfreeze, core.freeze], ids=["dict", "FrozenDict"]
 )
@@ -49,7 +49,7 @@ def step(state, x):
     return state.apply_gradients(grads=jax.grad(loss_fn)(state.params), **new)
 
 
-def test_a_good_step_moves_everything_and_a_skipped_one_the_loss_scale_only():
+def test_a_good_step_updates_every_field_and_a_skipped_one_only_the_loss_scale():
     given = {"seen": {"mean": jnp.zeros(4)}, "key": jax.random.key_data(jax.random.key(1))}
     params, tx = {"w": jnp.full(4, 0.1)}, optax.adam(1e-2)
     start = Counting.create(apply_fn=None, params=params, tx=tx, **given)
@@ -71,7 +71,7 @@ def test_a_good_step_moves_everything_and_a_skipped_one_the_loss_scale_only():
         assert float(after.loss_scale) == loss_scale / 2
         assert types(after) == types(before)
 
-    # With no field at its default, a restored state continues without a new trace.
+    # A restored state, with no field at its default, continues without a new trace.
     counts = {"growth_count": 2, "overflow_count": 4, "consecutive_skipped": 5, "total_skipped": 6}
     counts = {name: jnp.int32(n) for name, n in counts.items()}
     after = after.replace(opt_state=optax.tree.set(after.opt_state, **counts))
@@ -103,7 +103,7 @@ def test_every_leaf_is_a_strongly_typed_array_from_the_start():
         assert not leaf.weak_type
 
 
-def test_two_states_have_one_type_once_they_share_a_tx():
+def test_two_states_with_the_same_tx_have_the_same_structure():
     one, other = scalar_state(), scalar_state()
     assert jax.tree.structure(one) != jax.tree.structure(other)
     assert jax.tree.structure(one) == jax.tree.structure(other.replace(tx=one.tx))
@@ -130,10 +130,10 @@ def test_it_can_be_scanned_and_donated():
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
     assert applied.tolist() == np.isfinite(values).tolist()
     assert int(scanned.step) == int(scanned.seen) == 5
-    assert float(scanned.loss_scale) == 2.0**14  # twice halved, once grown
+    assert float(scanned.loss_scale) == 2.0**14  # halved twice, doubled once
 
 
-def test_step_counts_skipped_steps_too_where_asked_and_saturates():
+def test_step_counts_skipped_steps_on_request_and_saturates():
     state, last = scalar_state(count_skipped=True), np.iinfo(np.int32).max
     assert state.count_skipped is True  # not a leaf of the tree
     for start, expected in ((0, [1, 2, 3]), (last - 2, [last - 1, last, last])):
@@ -143,9 +143,9 @@ def test_step_counts_skipped_steps_too_where_asked_and_saturates():
             assert int(state.step) == step
 
 
-def test_where_nothing_is_skipped_everything_moves():
+def test_without_checks_every_field_is_updated():
     state = scalar_state(loss_scale=None, seen=0)
-    # As restored from a run with another policy, which had just skipped a step.
+    # As if restored from a run with another policy that had just skipped a step.
     opt_state = optax.tree.set(state.opt_state, consecutive_skipped=jnp.int32(3))
     after = state.replace(opt_state=opt_state)
     after = after.apply_gradients(grads=grads_of(state, jnp.nan), seen=jnp.int32(1))
@@ -153,7 +153,7 @@ def test_where_nothing_is_skipped_everything_moves():
     assert jnp.isnan(after.params["w"])
 
 
-def test_a_step_is_that_of_flax_on_the_true_gradients():
+def test_a_step_equals_flaxs_step_with_the_true_gradients():
     w = {"w": jnp.ones(3)}
     lookahead = optax.lookahead(optax.sgd(0.1), sync_period=2, slow_step_size=0.5)
     for tx, params in ((optax.adamw(0.1), w), (lookahead, optax.LookaheadParams.init_synced(w))):
@@ -170,7 +170,7 @@ def test_a_step_is_that_of_flax_on_the_true_gradients():
         ours.apply_gradients(grads=params)
 
 
-def test_the_value_is_handed_to_the_optimizer_and_decides_whether_to_skip():
+def test_the_value_is_passed_to_the_optimizer_and_can_skip_the_step():
     tx = optax.GradientTransformationExtraArgs(
         lambda _: (), lambda grads, state, _params, *, value: ({"w": grads["w"] * value}, state)
     )
@@ -182,10 +182,10 @@ def test_the_value_is_handed_to_the_optimizer_and_decides_whether_to_skip():
         assert float(after.loss_scale) == float(state.loss_scale)
 
 
-def test_parameters_may_be_a_bare_array_and_gradients_python_numbers():
+def test_parameters_may_be_an_array_and_gradients_python_numbers():
     state = scalar_state(loss_scale=8)
     assert float(state.apply_gradients(grads={"w": 4.0}).params["w"]) == 0.5
-    # Built without `create`, it counts applied steps, too.
+    # A state built without `create` also counts applied steps.
     state = TrainState(0, None, jnp.float32(1), state.tx, state.tx.init(jnp.float32(1)))
     with jax.numpy_dtype_promotion("strict"):
         after = [state.apply_gradients(grads=jnp.float32(g)) for g in (8, jnp.inf)]
@@ -193,7 +193,7 @@ def test_parameters_may_be_a_bare_array_and_gradients_python_numbers():
 
 
 @CONTAINERS
-def test_a_field_stays_frozen_or_not_whatever_it_is_given(container):
+def test_a_field_keeps_its_container_frozen_or_not(container):
     state = scalar_state(seen=container({"a": {"mean": jnp.zeros(2)}}))
     new = {"a": {"mean": jnp.ones(2)}}
     for given in (core.freeze(new), new):
@@ -202,7 +202,7 @@ def test_a_field_stays_frozen_or_not_whatever_it_is_given(container):
         assert_same_bits(after.seen, container(new))
 
 
-def test_a_field_that_it_does_not_take_is_refused():
+def test_a_field_that_apply_gradients_does_not_take_is_refused():
     state = scalar_state()
     for name in ("batch_stat", "loss_scale", "step", "params", "opt_state", "applied"):
         given = {name: getattr(state, name, jnp.float32(1))}
@@ -211,11 +211,11 @@ def test_a_field_that_it_does_not_take_is_refused():
 
 
 @CONTAINERS
-def test_metadata_are_overwritten_on_a_good_step_and_kept_on_a_skipped_one(container):
+def test_fp8_metadata_are_overwritten_on_a_good_step_and_kept_on_a_skipped_one(container):
     params = container({"params": {"w": jnp.float32(1)}, OWG: {"amax": jnp.float32(3)}})
     tx = optax.sgd(0.5, momentum=0.9)
     state = TrainState.create(apply_fn=None, params=params, tx=tx, loss_scale=8)
-    # The optimizer does not see them.
+    # The optimizer does not see the metadata.
     expected = jax.tree.structure(tx.init(params["params"]))
     for w, amax, applied in ((16, 5, 1), (jnp.inf, 7, 0), (8, jnp.nan, 0)):
         grads = {"params": {"w": jnp.float32(w)}, OWG: {"amax": jnp.float32(amax)}}
@@ -229,7 +229,7 @@ def test_metadata_are_overwritten_on_a_good_step_and_kept_on_a_skipped_one(conta
 
 
 @pytest.mark.parametrize(("container", "remainders"), [(core.unfreeze, True), (core.freeze, False)])
-def test_masters_beside_metadata_are_read_from_the_params_of_the_state(container, remainders):
+def test_master_weights_are_read_from_params_with_fp8_metadata(container, remainders):
     params = container({"params": {"w": jnp.bfloat16(1)}, OWG: {"amax": jnp.float32(3)}})
     tx = ols.with_master_weights(optax.sgd(1e-4), remainders=remainders)
     state = TrainState.create(apply_fn=None, params=params, tx=tx, loss_scale=8)
@@ -243,8 +243,8 @@ def test_masters_beside_metadata_are_read_from_the_params_of_the_state(container
 
 
 @pytest.mark.slow
-def test_an_fp8_layer_trains_and_an_overflow_that_it_clips_is_seen_in_its_metadata():
-    # In bfloat16, since products of float8 numbers overflow float16.
+def test_an_fp8_layer_trains_and_its_metadata_reveal_an_overflow_that_it_clips():
+    # Use bfloat16, since products of float8 numbers overflow float16.
     fp8 = {"dot_general_cls": nn.Fp8DirectDotGeneralOp, "dtype": jnp.bfloat16}
     layer = nn.Dense(1, use_bias=False, **fp8)
     x = jax.random.normal(jax.random.key(1), (4, 16))
@@ -300,7 +300,7 @@ def test_extra_arguments_reach_rules():
 
 
 @pytest.mark.parametrize("loss_scale", [None, 2.0**10, "dynamic"])
-def test_line_searches_get_their_arguments_through_the_state(loss_scale):
+def test_line_searches_get_their_arguments_from_apply_gradients(loss_scale):
     inner = optax.lbfgs()
     state = TrainState.create(
         apply_fn=None, params={"w": jnp.zeros(3)}, tx=inner, loss_scale=loss_scale
@@ -317,7 +317,7 @@ def test_line_searches_get_their_arguments_through_the_state(loss_scale):
     np.testing.assert_array_equal(state.params["w"], params["w"])
 
 
-def test_sophia_gets_its_function_through_the_state():
+def test_sophia_gets_its_function_from_apply_gradients():
     inner = optax.contrib.sophia(0.1)
     params = {"w": jnp.ones(3)}
     state = TrainState.create(apply_fn=None, params=params, tx=inner, loss_scale=2.0**10)

@@ -141,7 +141,7 @@ def assert_close(actual, expected):
     ],
 )
 @pytest.mark.slow
-def test_every_argument_does_what_it_does_in_keras(rate, arguments):
+def test_every_argument_has_the_effect_that_it_has_in_keras(rate, arguments):
     history = gradients()
     theirs, ours = (DecreasingInKeras(), decreasing) if "sch" in rate else (RATE, RATE)
     inner = optax.inject_hyperparams(sgd)(ours) if "injected" in rate else sgd(ours)
@@ -153,30 +153,30 @@ def test_every_argument_does_what_it_does_in_keras(rate, arguments):
     for step, (our, their) in enumerate(zip(actual, expected, strict=True)):
         assert (our.loss_scale, our.growth_count) == (their.loss_scale, their.growth_count), step
         assert_close(our.params, their.params)
-        if has_ema and their.ema["s"]:  # Keras' starts at the first applied step
+        if has_ema and their.ema["s"]:  # Keras' average starts at the first applied step
             assert_close(our.ema, their.ema)
 
 
-# Differences: bugs of Keras, and what it counts.
+# Differences from Keras: its bugs, and which steps it counts.
 
 
 @pytest.mark.slow
-def test_keras_ema_moves_on_every_micro_step_ours_on_applied_steps():
+def test_the_average_changes_on_applied_steps_and_in_keras_on_micro_steps():
     history = gradients(steps=12, overflows={4})
     theirs = run_keras(keras_sgd(**THREE, **EMA), history)
     ours = run_ours(loss_scale_optimizer(sgd(), **SCALE, **THREE, **EMA), history)
     # The first window ends with step 2. The second ends with step 6, as step 4 does not count.
     params = [step.params["b"] for step in ours]
-    for steps, first, moves in ((ours, 2, (6, 9)), (theirs, 6, (7, 8, 9))):
+    for steps, first, later in ((ours, 2, (6, 9)), (theirs, 6, (7, 8, 9))):
         expected = steps[first].ema["b"]
-        for step in moves:
+        for step in later:
             expected = 0.9 * expected + 0.1 * params[step]
         assert_close(steps[9].ema["b"], expected)
     assert_same_bits(ours[2].ema["b"], params[2])
 
 
 @pytest.mark.slow
-def test_keras_schedules_count_micro_steps_ours_applied_steps():
+def test_schedules_count_applied_steps_and_in_keras_micro_steps():
     ones = jax.tree.map(np.ones_like, start())
     history = [jax.tree.map(np.zeros_like, ones)] * 6
     history[1] = gradients(steps=1, overflows={0})[0]
@@ -192,7 +192,7 @@ def test_keras_schedules_count_micro_steps_ours_applied_steps():
 
 
 @pytest.mark.slow
-def test_keras_decays_before_the_inner_optimizer_ours_after_it():
+def test_weights_decay_after_the_inner_optimizer_and_in_keras_before_it():
     # The difference shows in an optimizer that reads the params. This one subtracts them.
     class Removing(keras.optimizers.SGD):
         def update_step(self, gradient, variable, learning_rate):
@@ -207,7 +207,7 @@ def test_keras_decays_before_the_inner_optimizer_ours_after_it():
     np.testing.assert_allclose((theirs.params["p"], ours.params["p"]), (0.0, -0.05), rtol=1e-6)
 
 
-def test_keras_refuses_the_arguments_on_the_wrapper_ours_takes_them():
+def test_the_wrapper_takes_arguments_that_keras_refuses_on_its_wrapper():
     for arguments in (CLIPNORM, CLIPVALUE, GLOBAL, DECAY, EMA, TWO):
         with pytest.raises(ValueError, match="does not support"):
             keras.optimizers.LossScaleOptimizer(keras_sgd(), **arguments)
@@ -217,7 +217,7 @@ def test_keras_refuses_the_arguments_on_the_wrapper_ours_takes_them():
 # What the library adds to Keras.
 
 
-def test_the_defaults_are_those_of_tf_keras():
+def test_the_defaults_equal_those_of_tf_keras():
     tx = loss_scale_optimizer(optax.sgd(1.0), use_ema=True)
     params = jnp.float32(0)
     state = optax.tree.set(tx.init(params), growth_count=jnp.int32(1998))
@@ -275,7 +275,7 @@ def test_small_params_are_decayed_and_averaged_in_float32(dtype, rate):
     _, state = update(grads, state, {"p": jnp.full(2, 1.015625, dtype)})
     assert ema_params(state)["p"].dtype == jnp.float32
     assert ema_params(state)["p"].tolist() == [1.0078125] * 2
-    # An average that overwrites is rounded to the params.
+    # An average that replaces the params is rounded to their dtype.
     tx = loss_scale_optimizer(optax.sgd(0.1), **average, ema_overwrite_frequency=1)
     state = tx.init(params)
     for grad in (0.3, -0.7):
@@ -300,7 +300,7 @@ def test_integer_params_are_their_own_average_and_no_average_is_weakly_typed():
 
 @pytest.mark.parametrize(("run", "ulps"), [(lambda f: f, 1), (jax.jit, 2)])
 @pytest.mark.slow
-def test_the_average_replaces_the_params_as_closely_as_an_addition_can(run, ulps):
+def test_the_average_replaces_the_params_up_to_the_rounding_of_an_addition(run, ulps):
     rng = np.random.default_rng(2)
     old = rng.normal(size=4096).astype(np.float32)
     ratio = 10 ** rng.uniform(-9, 9, 4096) * rng.choice([-1, 1], 4096)
@@ -314,8 +314,8 @@ def test_the_average_replaces_the_params_as_closely_as_an_addition_can(run, ulps
 
 
 @pytest.mark.slow
-def test_the_weights_of_the_average_add_up_to_one():
-    # If 0.9999 and 0.0001 were rounded to float32 separately, it would be 4e-5 too small.
+def test_the_weights_of_the_average_sum_to_one():
+    # If 0.9999 and 0.0001 were rounded separately, the average would be 4e-5 too small.
     history = np.random.default_rng(4).uniform(0.5, 1.5, (2000, 64)).astype(np.float32)
     become = optax.stateless(lambda grads, params: jax.tree.map(jnp.subtract, grads, params))
     tx = loss_scale_optimizer(become, 1, 10**6, use_ema=True, ema_momentum=0.9999)
@@ -330,8 +330,8 @@ def test_the_weights_of_the_average_add_up_to_one():
     assert abs(np.mean(ema_params(state) - expected)) < 4e-6
 
 
-def test_between_steps_of_accumulation_the_params_are_bitwise_unchanged():
-    # The inner updates of the first micro-step alone would be infinite, and -0.0 + 0.0 is 0.0.
+def test_accumulating_steps_leave_the_params_unchanged_to_the_bit():
+    # An inner update after only the first micro-step would be infinite, and -0.0 + 0.0 is 0.0.
     tx = loss_scale_optimizer(optax.scale(-8.0), loss_scale_factor=1.0, **TWO)
     params = jnp.array([-0.0, 1.0])
     after, state = take(tx, params, tx.init(params), jnp.full(2, 1e38))
@@ -341,7 +341,7 @@ def test_between_steps_of_accumulation_the_params_are_bitwise_unchanged():
 
 
 @pytest.mark.slow
-def test_extra_arguments_reach_the_inner_optimizer_through_everything():
+def test_extra_arguments_reach_the_inner_optimizer_through_every_wrapper():
     inner = optax.GradientTransformationExtraArgs(
         lambda _: (), lambda grads, state, _params, *, value, **_: (-value * grads, state)
     )
@@ -358,7 +358,7 @@ def test_extra_arguments_reach_the_inner_optimizer_through_everything():
 
 @pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize(("name", "applied"), [("initial_scale", 0), ("loss_scale_factor", 1)])
-def test_alone_a_loss_scale_skips_unless_it_is_a_loss_scale_factor(name, applied, dynamic):
+def test_nonfinite_steps_are_skipped_unless_loss_scale_factor_is_given(name, applied, dynamic):
     tx = loss_scale_optimizer(optax.adam(1e-3), **{name: 8.0}, dynamic=dynamic)
     state = tx.init(jnp.float32(1))
     assert_same_bits(state.inner_state, optax.adam(1e-3).init(jnp.float32(1)))
@@ -368,14 +368,14 @@ def test_alone_a_loss_scale_skips_unless_it_is_a_loss_scale_factor(name, applied
 
 
 @pytest.mark.parametrize(("start_at", "bounds"), [(2.0**-3, (2.0**-3, 2**24)), (2**30, (1, 2**30))])
-def test_a_loss_scale_may_start_beyond_the_usual_bounds(start_at, bounds):
+def test_the_initial_loss_scale_may_exceed_the_usual_bounds(start_at, bounds):
     tx = loss_scale_optimizer(optax.sgd(1.0), start_at, 1)
     grads = [{"p": np.float32(grad)} for grad in [np.nan] * 31 + [0.0] * 31]
     steps = run_ours(tx, grads, {"p": np.float32(1.0)})
     assert (steps[30].loss_scale, steps[-1].loss_scale) == bounds
 
 
-def test_a_param_called_learning_rate_is_not_taken_for_the_rate():
+def test_a_param_named_learning_rate_is_not_mistaken_for_the_learning_rate():
     params = {"hyperparams": {"learning_rate": jnp.float32(5.0)}, "learning_rate": jnp.float32(7.0)}
     inner = optax.chain(optax.clip(1.0), optax.inject_hyperparams(optax.adam)(0.1))
     tx = loss_scale_optimizer(inner, weight_decay=1.0)

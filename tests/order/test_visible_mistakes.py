@@ -92,7 +92,7 @@ def test_a_warning_names_the_users_line_below_any_library():
 def test_what_stands_outside_of_the_guard_is_named_once_with_the_line_to_write(
     tx, line, monkeypatch
 ):
-    monkeypatch.setattr("optax_lossscale.diagnostics.logs._ADVICE_GIVEN", set())
+    monkeypatch.setattr("optax_lossscale.diagnostics.logs._WARNED", set())
     state = tx.init(PARAMS)
     for function in (ols.value_and_grad(loss_fn), ols.grad(loss_fn)):
         with warnings_of(line):

@@ -35,7 +35,7 @@ OPTIMIZERS = {
     "schedule_free_adamw": optax.contrib.schedule_free_adamw(1e-3),
     "adam in a chain": optax.chain(optax.clip(1.0), optax.adam(optax.cosine_decay_schedule(1, 9))),
 }
-KINDS = {"adamw", "lion"}
+REPRESENTATIVE = {"adamw", "lion"}
 
 
 def large_copies(compiled):
@@ -52,7 +52,7 @@ def compiled(name, wrap=lambda tx: tx, grads=None):
 each_optimizer = pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in KINDS else pytest.mark.exhaustive)
+        pytest.param(name, marks=() if name in REPRESENTATIVE else pytest.mark.exhaustive)
         for name in OPTIMIZERS
     ],
 )
@@ -85,17 +85,17 @@ def with_pure_functions(inner):
 
 
 @each_optimizer
-def test_the_pure_functions_cost_one_more_read_of_the_gradients(name):
+def test_the_pure_functions_read_the_gradients_once_more(name):
     ours, by_hand = (compiled(name, way) for way in (ols.with_loss_scaling, with_pure_functions))
-    # The guard checks the gradients that it hands on, which are others than those checked by hand.
-    # A check reads them once, and 3 % for the flags of the groups.
+    # The guard checks the gradients that it passes on, which are not those checked by hand. The
+    # check reads them once, and 3 % more for the flags of the groups.
     read = bytes_accessed(by_hand) - bytes_accessed(ours)
     assert read == pytest.approx(1.03 * SIZE, rel=0.005)
     assert temporaries(by_hand) <= temporaries(ours) + 0.02 * SIZE
 
 
 @each_optimizer
-def test_gradients_of_half_precision_are_not_copied(name):
+def test_half_precision_gradients_are_not_copied(name):
     # Plain Optax needs this cast to keep the dtype of its state.
     cast = optax.stateless_with_tree_map(lambda g, _: g.astype(jnp.float32))
     plain = compiled_step(optax.chain(cast, OPTIMIZERS[name]), PARAMS, HALF_GRADS)
@@ -104,7 +104,7 @@ def test_gradients_of_half_precision_are_not_copied(name):
 
 
 @each_optimizer
-def test_what_checks_nothing_costs_nothing(name):
+def test_a_policy_that_checks_nothing_costs_nothing(name):
     unchecked = ols.FixedLossScale(1024, skip_nonfinite=False)
     plain = compiled(name)
     ours = compiled_step(ols.with_loss_scaling(OPTIMIZERS[name], unchecked), PARAMS)
@@ -134,7 +134,7 @@ def test_the_program_of_a_whole_stack_is_about_three_times_that_of_plain_optax(d
     tx = ols.with_loss_scaling(ols.with_master_weights(clipped), skip_if=ols.Spike())
     plain, ours = lower_stack(clipped), lower_stack(tx, dtype)
     assert len(ours.as_text()) <= 2.93 * len(plain.as_text())
-    # Nor is what the compiler makes of it: a rule is not computed once more for each array.
+    # The compiled program grows no faster: a rule is not computed again for each array.
     plain, ours = lower_stack(clipped, arrays=12), lower_stack(tx, dtype, arrays=12)
     instructions = [step.compile().as_text().count(" = ") for step in (plain, ours)]
     assert instructions[1] <= 3.1 * instructions[0]

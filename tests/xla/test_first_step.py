@@ -1,6 +1,6 @@
 """The first training step of a process is traced and compiled once.
 
-JAX 0.12 forgets a trace during which a primitive is registered or a part of JAX is imported.
+JAX 0.12 discards a trace during which a primitive is registered or a part of JAX is imported.
 """
 
 import subprocess

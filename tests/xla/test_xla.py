@@ -1,4 +1,4 @@
-"""What `_xla` makes of a step: how the check is lowered, and that both forms do the same."""
+"""`_xla`: how the check is lowered, and that the plain and the fast forms agree."""
 
 import functools
 import math
@@ -23,7 +23,7 @@ WAYS = {"cpu": _on_cpu, "gpu": _on_gpu, "tpu": _on_tpu}
 ALL, LEAST = ("reduce_and",), ("reduce_min",)
 
 MANY = [
-    *(np.ones(2**16, np.float32) for _ in range(9)),  # more than one kernel takes
+    *(np.ones(2**16, np.float32) for _ in range(9)),  # more arrays than one kernel checks
     *(np.ones((8, 2**13), np.float32), np.ones((2**13, 8), np.float16), np.ones(2**14 - 1)),
     *(np.ones((3, n), np.complex64) for n in (5, 2**12)),
     *(np.ones(5, np.float16) for _ in range(17)),
@@ -33,7 +33,7 @@ MANY = [
 
 @pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", [_anywhere, _on_cpu, _on_gpu, _on_tpu])
-def test_every_way_to_check_looks_at_every_element(way, devices):
+def test_every_check_looks_at_every_element(way, devices):
     check = jax.jit(lambda arrays: way(*arrays, devices=devices))
     assert check(MANY)
     for i, array in enumerate(MANY):
@@ -53,7 +53,7 @@ def lowered(check, arrays, shardings, platform="tpu"):
     ("shape", "in_groups"),
     [
         ((256, 256), True),  # 2**16 elements
-        ((257, 256), True),  # only of the last axis: above rows of eight
+        ((257, 256), True),  # grouped only along the last axis, above rows of eight
         ((255, 260), False),
         ((128, 256), False),  # small
         ((512, 8, 64), True),
@@ -64,16 +64,16 @@ def lowered(check, arrays, shardings, platform="tpu"):
     ],
 )
 @pytest.mark.usefixtures("optimized")
-def test_on_a_cpu_an_array_without_a_like_is_counted_in_groups(shape, in_groups):
+def test_on_a_cpu_a_single_array_of_its_shape_is_counted_in_groups(shape, in_groups):
     check = jax.jit(ols.all_finite).lower(jax.ShapeDtypeStruct(shape, jnp.float32)).compile()
-    # A group writes one byte for its 16 elements, and otherwise each element one.
+    # A group writes one byte for its 16 elements. Without groups, each element writes one.
     assert (temporaries(check) <= math.prod(shape) / 15) == in_groups
-    assert not check(jnp.full(shape, jnp.nan))  # an int8 would count 256 as none
+    assert not check(jnp.full(shape, jnp.nan))  # 256 would overflow to 0 in an int8
 
 
 @pytest.mark.parametrize("shape", [(4, 4), (16,)])
 @pytest.mark.parametrize("axes", [(), ("manual",), ("auto",), ("manual", "auto")])
-def test_arrays_of_one_shape_are_checked_together_where_they_are_local_or_of_one_axis(axes, shape):
+def test_arrays_of_one_shape_are_checked_together_if_local_or_one_dimensional(axes, shape):
     check, sharding = ols.all_finite, None
     if axes:
         mesh = jax.make_mesh((2,) * len(axes), axes, axis_types=(AxisType.Auto,) * len(axes))
@@ -88,7 +88,7 @@ def test_arrays_of_one_shape_are_checked_together_where_they_are_local_or_of_one
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (16,)])
-def test_arrays_of_one_shape_are_checked_together_where_their_types_shard_them_alike(shape):
+def test_arrays_of_one_shape_are_checked_together_if_explicitly_sharded_alike(shape):
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
     shardings = [NamedSharding(mesh, spec) for spec in (P("a"), P("b"), P(), P("a"), P("b"))]
     for bad in (None, 0, 1, 2, 3, 4):
@@ -116,7 +116,7 @@ def test_arrays_of_one_shape_are_checked_together_where_their_types_shard_them_a
         ("tpu", 12, (8192, 4096), [ALL] * 12),
     ],
 )
-def test_arrays_are_checked_together_as_suits_the_platform(platform, number, shape, reduced):
+def test_each_platform_groups_arrays_in_its_own_way(platform, number, shape, reduced):
     arrays = [jax.ShapeDtypeStruct(shape, jnp.float32)] * number
     check = functools.partial(WAYS[platform], devices=1)
     found = [
@@ -133,7 +133,7 @@ def test_a_check_is_dispatched_once_in_eager_execution():
     assert len(jaxpr.eqns) == 1
 
 
-def test_sharded_arrays_are_checked_one_by_one_and_stacked_on_a_tpu_and_chained_on_a_gpu():
+def test_flags_of_sharded_arrays_are_stacked_on_a_tpu_and_chained_on_a_gpu():
     mesh = jax.make_mesh((2,), ("d",), (AxisType.Auto,), devices=jax.devices()[:2])
     arrays = [jax.ShapeDtypeStruct((2**13, 2), jnp.float32)] * 3
     replicated = NamedSharding(mesh, P())
@@ -146,7 +146,7 @@ def test_sharded_arrays_are_checked_one_by_one_and_stacked_on_a_tpu_and_chained_
 @pytest.mark.parametrize(
     "transform", [pytest.param(lambda f: f, id="eager", marks=pytest.mark.slow), jax.jit]
 )
-def test_the_plain_forms_give_the_same(transform, monkeypatch):
+def test_the_plain_forms_give_the_same_results(transform, monkeypatch):
     rules = ols.Spike("grad_norm", window=2), lambda grads, _: optax.tree.norm(grads) > 100
     tx = ols.with_loss_scaling(optax.sgd(1e-3, momentum=0.9), 8.0, skip_if=rules)
     params = {"w": jnp.linspace(-1, 1, 12).reshape(3, 4)}

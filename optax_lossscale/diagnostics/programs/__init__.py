@@ -1,1 +1,1 @@
-"""Questions about a program, which is traced to answer them. Nothing here knows of loss scaling."""
+"""Diagnostics of any program that JAX can trace. They know nothing about loss scaling."""

@@ -1,4 +1,4 @@
-"""Find the operation that makes the first NaN or infinity: run a jaxpr operation by operation."""
+"""Find the operation that makes the first NaN or infinity, running one operation at a time."""
 
 import collections
 import dataclasses
@@ -30,41 +30,41 @@ from optax_lossscale.diagnostics.programs.first_values import (
     Value,
     count_nonfinite,
     earliest,
-    kinds_of,
     layer_of,
+    nonfinite_in,
 )
 
 
 def first_nonfinite(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> FirstNonfinite | None:
-    """Find the operation that makes the first NaN or infinity: which layer overflowed?
+    """Find the operation, and so the layer, that makes the first NaN or infinity.
 
-    `fun` is traced, and run on the host operation by operation. The result is the earliest
-    operation that turns finite numbers into NaN or infinity which reach the output. An infinity
-    that does not is harmless: `x / (1 + exp(-x))` is right where `exp` overflows. Its
-    derivative is not: if the loss is finite and the gradients are not, search `jax.grad(loss_fn)`.
+    `fun` is traced and run on the host, one operation at a time. The result is the earliest
+    operation that turns finite numbers into a NaN or infinity that reaches the output. One that
+    does not is harmless: `x / (1 + exp(-x))` is correct where `exp` overflows. Its derivative is
+    not: if the loss is finite and the gradients are not, search `jax.grad(loss_fn)`.
 
     Infinities in the code (`jnp.where(mask, scores, -jnp.inf)`) and negative ones in the arguments
-    are taken as meant, unless the result is not finite because of them alone; an operation that
-    makes NaN of them is returned. A finite number in the code that a small dtype makes infinite
-    (the -1e30 of a mask, in float16) is returned as the cast of a constant: such a mask should be
-    `jnp.finfo(x.dtype).min`.
+    count as intended, unless the result is not finite only because of them. An operation that makes
+    NaN from them is returned. If a cast makes a finite constant infinite (the -1e30 of a mask, in
+    float16), the cast is returned, with the constant. Write `jnp.finfo(x.dtype).min` for a mask.
 
-    This is much slower than a compiled call, which may also keep more digits between operations,
-    and overflow later. Calls, `jax.checkpoint`, `jax.lax.cond` and `jax.lax.scan` are followed;
-    other operations that hold a function, such as `jax.lax.while_loop`, are returned as a whole.
+    This is much slower than a compiled call. A compiled call may also keep more digits between
+    operations, and so overflow later. The search enters calls, `jax.checkpoint`, `jax.lax.cond` and
+    `jax.lax.scan`. Other operations that contain a function, such as `jax.lax.while_loop`, are
+    returned as a whole.
 
     Args:
-      fun: The loss, the model, or a gradient function for the backward pass, of any framework. Give
-        the parameters or the module as an argument: layers are named after key paths.
-      *args: The arguments of `fun`, any pytrees, of which the arrays are traced.
-      **kwargs: Its keyword arguments, likewise.
+      fun: The loss, the model, or a gradient function for the backward pass, of any framework. Make
+        the parameters or the module one of its arguments: layers are named after key paths.
+      *args: The arguments of `fun`, any pytrees. Their arrays are traced.
+      **kwargs: The keyword arguments of `fun`, any pytrees.
 
     Returns:
       The operation, or an argument or closed-over array whose NaN or infinity reaches the output.
       None if the result is finite.
 
     Raises:
-      TypeError: If `fun` is not a function, or an argument is traced: call it outside of `jax.jit`.
+      TypeError: If `fun` is not a function, or an argument is traced.
 
     Examples:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -76,38 +76,40 @@ def first_nonfinite(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Fi
       >>> found.layer, found.operation, found.inf
       ("params['energy']", 'integer_pow', 8)
     """
-    checks.require_function("fun", fun, "Give its arguments after it.")
+    checks.require_function("fun", fun, "Pass its arguments separately.")
     checks.require_values(
-        "args", (args, kwargs), "Call it outside of `jax.jit`; `fun` may be jitted."
+        "args", (args, kwargs), "Call it outside of `jax.jit`. `fun` may be jitted."
     )
-    # JAX's debugging flags would stop at the NaN that the search is for.
+    # JAX's debugging flags would raise at the NaN that this searches for.
     with jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
         closed, inputs = trace(fun, args, kwargs)
 
-        def results_of(*, takes_as_meant: bool) -> list[Value]:
-            place = _Place(itertools.count(), takes_as_meant)
-            return _call(closed, list(_arguments(closed.jaxpr, inputs, place)), place)
+        def results_of(*, allows_infinities: bool) -> list[Value]:
+            context = _Context(itertools.count(), allows_infinities)
+            return _call(closed, list(_arguments(closed.jaxpr, inputs, context)), context)
 
-        results = results_of(takes_as_meant=True)
-        if not earliest(results) and any(value.kinds for value in results):
-            # Only infinities that are taken as meant reach the result: one of them was not.
-            results = results_of(takes_as_meant=False)
+        results = results_of(allows_infinities=True)
+        if not earliest(results) and any(value.nonfinite for value in results):
+            # Only infinities that count as intended reach the result. One of them was not intended.
+            results = results_of(allows_infinities=False)
     origin = earliest(results)
     return origin.found if origin else None
 
 
-class _Place(NamedTuple):
-    """Where an operation stands in the program."""
+class _Context(NamedTuple):
+    """The surroundings of an operation in the program."""
 
-    clock: Iterator[int]  # the same for all operations, which run one after the other
-    takes_as_meant: bool  # infinities in the code, and some of those that are given
-    scope: str = ""  # the `jax.named_scope`s around it, and the steps of scans
-    calls: tuple[Equation, ...] = ()  # the equations that it lies within, the innermost first
+    clock: Iterator[int]  # shared by all operations, which run one after another
+    allows_infinities: bool  # whether those in the code and some in the arguments are intended
+    scope: str = ""  # the `jax.named_scope`s and the steps of scans around the operation
+    calls: tuple[Equation, ...] = ()  # the operation and those that contain it, innermost first
 
 
-def _arguments(jaxpr: Jaxpr, inputs: list[tuple[str, Any, Any]], place: _Place) -> Iterator[Value]:
-    """Yield the inputs of the jaxpr."""
-    # The model is the argument of which the most arrays are used; batches have few.
+def _arguments(
+    jaxpr: Jaxpr, inputs: list[tuple[str, Any, Any]], context: _Context
+) -> Iterator[Value]:
+    """Yield the inputs of the jaxpr as values."""
+    # The model is the argument with the most arrays that are used. Batches have few.
     used = read_by(jaxpr.eqns)
     pairs = zip(jaxpr.invars, inputs, strict=True)
     counts = collections.Counter(
@@ -117,26 +119,26 @@ def _arguments(jaxpr: Jaxpr, inputs: list[tuple[str, Any, Any]], place: _Place) 
     for position, (argument, keys, array) in enumerate(inputs):
         path = (argument, *map(str, keys))
         name = "".join(path)
-        path = path[:-1] if path[-1] == ".value" else path  # a box of Flax
+        path = path[:-1] if path[-1] == ".value" else path  # one of Flax's boxes
         layer = path[:-1] if len(path) > 2 else path
         leaf = Leaf(position, name, layer if argument in models else ())
-        value = _given(array, name, {"-inf"}, place)
+        value = _given(array, name, {"-inf"}, context)
         yield value._replace(leaf=leaf if is_inexact(array) else None)
 
 
-def _given(array: Any, name: str, meant: set[str], place: _Place) -> Value:
-    """Return an array that is not computed, of which infinities of these kinds are meant."""
-    kinds, origin = kinds_of(array), None
-    if not kinds <= (meant if place.takes_as_meant else set()):
+def _given(array: Any, name: str, intended: set[str], context: _Context) -> Value:
+    """Return an input or a constant, which may hold the `intended` infinities."""
+    nonfinite, origin = nonfinite_in(array), None
+    if not nonfinite <= (intended if context.allows_infinities else set()):
         found = FirstNonfinite(layer=name, operation=None, **count_nonfinite(array))
-        origin = Origin(next(place.clock), found)
-    return Value(array, kinds, origin)
+        origin = Origin(next(context.clock), found)
+    return Value(array, nonfinite, origin)
 
 
-def _call(function: Any, operands: list[Value], place: _Place) -> list[Value]:
-    """Evaluate a jaxpr, with or without its constants."""
+def _call(function: Any, operands: list[Value], context: _Context) -> list[Value]:
+    """Evaluate a jaxpr, closed or not."""
     consts = [
-        _given(x, "an array that `fun` closes over", {"inf", "-inf"}, place)
+        _given(x, "an array that `fun` closes over", {"inf", "-inf"}, context)
         for x in getattr(function, "consts", ())
     ]
     consts = [x._replace(is_constant=True) for x in consts]
@@ -145,41 +147,41 @@ def _call(function: Any, operands: list[Value], place: _Place) -> list[Value]:
 
     def read(atom: Any) -> Value:
         if is_literal(atom):
-            return Value(atom.val, kinds_of(atom.val), is_constant=True)
+            return Value(atom.val, nonfinite_in(atom.val), is_constant=True)
         return env[atom]
 
     for eqn in jaxpr.eqns:
-        scope = f"{place.scope}/{eqn.source_info.name_stack}"
-        inside = place._replace(scope=scope, calls=(eqn, *place.calls))
+        scope = f"{context.scope}/{eqn.source_info.name_stack}"
+        inside = context._replace(scope=scope, calls=(eqn, *context.calls))
         results = _follow(jaxpr, eqn, [read(atom) for atom in eqn.invars], inside)
         env.update(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _follow(jaxpr: Jaxpr, eqn: Equation, operands: list[Value], place: _Place) -> list[Value]:
-    """Run an operation, by way of the function that it holds if there is one to follow."""
+def _follow(jaxpr: Jaxpr, eqn: Equation, operands: list[Value], context: _Context) -> list[Value]:
+    """Run an operation. If it contains a function that can be searched, run that."""
     name, params = eqn.primitive.name, eqn.params
     if name in CALLS:
-        return _call(params.get("jaxpr") or params["call_jaxpr"], operands, place)
+        return _call(params.get("jaxpr") or params["call_jaxpr"], operands, context)
     if name == "cond":
         index, *rest = operands
-        return _call(params["branches"][int(index.array)], rest, place)
-    results = _apply(jaxpr, eqn, operands, place)
+        return _call(params["branches"][int(index.array)], rest, context)
+    results = _apply(jaxpr, eqn, operands, context)
     if name == "scan" and params["length"] and earliest(results):
-        # If each step is finite and the whole, which may be rounded differently, is not, the
-        # origin is the scan itself. Infinities that are meant have no origin.
+        # XLA may round a scan and its steps differently. If only the scan is not finite, it is the
+        # origin itself. Intended infinities have no origin.
         results = [
-            x._replace(origin=step.origin) if x.origin and step.kinds else x
-            for x, step in zip(results, _step_by_step(eqn, operands, place), strict=True)
+            x._replace(origin=step.origin) if x.origin and step.nonfinite else x
+            for x, step in zip(results, _step_by_step(eqn, operands, context), strict=True)
         ]
     return results
 
 
-def _step_by_step(eqn: Equation, operands: list[Value], place: _Place) -> list[Value]:
-    """Run a scan step by step, and return its results, with one step of those that it stacks.
+def _step_by_step(eqn: Equation, operands: list[Value], context: _Context) -> list[Value]:
+    """Run a scan step by step. Return its final carry, and one step of each stacked result.
 
-    A stacked result is that of the first step that makes NaN or infinity. A carried one is that of
-    the last, since a number that a later step discards does not reach the output.
+    A stacked result comes from the first step that makes NaN or infinity. A carried result comes
+    from the last step: what a later step discards never reaches the output.
     """
     body = eqn.params["jaxpr"]
     constants, carried, _ = operands_of_scan(eqn)
@@ -188,59 +190,59 @@ def _step_by_step(eqn: Equation, operands: list[Value], place: _Place) -> list[V
     stacked = []
     steps = range(eqn.params["length"])
     for step in reversed(steps) if eqn.params["reverse"] else steps:
-        inside = place._replace(scope=f"{place.scope}/step {step}")
-        row = [x._replace(array=x.array[step], kinds=kinds_of(x.array[step])) for x in rows]
+        inside = context._replace(scope=f"{context.scope}/step {step}")
+        row = [x._replace(array=x.array[step], nonfinite=nonfinite_in(x.array[step])) for x in rows]
         results = _call(body, [*consts, *carry, *row], inside)
         carry = results[:carried]
         stacked.append(results[carried:])
-    severity = lambda x: (bool(x.kinds), bool(x.origin))  # noqa: E731
+    severity = lambda x: (bool(x.nonfinite), bool(x.origin))  # noqa: E731
     return [*carry, *(max(each, key=severity) for each in zip(*stacked, strict=True))]
 
 
-def _apply(jaxpr: Jaxpr, eqn: Equation, operands: list[Value], place: _Place) -> list[Value]:
-    """Run an operation as a whole, and write down the history of its results."""
+def _apply(jaxpr: Jaxpr, eqn: Equation, operands: list[Value], context: _Context) -> list[Value]:
+    """Run an operation as a whole, and record the history of its results."""
     pairs = zip(eqn.invars, operands, strict=True)
     given = {atom: x for atom, x in pairs if not is_literal(atom)}
-    alone = jaxpr.replace(constvars=[], invars=[*given], outvars=eqn.outvars, eqns=[eqn])
-    arrays = eval_jaxpr(alone, [], *(x.array for x in given.values()))
-    time, read = next(place.clock), list(given.values())
-    # `jax.checkpoint` computes the forward pass a second time in the backward pass.
-    is_backward = "transpose(" in place.scope.rpartition("rematted_computation")[2]
+    program = jaxpr.replace(constvars=[], invars=[*given], outvars=eqn.outvars, eqns=[eqn])
+    arrays = eval_jaxpr(program, [], *(x.array for x in given.values()))
+    time, read = next(context.clock), list(given.values())
+    # `jax.checkpoint` repeats the forward pass within the backward pass.
+    is_backward = "transpose(" in context.scope.rpartition("rematted_computation")[2]
     layer, is_cotangent = layer_of(read, time, is_backward=is_backward)
     for origin, array in ((x.origin, x.array) for x in read):
-        # Layers cast their input before they read their parameters. A constant belongs to the layer
-        # of the first operation that reads it beside numbers of a layer.
+        # Layers cast their input before they read their parameters. A constant belongs to the first
+        # layer whose values are combined with it.
         if origin and origin.cast is not None and layer:
             is_input = origin.cast is array and layer[0] == time
             if is_input or origin.found.constant is not None:
                 origin.found = dataclasses.replace(origin.found, layer=layer[1])
                 origin.cast = None
     is_cast = eqn.primitive.name == "convert_element_type"
-    constant = operands[0].number() if is_cast and not operands[0].kinds else None
-    meant = frozenset[str]().union(*(x.kinds for x in operands if place.takes_as_meant))
+    constant = operands[0].number() if is_cast and not operands[0].nonfinite else None
+    intended = frozenset[str]().union(*(x.nonfinite for x in operands if context.allows_infinities))
     leaves = [x.leaf for x in read if x.leaf]
     leaf = leaves[0] if leaves and len(read) == 1 else None
-    scope = "/".join(name for name in re.split(r"\w+\(|\)|/", place.scope) if name)
+    scope = "/".join(name for name in re.split(r"\w+\(|\)|/", context.scope) if name)
     reaching = operands
-    if eqn.primitive.name == "select_n":  # those that are selected
+    if eqn.primitive.name == "select_n":  # only selected values reach the result
         chosen = np.asarray(operands[0].array)
-        cases = ((i, x) for i, x in enumerate(operands[1:]) if x.kinds)  # PRNG keys have none
-        reaching = [x for i, x in cases if kinds_of(np.asarray(x.array)[chosen == i])]
+        cases = ((i, x) for i, x in enumerate(operands[1:]) if x.nonfinite)  # never PRNG keys
+        reaching = [x for i, x in cases if nonfinite_in(np.asarray(x.array)[chosen == i])]
     before = earliest(reaching)
 
     def result(array: Any) -> Value:
-        kinds, origin = kinds_of(array), before
-        if not origin and kinds and not (meant and kinds <= meant | {"-inf"}):
+        nonfinite, origin = nonfinite_in(array), before
+        if not origin and nonfinite and not (intended and nonfinite <= intended | {"-inf"}):
             found = FirstNonfinite(
                 layer=layer[1] if layer else leaves[0].name if leaves else scope,
                 operation=eqn.primitive.name,
                 scope=scope,
                 backward=is_backward,
-                source=source_of(*place.calls),
+                source=source_of(*context.calls),
                 constant=constant,
                 **count_nonfinite(array),
             )
             origin = Origin(time, found, cast=array if is_cast else None)
-        return Value(array, kinds, origin if kinds else None, leaf, layer, is_cotangent)
+        return Value(array, nonfinite, origin if nonfinite else None, leaf, layer, is_cotangent)
 
     return [result(array) for array in arrays]

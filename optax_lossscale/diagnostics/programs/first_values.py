@@ -1,4 +1,4 @@
-"""The history of numbers that are not finite: their origin, and the layer that made them."""
+"""The history of values that are not finite: their origin, and the layer that made them."""
 
 import dataclasses
 import itertools
@@ -12,25 +12,26 @@ from optax_lossscale._support.tree import is_inexact
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class FirstNonfinite:
-    """Where the first NaN or infinity comes from, as `first_nonfinite` found it.
+    """The origin of the first NaN or infinity, from `first_nonfinite`.
 
-    It prints in words.
+    It prints as text.
 
     Attributes:
-      layer: The key path, in the arguments of the function, of the layer whose parameters were read
-        last, or whose input is cast; of several layers that one operation reads, the part that
-        their paths share; without any, the named scope. For an argument, its own key path.
+      layer: The layer whose parameters were read last, or whose input is cast, as a key path in the
+        arguments of the function. If one operation reads several layers, the part that their paths
+        share. Without a layer, the named scope. For an argument, its own key path.
       operation: The name of the operation in JAX, such as `"dot_general"` or
         `"convert_element_type"` (a cast). None for an argument.
-      dtype: The type of the array that is not finite.
-      nan: Elements of it that are NaN.
-      inf: Elements of it that are infinite.
-      size: All its elements.
-      scope: Its `jax.named_scope`: the module's path in Flax's Linen, types of layers in Equinox.
+      dtype: The dtype of the array that is not finite.
+      nan: The number of its elements that are NaN.
+      inf: The number of its elements that are infinite.
+      size: The number of all its elements.
+      scope: The operation's `jax.named_scope`: the path of the module in Flax's Linen, the types of
+        layers in Equinox.
       backward: Whether the operation belongs to the backward pass.
       source: The line of your own code that the operation comes from, with its file.
-      constant: The finite number in the code, such as the -1e30 of a mask, that a cast to this
-        dtype makes infinite. None otherwise.
+      constant: If the operation is a cast that makes a finite constant infinite, such as the -1e30
+        of a mask, the constant. None otherwise.
     """
 
     layer: str
@@ -45,7 +46,7 @@ class FirstNonfinite:
     constant: float | None = None
 
     def __repr__(self) -> str:
-        """Return the finding in words, one fact a line."""
+        """Return a description, with one fact per line."""
         counts = f"{self.nan} NaN and {self.inf} infinite of {self.size} elements ({self.dtype})"
         if self.operation is None:
             return f"`{self.layer}` is not finite before the first operation: {counts}"
@@ -63,8 +64,8 @@ class Leaf(NamedTuple):
     """A floating-point array of the arguments."""
 
     position: int
-    name: str  # of the argument, with the key path within it
-    layer: tuple[str, ...]  # of a parameter, the keys of its layer; its own outside of any
+    name: str  # the name of the argument, and the key path within it
+    layer: tuple[str, ...]  # the keys of a parameter's layer, or its own keys if it has none
 
 
 @dataclasses.dataclass
@@ -73,29 +74,29 @@ class Origin:
 
     time: int
     found: FirstNonfinite
-    cast: Any = None  # the result of a cast, until the layer is known that reads it
+    cast: Any = None  # the result of a cast, until the layer that reads it is known
 
 
 class Value(NamedTuple):
     """An array and its history."""
 
     array: Any
-    kinds: frozenset[str] = frozenset()  # those of "nan", "inf" and "-inf" that it holds
-    origin: Origin | None = None  # where they come from; None if they are meant
-    leaf: Leaf | None = None  # the argument that it was computed from alone, by a cast for example
-    layer: tuple[int, str] | None = None  # when parameters were last read for it, and whose
-    is_cotangent: bool = False  # computed in the backward pass, and not from residuals alone
+    nonfinite: frozenset[str] = frozenset()  # which of "nan", "inf" and "-inf" it holds
+    origin: Origin | None = None  # where these come from; None if they are intended
+    leaf: Leaf | None = None  # the only argument that it was computed from, by a cast for example
+    layer: tuple[int, str] | None = None  # the layer last read for it, after the time of reading
+    is_cotangent: bool = False  # computed in the backward pass, and not only from residuals
     is_constant: bool = False  # a number or an array in the code
 
     def number(self) -> float | None:
-        """Return the number that it is, if it is one real number in the code."""
+        """Return the number, if the value is a single real constant."""
         is_number = self.is_constant and np.size(self.array) == 1 and np.isrealobj(self.array)
         return float(np.asarray(self.array).item()) if is_number else None
 
 
 def earliest(values: Iterable[Value]) -> Origin | None:
-    """Return the earliest of the origins of values that are not finite."""
-    origins = (value.origin for value in values if value.kinds and value.origin)
+    """Return the earliest origin of values that are not finite."""
+    origins = (value.origin for value in values if value.nonfinite and value.origin)
     return min(origins, key=lambda origin: origin.time, default=None)
 
 
@@ -103,11 +104,11 @@ def layer_of(
     operands: list[Value], time: int, *, is_backward: bool
 ) -> tuple[tuple[int, str] | None, bool]:
     """Return the layer of an operation, and whether it computes a cotangent."""
-    # A derivative is taken where the forward pass was, not where the backward pass comes from.
+    # A derivative belongs to the layer of the forward pass, not to the layer of the cotangent.
     forward = [x.layer for x in operands if x.layer and not x.is_cotangent]
-    # The rule of a `custom_vjp` may compute from its residuals first, which is known forward.
+    # A `custom_vjp` rule may first compute with residuals only, which come from the forward pass.
     is_cotangent = is_backward and len(forward) < len(operands)
-    # Parameters come before the batch, if the model is not known.
+    # If several arguments may be the model, take the first: parameters come before the batch.
     read = sorted(x.leaf for x in operands if x.leaf and x.leaf.layer)
     if read:
         layers = [leaf.layer for leaf in read if leaf.layer[0] == read[0].layer[0]]
@@ -117,8 +118,8 @@ def layer_of(
     return max(layers, default=None), is_cotangent
 
 
-def kinds_of(array: Any) -> frozenset[str]:
-    """Return which of NaN, infinity and negative infinity an array holds."""
+def nonfinite_in(array: Any) -> frozenset[str]:
+    """Return which of "nan", "inf" and "-inf" an array holds."""
     if not is_inexact(array):
         return frozenset()
     numbers = np.asarray(array)

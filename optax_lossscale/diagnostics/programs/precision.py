@@ -1,4 +1,4 @@
-"""Say in which precision the matrix products of a function run."""
+"""Report the precision of a function's matrix products."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -14,13 +14,14 @@ from optax_lossscale.diagnostics.reports import Report
 
 @dataclasses.dataclass(frozen=True)
 class MatrixProducts:
-    """The products whose operands have one dtype, as `precision_report` counts them.
+    """Counts of the matrix products whose operands have one dtype, from `precision_report`.
 
     Attributes:
-      count: How many products run.
-      flops: Their floating-point operations: a multiplication and an addition are two.
-      source: The line of your own code, with its file, of the first of the largest products; `""`
-        if all of it lies in installed packages.
+      count: The number of products that run.
+      flops: The number of their floating-point operations. A multiplication and an addition are
+        two.
+      source: The line of your own code that makes the largest product (the first, if several are
+        as large), with its file. `""` if only installed packages make it.
     """
 
     count: int
@@ -29,10 +30,10 @@ class MatrixProducts:
 
 
 class PrecisionReport(Report[MatrixProducts]):
-    """The products of a program by the dtype of their operands."""
+    """Counts of a program's matrix products by the dtype of their operands."""
 
     def __repr__(self) -> str:
-        """Return the table, the dtype with the most operations first."""
+        """Return the table, with the dtype with the most operations first."""
         total = max(1, sum(products.flops for products in self.values()))
         lines = []
         for dtype, products in self.items():
@@ -49,24 +50,26 @@ def precision_report(
 ) -> Mapping[str, MatrixProducts]:
     """Count the matrix products and convolutions by the dtypes of their operands.
 
-    A model whose arrays are cast trains in float32 from its first `x.astype(jnp.float32)` on, and
-    nothing says so. A report of `autocast(fun, dtype)` shows what stays in float32, and where.
+    A model whose arrays are cast by hand silently runs in float32 after its first
+    `x.astype(jnp.float32)`. A report of `autocast(fun, dtype)` shows which products stay in
+    float32, and on which line.
 
-    `fun` is traced, and does not run. A product counts for each iteration of a scan and of a Pallas
-    grid, but once in a `jax.lax.while_loop`. The branch of a conditional with the most operations
-    in a dtype counts; under `jax.shard_map`, one device. A product whose result is not
-    used does not count, unless a loop carries it. A GPU may compute those of float32 in TF32.
+    `fun` is traced, not run. A product counts once for each iteration of a scan and of a Pallas
+    grid, but only once in a `jax.lax.while_loop`. In a conditional, the branch with the most
+    operations in a dtype counts. Under `jax.shard_map`, the products of one device count. A product
+    whose result is unused does not count, unless a loop carries it. A GPU may compute float32
+    products in TF32.
 
     Args:
       fun: A whole training step, a gradient function, or the model, of any framework.
-      *args: The arguments of `fun`, any pytrees. Arrays, or `jax.ShapeDtypeStruct` in their place,
-        are traced, and `fun` gets every other leaf as it is.
-      **kwargs: Its keyword arguments, likewise.
+      *args: The arguments of `fun`, any pytrees. Arrays and `jax.ShapeDtypeStruct`s are traced, and
+        all other leaves are passed through.
+      **kwargs: The keyword arguments of `fun`, any pytrees.
 
     Returns:
-      The counts by dtype, the one with the most operations first. They print as a table. The
-      wider dtype of two operands counts; if they are as wide, both are named: `"float8_e4m3fn x
-      float8_e5m2"`.
+      The counts by dtype, with the most operations first. They print as a table. If two operands
+      have different dtypes, the wider one counts. If both are equally wide, both are named:
+      `"float8_e4m3fn x float8_e5m2"`.
 
     Raises:
       TypeError: If `fun` is not a function that JAX can trace.
@@ -84,13 +87,13 @@ def precision_report(
       >>> print(str(report).splitlines()[0])
       float16: 2 matrix products, 65,536 operations (84.2 %)
     """
-    checks.require_function("fun", fun, "Give its arguments after it.")
+    checks.require_function("fun", fun, "Pass its arguments separately.")
     try:
         closed, _ = trace(fun, args, kwargs)
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
         raise TypeError(
-            f"`fun` must be a function that JAX can trace, got {fun!r}. Close over the values that "
-            "decide about the program, or give Python numbers."
+            f"`fun` must be a function that JAX can trace, got {fun!r}. Close over values that "
+            "determine control flow or shapes, or pass them as Python numbers."
         ) from error
     by_dtype: dict[str, list[Product]] = {}
     for product in products_of(closed):
