@@ -369,7 +369,7 @@ TABLE = {
     "TypeError: `{}` must be float16, bfloat16 or float32": [
         *given(ols.autocast, "dtype", "float64", float, fun=jnp.sum)
     ],
-    "TypeError: `dtype` must be float16, bfloat16 or float32, got {}. fp8 needs scales": [
+    "TypeError: `dtype` must be float16, bfloat16 or float32, got {}. fp8 needs a scale": [
         ("'float8_e4m3fn'", lambda: ols.autocast(jnp.sum, "float8_e4m3fn"))
     ],
     "TypeError: `{}` must be a floating-point dtype of at most": given(exponents, "dtype", "f8"),

@@ -252,9 +252,10 @@ def _in_true_units(
     leaves = jax.tree.leaves(given)  # the arrays themselves, even in Variables of flax.nnx
     grad_leaves, grad_def = jax.tree.flatten(extra_args.get("grad"))
     is_same = len(grad_leaves) == len(leaves) and all(map(operator.is_, grad_leaves, leaves))
-    if grad_leaves and is_same:
+    has_grad = extra_args.get("grad") is not None
+    if has_grad and is_same:
         extra_args = {**extra_args, "grad": grad_def.unflatten(jax.tree.leaves(grads))}
-    elif grad_leaves and is_scaled:
+    elif has_grad and is_scaled:
         raise ValueError(
             "`grad` must be the gradients themselves, got other arrays, whose loss scale is not "
             "known. Pass the same arrays twice, inside one jitted step: "

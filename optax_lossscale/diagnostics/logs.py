@@ -31,7 +31,7 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
       opt_state: An optimizer's state, or any pytree that holds exactly one `LossScaleState`.
 
     Returns:
-      These arrays, by name:
+      Arrays by name.
 
       - `loss_scale`: The loss scale, 1 for `with_skipping`. `float32[]`.
       - `applied`: Whether the last step was applied. `bool[]`.
@@ -40,7 +40,7 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
         deviation of the values that it remembers. 0 while it remembers none. `float32[]`.
       - `spike_consecutive_skipped`: The number of spikes that it skipped in a row. `int32[]`.
 
-      Several `Spike`s are numbered in their order: `spike_0_mean` and so on.
+      Several spikes are numbered in their order: `spike_0_mean` and so on.
 
     Raises:
       ValueError: If `opt_state` holds no `LossScaleState`, or several.

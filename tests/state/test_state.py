@@ -129,7 +129,7 @@ CONTAINERS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Transformations stand outside")
+@pytest.mark.filterwarnings("ignore:Some transformations are outside")
 @pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS.keys())
 def test_it_is_found_in(make):
     opt_state = make(PARAMS)

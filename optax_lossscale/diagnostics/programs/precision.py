@@ -62,7 +62,7 @@ def precision_report(
 
     Args:
       fun: A whole training step, a gradient function, or the model, of any framework.
-      *args: The arguments of `fun`, any pytrees. Arrays and `jax.ShapeDtypeStruct`s are traced, and
+      *args: The arguments of `fun`, any pytrees. Arrays and `jax.ShapeDtypeStruct` are traced, and
         all other leaves are passed through.
       **kwargs: The keyword arguments of `fun`, any pytrees.
 
