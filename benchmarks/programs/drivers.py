@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax._src import tree_util
 from sklearn import datasets
 
 from benchmarks.programs.source import Source, stand_in
@@ -25,7 +26,8 @@ class Tensor:
 def give_older_names() -> None:
     """Give JAX the names that older programs use and newer versions miss."""
     older = (jax, "tree_map", jax.tree.map), (jax, "tree_leaves", jax.tree.leaves)
-    for module, name, value in (*older, (jnp, "DeviceArray", jax.Array)):
+    keys = tree_util, "BuiltInKeyEntry", object
+    for module, name, value in (*older, (jnp, "DeviceArray", jax.Array), keys):
         setattr(module, name, value)
 
 
@@ -85,8 +87,8 @@ def gemma(source: Source) -> None:
         use_bfloat16=False,  # float32 is what the program is compared with
         fsdp_parallelism=4,
         tensor_parallelism=2,
-        num_train_steps=60,
-        warmup_steps=20,
+        num_train_steps=30,
+        warmup_steps=10,
         num_eval_steps=1,
         save_checkpoints=False,
         restore_checkpoints=False,
@@ -97,8 +99,8 @@ def gemma(source: Source) -> None:
 def shard_map(source: Source) -> None:
     """Train the network of JAX's notebook with FSDP and TP on its batch. The loop is ours."""
     names = source.execute()
-    params, batch = names["params"], names["batch"]
     ols, half = source.library, source.half
+    params, batch = ols.cast(names["params"], source.stored), names["batch"]
     tx = ols.with_loss_scaling(optax.adam(1e-3))
     loss_and_grads = ols.value_and_grad(ols.autocast(names["loss_fsdp_tp"], half))
 
@@ -109,7 +111,7 @@ def shard_map(source: Source) -> None:
         return optax.apply_updates(params, updates), opt_state
 
     opt_state = tx.init(params)
-    for _ in range(60):
+    for _ in range(40):
         # XLA's collectives between threads time out if steps are queued on a few cores.
         params, opt_state = jax.block_until_ready(step(params, opt_state))
 
@@ -130,12 +132,13 @@ def diffusion_transformer(source: Source) -> None:
     keys = dict(zip(("params", "label_dropout"), jax.random.split(jax.random.key(0)), strict=True))
     params = model.init(keys, image, jnp.zeros(64), label)["params"]
     tx = source.library.with_loss_scaling(optax.adam(1e-3, 0.9, 0.99))
-    states = train.TrainState.create(model, params, tx=tx), train.TrainState.create(model, params)
+    stored = source.library.cast(params, source.stored)
+    states = train.TrainState.create(model, stored, tx=tx), train.TrainState.create(model, params)
     scheduler = train.GaussianDiffusion(500)
     config = train.ml_collections.FrozenConfigDict(train.model_config)
     trainer = train.DiffusionTrainer(jax.random.PRNGKey(0), *states, config, scheduler)
     trainer = train.flax.jax_utils.replicate(trainer)
-    for image, label in itertools.islice(loader, 150):
+    for image, label in itertools.islice(loader, 60):
         trainer, _ = trainer.update(image[None], label[None])
 
 
@@ -144,7 +147,7 @@ def vq_vae(source: Source) -> None:
     images = (digits(32, 3) * 255).astype(np.uint8)
     rows = [
         {"image": batch / np.float32(255) - 0.5}
-        for (batch,) in itertools.islice(batches(32, images), 61)
+        for (batch,) in itertools.islice(batches(32, images), 31)
     ]
     loaded = iter([{"image": images, "id": None, "label": None}, rows, rows])
     stand_in(*TENSORFLOW, "matplotlib.pyplot")
@@ -156,7 +159,7 @@ def vq_vae(source: Source) -> None:
 def rnn(source: Source) -> None:
     """Train Equinox's recurrent network; the notebook makes its data."""
     np.random.seed(0)  # noqa: NPY002 (the notebook draws from it)
-    source.execute()["main"](steps=400, batch_size=64)
+    source.execute()["main"](steps=200, batch_size=64)
 
 
 def score(source: Source) -> None:
@@ -166,7 +169,7 @@ def score(source: Source) -> None:
     main = source.execute()
     main["mnist"] = lambda: jnp.asarray(images)
     sizes = {"mix_patch_size": 128, "mix_hidden_size": 128, "num_blocks": 2}
-    main["main"](**sizes, num_steps=300, batch_size=64, sample_size=1, dt0=5.0)
+    main["main"](**sizes, num_steps=120, batch_size=64, sample_size=1, dt0=5.0)
 
 
 def vision_transformer(source: Source) -> None:
@@ -188,7 +191,7 @@ def ppo(source: Source) -> float:
     stand_in("brax.envs.wrappers.training", "navix")
     give_older_names()
     train = source.module()
-    config = {"LR": 2.5e-4, "NUM_ENVS": 4, "NUM_STEPS": 128, "TOTAL_TIMESTEPS": 2e5}
+    config = {"LR": 2.5e-4, "NUM_ENVS": 4, "NUM_STEPS": 128, "TOTAL_TIMESTEPS": 6e4}
     config |= {"UPDATE_EPOCHS": 4, "NUM_MINIBATCHES": 4, "GAMMA": 0.99, "GAE_LAMBDA": 0.95}
     config |= {"CLIP_EPS": 0.2, "ENT_COEF": 0.01, "VF_COEF": 0.5, "MAX_GRAD_NORM": 0.5}
     config |= {"ACTIVATION": "tanh", "ENV_NAME": "CartPole-v1", "ANNEAL_LR": True}
@@ -200,7 +203,7 @@ def ppo(source: Source) -> float:
 def vae(source: Source) -> None:
     """Train Flax's VAE on digits in black and white."""
     images = (digits(28, 1) > 0.5).reshape(-1, 784).astype(np.float32)
-    splits = {"train": SimpleNamespace(num_examples=128 * 200)}
+    splits = {"train": SimpleNamespace(num_examples=128 * 60)}
     builder = SimpleNamespace(
         download_and_prepare=lambda: None, info=SimpleNamespace(splits=splits)
     )
@@ -221,14 +224,14 @@ def language(source: Source) -> None:
     train = source.package("examples.transformer.train")
     loader = train.dataset.load_ascii_dataset(english(), batch_size=8, sequence_length=64)
     state = train.init(jax.random.PRNGKey(0), next(loader))
-    for batch in itertools.islice(loader, 200):
+    for batch in itertools.islice(loader, 100):
         state, _ = train.update(state, batch)
 
 
 def neural_ode(source: Source) -> None:
     """Train Diffrax's neural ODE; the notebook makes its data."""
     stand_in("matplotlib.pyplot")
-    source.execute()["main"](steps_strategy=(200, 200), plot=False)
+    source.execute()["main"](steps_strategy=(100, 100), plot=False)
 
 
 def allen_cahn(source: Source) -> float:
@@ -247,7 +250,7 @@ def allen_cahn(source: Source) -> float:
     domain = jnp.array([[times[0], times[-1]], [places[0], places[-1]]])
     sampler = iter(source.package("jaxpi.samplers").UniformSampler(domain, 512))
     model = models.AllenCahn(config, data["usol"][0], times, places)
-    for step in range(1000):
+    for step in range(300):
         batch = next(sampler)
         model.state = model.step(model.state, batch)
         if step % 100 == 0:
@@ -264,7 +267,7 @@ def s5(source: Source) -> None:
 
     pixels = digits(8, 1).reshape(-1, 64, 1)
     loader = batches(64, pixels, labels())
-    epoch = [tuple(as_tensor(array) for array in next(loader)) for _ in range(150)]
+    epoch = [tuple(as_tensor(array) for array in next(loader)) for _ in range(60)]
     made = epoch, None, epoch[:1], {}, 10, 64, 1, 64 * len(epoch)
     source.package("s5")
     stand_in("wandb")

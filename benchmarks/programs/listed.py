@@ -1,11 +1,15 @@
 """The programs of the table: where each lies, and the lines that are changed in it.
 
-The changed lines say `ols` for this library and `half` for the dtype.
+The changed lines say `ols` for this library, `half` for the dtype of matrix products, and `stored`
+for the dtype of parameters.
 """
 
-from benchmarks.programs import drivers
+from benchmarks.programs import drivers, kinds
 from benchmarks.programs.source import Program
 
+# Equinox adds float32 updates to bfloat16 parameters, and leaves the sum in float32.
+ADDED = "eqx.apply_updates(model, updates)"
+STORED = "ols.cast(eqx.apply_updates(model, updates), stored)"
 # Equinox differentiates functions by a decorator.
 FILTERED = "@eqx.filter_value_and_grad"
 OURS = "@lambda f: ols.value_and_grad(ols.autocast(f, half), transform=eqx.filter_value_and_grad)"
@@ -21,6 +25,10 @@ PROGRAMS = {
                 "ols.value_and_grad(ols.autocast(loss_fn, half), has_aux=True)"
             ),
             "grad_fn(params, rngs.fork())": "grad_fn(optimizer.opt_state, params, rngs.fork())",
+            "    optimizer = nnx.Optimizer(\n": (
+                "    nnx.update(model, ols.cast(nnx.state(model), stored))\n"
+                "    optimizer = nnx.Optimizer(\n"
+            ),
             "tx=optax.adamw(": "tx=ols.with_loss_scaling(optax.adamw(",
             "weight_decay=config.weight_decay,\n        ),": (
                 "weight_decay=config.weight_decay,\n        )),"
@@ -52,6 +60,9 @@ PROGRAMS = {
                 "ols.grad(ols.autocast(loss_fn, half), has_aux=True)"
                 "(self.model.opt_state, self.model.params)"
             ),
+            "TrainState.create(model_def, params, tx=tx)": (
+                "TrainState.create(model_def, ols.cast(params, stored), tx=tx)"
+            ),
             "tx = optax.adam(learning_rate=FLAGS.model['lr'], b1=FLAGS.model['beta1'], "
             "b2=FLAGS.model['beta2'])": (
                 "tx = ols.with_loss_scaling(optax.adam(learning_rate=FLAGS.model['lr'], "
@@ -70,9 +81,13 @@ PROGRAMS = {
                 "(opt_state, params, state, data))"
             ),
             "optax.adam(learning_rate)": "ols.with_loss_scaling(optax.adam(learning_rate))",
+            "optimizer.update(grads, opt_state)": "optimizer.update(grads, opt_state, params)",
+            "opt_state = optimizer.init(params)": (
+                "params = ols.cast(params, stored)\nopt_state = optimizer.init(params)"
+            ),
         },
         settings={
-            "num_training_updates = 100000": "num_training_updates = 60",
+            "num_training_updates = 100000": "num_training_updates = 30",
             "num_hiddens = 128\n": "num_hiddens = 64\n",
         },
         run=drivers.vq_vae,
@@ -87,6 +102,10 @@ PROGRAMS = {
                 "ols.value_and_grad(ols.autocast(loss_fn.apply, half))"
             ),
             "loss_and_grad_fn(state.params,": "loss_and_grad_fn(state.opt_state, state.params,",
+            "loss_fn.init(init_rng, data)": "ols.cast(loss_fn.init(init_rng, data), stored)",
+            "update(gradients, state.opt_state)": (
+                "update(gradients, state.opt_state, state.params)"
+            ),
             "return optax.chain(": "return ols.with_loss_scaling(optax.chain(",
             "b2=0.99),\n  )": "b2=0.99),\n  ))",
         },
@@ -101,6 +120,7 @@ PROGRAMS = {
             "jax.grad(loss_fn)(state.params)": (
                 "ols.grad(ols.autocast(loss_fn, half))(state.opt_state, state.params)"
             ),
+            "      params=params,": "      params=ols.cast(params, stored),",
             "tx=optax.adam(config.learning_rate),": (
                 "tx=ols.with_loss_scaling(optax.adam(config.learning_rate)),"
             ),
@@ -114,11 +134,13 @@ PROGRAMS = {
         changes={
             FILTERED: OURS,
             "compute_grads(model, images,": "compute_grads(state, model, images,",
+            ADDED: STORED,
+            "state = optimizer.init(": ("model = ols.cast(model, stored)\nstate = optimizer.init("),
             "optimizer = optax.adamw(": "optimizer = ols.with_loss_scaling(optax.adamw(",
             "b2=beta2,\n)": "b2=beta2,\n))",
         },
         settings={
-            "num_steps = 100000": "num_steps = 100",
+            "num_steps = 100000": "num_steps = 50",
             "embedding_dim = 512": "embedding_dim = 64",
             "hidden_dim = 256": "hidden_dim = 128",
             "num_heads = 8": "num_heads = 4",
@@ -139,6 +161,13 @@ PROGRAMS = {
             ),
             "grads = loss_fn(model, weight,": "grads = loss_fn(opt_state, model, weight,",
             "optax.adabelief(lr)": "ols.with_loss_scaling(optax.adabelief(lr))",
+            "opt_update(grads, opt_state)": (
+                "opt_update(grads, opt_state, eqx.filter(model, eqx.is_inexact_array))"
+            ),
+            ADDED: STORED,
+            "    opt_state = opt.init(": (
+                "    model = ols.cast(model, stored)\n    opt_state = opt.init("
+            ),
         },
         settings={"\nmain()": ""},
         run=drivers.score,
@@ -153,6 +182,10 @@ PROGRAMS = {
                 "compute_loss(opt_state, model, x, y)\n        updates"
             ),
             "optax.adam(learning_rate)": "ols.with_loss_scaling(optax.adam(learning_rate))",
+            ADDED: STORED,
+            "    opt_state = optim.init(": (
+                "    model = ols.cast(model, stored)\n    opt_state = optim.init("
+            ),
         },
         settings={"\nmain()": "\n"},
         run=drivers.rnn,
@@ -169,6 +202,7 @@ PROGRAMS = {
             "train_state.params, traj_batch,": (
                 "train_state.opt_state, train_state.params, traj_batch,"
             ),
+            "params=network_params,": "params=ols.cast(network_params, stored),",
             "tx=tx,": "tx=ols.with_loss_scaling(tx),",
         },
         run=drivers.ppo,
@@ -176,11 +210,15 @@ PROGRAMS = {
     "allen_cahn": Program(
         name="JAX-PI's Allen-Cahn: error",
         repository="PredictiveIntelligenceLab/jaxpi",
+        license="Penn's own",
         file="jaxpi/models.py",
         also=("jaxpi", "examples/allen_cahn"),
         changes={
             "grad(self.loss)(state.params,": (
                 "ols.grad(ols.autocast(self.loss, half))(state.opt_state, state.params,"
+            ),
+            "        params=params,\n        tx": (
+                "        params=ols.cast(params, stored),\n        tx"
             ),
             "    return tx\n": "    return ols.with_loss_scaling(tx)\n",
         },
@@ -189,6 +227,7 @@ PROGRAMS = {
     "s5": Program(
         name="S5",
         repository="lindermanlab/S5",
+        license="MIT",
         file="s5/train_helpers.py",
         also=("s5",),
         changes={
@@ -196,9 +235,10 @@ PROGRAMS = {
                 "ols.value_and_grad(ols.autocast(loss_fn, half), has_aux=True)"
                 "(state.opt_state, state.params)"
             ),
-            "tx=tx)": "tx=ols.with_loss_scaling(tx))",
-            "tx=tx, batch_stats=": "tx=ols.with_loss_scaling(tx), batch_stats=",
-            "opt_state.inner_states[": "opt_state.inner_state.inner_states[",
+            "params=params, tx=tx": (
+                "params=ols.cast(params, stored), tx=ols.with_loss_scaling(tx)"
+            ),
+            "state.opt_state.inner_states[": "ols.inner(state.opt_state).inner_states[",
         },
         settings={'variables["params"].unfreeze()': 'variables["params"]'},
         run=drivers.s5,
@@ -213,8 +253,132 @@ PROGRAMS = {
                 "grad_loss(opt_state, model, ti, yi)\n        updates"
             ),
             "optax.adabelief(lr)": "ols.with_loss_scaling(optax.adabelief(lr))",
+            "optim.update(grads, opt_state)": (
+                "optim.update(grads, opt_state, eqx.filter(model, eqx.is_inexact_array))"
+            ),
+            ADDED: STORED,
+            "        opt_state = optim.init(": (
+                "        model = ols.cast(model, stored)\n        opt_state = optim.init("
+            ),
         },
         settings={"\nts, ys, model = main()": "\n"},
         run=drivers.neural_ode,
+    ),
+    "siglip": Program(
+        name="big_vision's SigLIP, two towers",
+        repository="google-research/big_vision",
+        file="big_vision/trainers/proj/image_text/siglip.py",
+        also=(
+            *("big_vision/__init__.py", "big_vision/models", "big_vision/pp/registry.py"),
+            *("big_vision/optax.py", "big_vision/sharding.py", "big_vision/utils.py"),
+        ),
+        changes={
+            "jax.value_and_grad(loss_fn)(params)": (
+                "ols.value_and_grad(ols.autocast(loss_fn, half))(opt, params)"
+            ),
+            "    return params\n\n  # This seed": (
+                "    return ols.cast(params, stored)\n\n  # This seed"
+            ),
+            "  opt_shape = jax.eval_shape(": (
+                "  tx = ols.with_loss_scaling(tx)\n  opt_shape = jax.eval_shape("
+            ),
+        },
+        settings={
+            'jax.config.update("jax_transfer_guard", "disallow")': "",
+            "jax.distributed.initialize()": "",
+            "flags.FLAGS.config": "CONFIG",
+            "flags.FLAGS.workdir": "None",
+        },
+        run=kinds.siglip,
+    ),
+    "graphs": Program(
+        name="Flax's graph network",
+        repository="google/flax",
+        file="examples/ogbg_molpcba/train.py",
+        also=("examples/ogbg_molpcba",),
+        changes={
+            "jax.value_and_grad(loss_fn, has_aux=True)": (
+                "ols.value_and_grad(ols.autocast(loss_fn, half), has_aux=True)"
+            ),
+            "grad_fn(state.params, graphs)": "grad_fn(state.opt_state, state.params, graphs)",
+            "params=params, tx=tx\n": (
+                "params=ols.cast(params, stored), tx=ols.with_loss_scaling(tx)\n"
+            ),
+        },
+        run=kinds.graphs,
+    ),
+    "speech": Program(
+        name="AlgoPerf's Conformer, CTC",
+        repository="mlcommons/algorithmic-efficiency",
+        file="algorithms/archived_paper_baselines/nadamw/jax/submission.py",
+        also=("algoperf",),
+        changes={
+            "jax.value_and_grad(_loss_fn, has_aux=True)": (
+                "ols.value_and_grad(ols.autocast(_loss_fn, half), has_aux=True)"
+            ),
+            "grad_fn(\n    current_param_container\n  )": (
+                "grad_fn(\n    optimizer_state, current_param_container\n  )"
+            ),
+            "opt_init_fn, opt_update_fn = nadamw(": (
+                "opt_init_fn, opt_update_fn = ols.with_loss_scaling(nadamw("
+            ),
+            "    weight_decay=hyperparameters.weight_decay,\n  )\n": (
+                "    weight_decay=hyperparameters.weight_decay,\n  ))\n"
+            ),
+            "jnp.zeros(s.shape_tuple)": "jnp.zeros(s.shape_tuple, stored)",
+        },
+        settings={
+            "from ._version import version as __version__": "",
+            "[(320000,), (320000,)]": "[(8000,), (8000,)]",
+            "vocab_size: int = 1024": "vocab_size: int = 32",
+            "encoder_dim: int = 512": "encoder_dim: int = 64",
+            "num_attention_heads: int = 8": "num_attention_heads: int = 4",
+            "num_encoder_layers: int = 4": "num_encoder_layers: int = 1",
+        },
+        run=kinds.speech,
+    ),
+    "flow": Program(
+        name="Distrax's spline flow",
+        repository="google-deepmind/distrax",
+        file="examples/flow.py",
+        changes={
+            "jax.grad(loss_fn)(params,": "ols.grad(ols.autocast(loss_fn, half))(opt_state, params,",
+            "optax.adam(FLAGS.learning_rate)": (
+                "ols.with_loss_scaling(optax.adam(FLAGS.learning_rate))"
+            ),
+            "optimizer.update(grads, opt_state)": "optimizer.update(grads, opt_state, params)",
+            "  opt_state = optimizer.init(params)": (
+                "  params = ols.cast(params, stored)\n  opt_state = optimizer.init(params)"
+            ),
+        },
+        settings={"(28, 28, 1)": "(8, 8, 1)"},
+        run=kinds.flow,
+    ),
+    "nerf": Program(
+        name="MultiNeRF's mip-NeRF 360",
+        repository="google-research/multinerf",
+        file="internal/train_utils.py",
+        also=("internal",),
+        changes={
+            "jax.value_and_grad(loss_fn, has_aux=True)": (
+                "ols.value_and_grad(ols.autocast(loss_fn, half), has_aux=True)"
+            ),
+            "loss_grad_fn(state.params)": "loss_grad_fn(state.opt_state, state.params)",
+            "tx = optax.adam(learning_rate=lr_fn_main, **adam_kwargs)": (
+                "tx = ols.with_loss_scaling(optax.adam(learning_rate=lr_fn_main, **adam_kwargs))"
+            ),
+            "apply_fn=None, params=variables,": (
+                "apply_fn=None, params=ols.cast(variables, stored),"
+            ),
+        },
+        run=kinds.nerf,
+    ),
+    "named_axes": Program(
+        name="Levanter's GPT-2, named axes",
+        repository="stanford-crfm/levanter",
+        file="src/levanter/models/gpt2.py",
+        also=("src/levanter",),
+        changes={},
+        run=kinds.named_axes,
     ),
 }

@@ -25,9 +25,12 @@ class Program(NamedTuple):
       file: The file that is changed.
       changes: What is replaced in its files, and by what. Each line that differs counts.
       run: Trains it, and returns a result other than the last losses, or None.
+      license: What its authors allow.
       settings: What else is replaced: its size, its data, and names that newer libraries miss.
       also: Further files or folders that it reads.
       devices: The number of devices on which it runs.
+      unsuited: The ways of training that it should not use.
+      reason: Why, from what was measured.
     """
 
     name: str
@@ -38,6 +41,9 @@ class Program(NamedTuple):
     settings: Mapping[str, str] = {}
     also: tuple[str, ...] = ()
     devices: int = 1
+    license: str = "Apache-2.0"
+    unsuited: tuple[str, ...] = ()
+    reason: str = ""
 
 
 class Source(NamedTuple):
@@ -47,13 +53,15 @@ class Source(NamedTuple):
       root: The folder in which they lie.
       file: The changed one.
       library: The changed lines call it `ols`.
-      half: The changed lines call it `half`: the dtype.
+      half: The changed lines call it `half`: the dtype of matrix products.
+      stored: The changed lines call it `stored`: the dtype of parameters.
     """
 
     root: Path
     file: str
     library: Any
     half: str
+    stored: str
 
     def module(self, name: str = "") -> Any:
         """Import a module beside the changed file, which is the default."""
@@ -100,9 +108,10 @@ def extract(program: Program, folder: Path, root: Path) -> int:
     """Write the program to `root` with its changes, and return the number of changed lines."""
     repository = find(folder, program.repository)
     names = program.file, *program.also
-    listed = git(repository, "ls-tree", "-r", "-z", "--name-only", "HEAD", *names).decode()
+    form = "--format=%(objecttype) %(path)"
+    listed = git(repository, "ls-tree", "-r", "-z", form, "HEAD", *names).decode()
     texts: dict[Path, str] = {}
-    for name in filter(None, listed.split("\0")):
+    for name in re.findall(r"blob ([^\0]+)", listed):  # submodules are no files
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         content = git(repository, "show", f"HEAD:{name}")

@@ -3,6 +3,7 @@
 import builtins
 import contextlib
 import io
+import math
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -11,8 +12,8 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 import optax_lossscale as ols
 from benchmarks.programs.source import Program, Source, extract
@@ -21,18 +22,39 @@ HALVES = "float16", "bfloat16"
 
 
 class Way(NamedTuple):
-    """How a program computes: a dtype, and whether arrays are cast to it rather than products."""
+    """How a program is trained.
 
-    dtype: str
-    arrays: bool = False
+    Attributes:
+      half: The dtype of its matrix products.
+      stored: The dtype of its parameters.
+      rounded: Whether float32 parameters start from numbers that bfloat16 holds.
+      masters: Whether bfloat16 parameters have masters. Otherwise they are rounded stochastically.
+    """
+
+    half: str
+    stored: str = "float32"
+    rounded: bool = False
+    masters: bool = False
+
+    def wrap(self, tx: Any) -> Any:
+        """Return the optimizer that a user of this way writes."""
+        if self.masters:
+            tx = ols.with_master_weights(ols.with_bfloat16_state(tx), remainders=True)
+        elif self.stored == "bfloat16":
+            tx = ols.with_stochastic_rounding(ols.with_bfloat16_state(tx))
+        return ols.with_skipping(tx)
 
 
 WAYS = {
     "float32": Way("float32"),
-    "float16": Way("float16"),
-    "bfloat16": Way("bfloat16"),
-    "arrays": Way("float16", arrays=True),
+    "rounded": Way("float32", rounded=True),
+    "autocast": Way("bfloat16"),
+    "masters": Way("bfloat16", stored="bfloat16", masters=True),
+    "stochastic": Way("bfloat16", stored="bfloat16"),
 }
+# The float32 run that starts from the same weights, and so has the exact first gradient.
+EXACT = {"autocast": "float32", "masters": "rounded", "stochastic": "rounded"}
+WRAPPERS = ols.GuardState, ols.MasterWeightsState, ols.StochasticRoundingState, ols.Bfloat16State
 
 
 class Result(NamedTuple):
@@ -44,6 +66,8 @@ class Result(NamedTuple):
       final: The mean loss in the last tenth of the steps, or another result.
       steps: The number of steps.
       skipped: Those that were skipped, without the last step.
+      held: Bytes of parameters and optimizer state, for each parameter.
+      distance: Between the first gradient and the exact one, relative to the exact one.
       error: What it raised, if it did.
     """
 
@@ -52,6 +76,8 @@ class Result(NamedTuple):
     final: float
     steps: int
     skipped: int = 0
+    held: float = math.nan
+    distance: float = math.nan
     error: str = ""
 
     @property
@@ -62,10 +88,10 @@ class Result(NamedTuple):
 
 
 class Library:
-    """The library as the changed programs find it: `ols.autocast` computes in the given way.
+    """The library as the changed programs find it: `ols.autocast` and others follow the given way.
 
-    Losses are noted in each step, and the products once. Whatever else is asked for is the
-    library's own.
+    Losses are noted in each step, the first gradient, and the products and bytes once. Whatever
+    else is asked for is the library's own.
     """
 
     def __init__(self, way: Way) -> None:
@@ -73,33 +99,38 @@ class Library:
         self.losses: list[float] = []
         self.skipped = 0
         self.flops: dict[str, int] = {}
+        self.held = math.nan
+        self.gradient: list[np.ndarray] = []
 
     def __getattr__(self, name: str) -> Any:
         """Return what the library itself has by this name."""
         return getattr(ols, name)
 
-    def autocast(self, fun: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
-        """Cast the products of a function, or its arguments."""
-        if not self.way.arrays:
-            return ols.autocast(fun, dtype)
-
-        def by_arrays(*args: Any) -> Any:
-            # A random stream of Flax holds no numbers to cast, and `cast` refuses to copy it.
-            return fun(*(a if isinstance(a, nnx.Rngs) else ols.cast(a, dtype) for a in args))
-
-        return by_arrays
+    def cast(self, tree: Any, dtype: Any) -> Any:
+        """Store parameters in this dtype, and round the first ones if they are to start so."""
+        if self.way.rounded and not self.flops:
+            tree = ols.cast(tree, "bfloat16")
+        return ols.cast(tree, dtype)
 
     def with_loss_scaling(self, tx: Any) -> Any:
-        """Scale the loss in float16. The other formats need it not."""
-        return (ols.with_loss_scaling if self.way.dtype == "float16" else ols.with_skipping)(tx)
+        """Make the optimizer of this way. No format here needs a loss scale."""
+        return self.way.wrap(tx)
 
-    def note(self, loss: jax.Array, skipped: jax.Array) -> None:
-        """Note a step's loss, and how many steps were skipped before it."""
+    def inner(self, opt_state: Any) -> Any:
+        """Return the state of the program's own optimizer."""
+        while isinstance(opt_state, WRAPPERS):
+            opt_state = opt_state.inner_state
+        return opt_state
+
+    def note(self, loss: jax.Array, state: ols.LossScaleState, gradient: list[jax.Array]) -> None:
+        """Note a step's loss, how many steps were skipped before it, and the first gradient."""
         self.losses.append(float(loss))
-        self.skipped = int(skipped)
+        self.skipped = int(state.total_skipped)
+        if not state.growth_count and not state.total_skipped:
+            self.gradient = [np.asarray(g, np.float32) for g in gradient]
 
     def value_and_grad(self, fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """Differentiate, count the products of the gradient, and note the loss."""
+        """Differentiate, count products and bytes, and note the loss and the gradient."""
         differentiate = ols.value_and_grad(fun, **options)
 
         def noted(state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -107,8 +138,11 @@ class Library:
                 report = ols.diagnostics.precision_report(differentiate, state, *args, **kwargs)
                 self.flops = {dtype: found.flops for dtype, found in report.items()}
             value, grads = differentiate(state, *args, **kwargs)
+            params, gradient = numbers(args[0]), numbers(grads)
+            held = sum(a.size * a.dtype.itemsize for a in params + numbers(state))
+            self.held = held / sum(a.size for a in params)
             loss = value[0] if options.get("has_aux") else value
-            jax.debug.callback(self.note, loss, ols.loss_scale_state(state).total_skipped)
+            jax.debug.callback(self.note, loss, ols.loss_scale_state(state), gradient)
             return value, grads
 
         return noted
@@ -124,24 +158,43 @@ class Library:
         return gradient
 
 
-def train_alone(program: Program, folder: Path, way: Way) -> Result:
+def numbers(tree: Any) -> list[Any]:
+    """Return the arrays of a tree that hold numbers."""
+    arrays = (leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
+    return [a for a in arrays if jnp.issubdtype(a.dtype, jnp.number)]
+
+
+def distance(gradient: list[np.ndarray], exact: list[np.ndarray]) -> float:
+    """Return how far a gradient is from the exact one, relative to the exact one."""
+    if len(gradient) != len(exact) or not exact:
+        return math.nan
+    apart = sum(np.sum(abs(g - e) ** 2) for g, e in zip(gradient, exact, strict=True))
+    return math.sqrt(apart / sum(np.sum(abs(e) ** 2) for e in exact))
+
+
+def train_alone(program: Program, folder: Path, way: Way) -> tuple[Result, list[np.ndarray]]:
     """Train a program in a process of its own: programs import and set what they like."""
     jax.config.update("jax_num_cpu_devices", program.devices)
+    jax.config.update("jax_disable_most_optimizations", True)  # compiling takes most of the time
     warnings.simplefilter("ignore")  # deprecations, and autocast's own about a low share
     return train(program, folder, way)
 
 
-def train(program: Program, folder: Path, way: Way) -> Result:
-    """Change a program, train it, and return what is found."""
+def train(program: Program, folder: Path, way: Way) -> tuple[Result, list[np.ndarray]]:
+    """Change a program, train it, and return what is found and its first gradient."""
     library = Library(way)
-    # The changed lines say `ols` and `half`. A user's would import the one and write the other.
-    names = mock.patch.multiple(builtins, create=True, ols=library, half=way.dtype)
+    # The changed lines say `ols`, `half` and `stored`. A user's would import and write them.
+    names: dict[str, Any] = {"ols": library, "half": way.half, "stored": way.stored}
     final, error = None, ""
-    with tempfile.TemporaryDirectory() as root, names:
+    with (
+        tempfile.TemporaryDirectory() as root,
+        mock.patch.multiple(builtins, create=True, **names),
+    ):
         lines = extract(program, folder, Path(root))
         try:
             with contextlib.redirect_stdout(io.StringIO()):
-                final = program.run(Source(Path(root), program.file, library, way.dtype))
+                source = Source(Path(root), program.file, library, way.half, way.stored)
+                final = program.run(source)
             jax.effects_barrier()
         except Exception as raised:  # noqa: BLE001 (an error is a result)
             first = str(raised).partition("\n")[0]
@@ -149,4 +202,5 @@ def train(program: Program, folder: Path, way: Way) -> Result:
     losses = np.array(library.losses)
     if final is None:
         final = losses[-max(1, len(losses) // 10) :].mean() if len(losses) else np.nan
-    return Result(lines, library.flops, float(final), len(losses), library.skipped, error)
+    result = Result(lines, library.flops, float(final), len(losses), library.skipped, library.held)
+    return result._replace(error=error), library.gradient
