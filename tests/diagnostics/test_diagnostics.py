@@ -174,7 +174,7 @@ def test_causes_have_a_fixed_order_and_the_state_excludes_some(loss_scale, polic
 SPIKE = ols.Spike(window=128, warmup=4)
 RISING = ([1, 1.1, 0.9, 1, 1.1, 1] + [2.0**n for n in range(2, 62)],)
 NANS = ([1.0] * 60, NAN)
-SPIKES_AND_NANS = [1.0] * 10 + [9.0] * 60, [1.0] * 60 + [NAN] * 10
+SPIKES_AND_NANS = *RISING, [1.0] * (len(*RISING) - 10) + [NAN] * 10
 
 
 def above_two(*_, value):

@@ -139,6 +139,13 @@ def test_equal_values_are_no_spikes_in_spite_of_their_rounded_mean_but_one_above
         assert skips.tolist() == [False] * times + [True], value
 
 
+@pytest.mark.parametrize("value", [0.0, 1.0, 1e-30, 3e4])
+def test_a_spike_among_equal_values_is_remembered_whole(value):
+    state, skips = spikes(ols.Spike(window=4), [value] * 3 + [6 * value + 1e-20])
+    assert skips[-1]
+    np.testing.assert_allclose(state.values[-1], 6 * value + 1e-20, rtol=1e-6)
+
+
 @pytest.mark.parametrize("held", [-5, 9, 2**30])
 def test_a_damaged_count_is_repaired(held):
     rule = ols.Spike(window=8)
