@@ -99,9 +99,8 @@ def autocast(fun: Callable[P, Result], dtype: DTypeLike) -> Callable[P, Result]:
       >>> {dtype: products.count for dtype, products in report.items()}
       {'float16': 4}
       >>> stored = ols.cast(params, jnp.bfloat16)
-      >>> loss, grads = jax.value_and_grad(ols.autocast(loss_fn, jnp.bfloat16))(
-      ...     stored, jnp.ones((32, 8))
-      ... )
+      >>> loss_and_grads = jax.value_and_grad(ols.autocast(loss_fn, jnp.bfloat16))
+      >>> loss, grads = loss_and_grads(stored, jnp.ones((32, 8)))
       >>> str(loss.dtype), {name: str(grad.dtype) for name, grad in grads.items()}
       ('float32', {'head': 'bfloat16', 'hidden': 'bfloat16'})
 

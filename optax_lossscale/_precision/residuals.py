@@ -59,6 +59,8 @@ def _checkpointed(jaxpr: Jaxpr, constants: int) -> Jaxpr:
             known.update(eqn.outvars)
         else:
             inside.append(eqn)
+    if not inside:
+        return jaxpr
     made = {x for eqn in inside for x in eqn.outvars}
     operands = [x for x in read_by(inside) if x not in made]
     results = [x for x in dict.fromkeys(filter(_is_variable, jaxpr.outvars)) if x in made]

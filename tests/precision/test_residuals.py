@@ -151,6 +151,15 @@ def test_what_depends_only_on_constants_is_computed_before_the_loop():
     assert primitives(jaxpr)["exp"] == 1
 
 
+def test_a_body_that_depends_only_on_constants_is_left_to_jax():
+    def loss(w, x):
+        carry, products = lax.scan(lambda carry, _: (carry, x @ w), 1.0, length=3)
+        return jnp.sum(products) * carry
+
+    grad = jax.grad(ols.autocast(loss, BF16))(jnp.ones((16, 16)), jnp.ones((8, 16)))
+    np.testing.assert_array_equal(grad, 3 * 8)
+
+
 def decided_by_the_program(x, w):
     return jax.checkpoint(lambda x: jnp.tanh(x @ w))(x)
 
