@@ -52,7 +52,11 @@ def reason_not_to_follow(eqn: Equation) -> str:
             "not have. Wrap what the loop calls in `autocast`."
         )
     infos = [inner.debug_info for inner in inner_jaxprs(eqn)]
-    names = [f"`{info.func_name}`" for info in infos if is_users(info.func_filename or "")]
+    names = [
+        f"`{info.func_name}`"
+        for info in infos
+        if info.func_filename and is_users(info.func_filename)
+    ]
     return (
         f"It is inside {next(iter(names), 'a function')}, which has a rule of its own (`{name}`) "
         "that autocast does not rewrite. Cast its arguments yourself."
