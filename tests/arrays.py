@@ -19,3 +19,8 @@ def normal(tree, seed=0):
         return jnp.asarray(rng.standard_normal(leaf.shape, np.float32).astype(leaf.dtype))
 
     return jax.tree.map(made, tree)
+
+
+def ones(tree):
+    """Return ones for each shape in a tree, without compiling anything."""
+    return jax.tree.map(lambda leaf: jnp.asarray(np.ones(leaf.shape, leaf.dtype)), tree)
