@@ -9,16 +9,21 @@ import importlib
 import io
 import os
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import pytest
-from jax._src import compiler
 from sybil import Example, Sybil
 from sybil.evaluators.python import PythonEvaluator
 from sybil.parsers.markdown import CodeBlockParser
 
 _evaluate = PythonEvaluator()
+
+# XLA:CPU's emitters take half of the time that is left where JAX asks for few optimizations. Jaxlib
+# 0.10 can do without them, and 0.12 cannot. XLA reads the flags when it compiles its first program.
+IS_QUICK = jax.config.read("jax_disable_most_optimizations")
+if IS_QUICK and jax.version.__version_info__[:2] == (0, 10):
+    without_emitters = "--xla_cpu_use_fusion_emitters=false"
+    os.environ["XLA_FLAGS"] = f"{without_emitters} {os.environ.get('XLA_FLAGS', '')}"
 
 WITHOUT_XLA = os.environ.get("OLS_TESTS_WITHOUT_XLA") == "1"
 if WITHOUT_XLA:
@@ -63,24 +68,6 @@ def _doctest_defaults(request: pytest.FixtureRequest) -> Iterator[None]:
             yield
     else:
         yield
-
-
-def _compile_options(
-    *args: Any, _options: Any = compiler.get_compile_options, **kwargs: Any
-) -> Any:
-    """Return JAX's options, without XLA:CPU's emitters where JAX asks for few optimizations.
-
-    They take half of the time that is left. Jaxlib 0.10 can do without them, and 0.12 cannot. JAX
-    has no public way to say so for a part of a process.
-    """
-    options = _options(*args, **kwargs)
-    if jax.config.read("jax_disable_most_optimizations"):
-        options.env_option_overrides += [("xla_cpu_use_fusion_emitters", False)]
-    return options
-
-
-if jax.version.__version_info__[:2] == (0, 10):
-    compiler.get_compile_options = _compile_options
 
 
 @pytest.fixture(scope="module")

@@ -58,7 +58,7 @@ def resume_all(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("optimized")  # the tester's own way to do without is of its process alone
+@pytest.mark.usefixtures("optimized")
 def test_training_goes_on_bit_for_bit_in_a_new_process(tmp_path):
     fresh, train, _ = make_trainer(POLICY)
     states = {saved_after: train(fresh, 0, saved_after) for saved_after in SAVED_AFTER}

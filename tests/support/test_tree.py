@@ -1,5 +1,6 @@
 """Pytrees: the check for finite numbers, and the choice between two trees."""
 
+import functools
 import re
 
 import flax.core
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import OPTIMIZED
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -24,7 +26,7 @@ LARGE = [
 ]
 
 
-@jax.jit
+@functools.partial(jax.jit, compiler_options=OPTIMIZED)
 def each_finite(tree):
     return jax.tree.map(ols.all_finite, tree)
 

@@ -14,7 +14,15 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from compiled import LOSS, bytes_accessed, compiled_step, lowered_step, nbytes, temporaries
+from compiled import (
+    LOSS,
+    OPTIMIZED,
+    bytes_accessed,
+    compiled_step,
+    lowered_step,
+    nbytes,
+    temporaries,
+)
 from plain_where import with_plain_where
 
 import optax_lossscale as ols
@@ -136,7 +144,7 @@ def test_the_program_of_a_whole_stack_is_about_three_times_that_of_plain_optax(d
     assert len(ours.as_text()) <= 2.93 * len(plain.as_text())
     # The compiled program grows no faster: a rule is not computed again for each array.
     plain, ours = lower_stack(clipped, arrays=12), lower_stack(tx, dtype, arrays=12)
-    instructions = [step.compile().as_text().count(" = ") for step in (plain, ours)]
+    instructions = [step.compile(OPTIMIZED).as_text().count(" = ") for step in (plain, ours)]
     assert instructions[1] <= 3.1 * instructions[0]
 
 
@@ -145,7 +153,7 @@ def test_the_program_of_a_whole_stack_is_about_three_times_that_of_plain_optax(d
 )
 def test_the_program_grows_linearly_with_the_number_of_arrays(guard):
     tx = guard(OPTIMIZERS["sgd with momentum"], ols.FixedLossScale(1024))
-    sizes = [len(lower_stack(tx, arrays=n).compile().as_text()) for n in (10, 20, 40)]
+    sizes = [len(lower_stack(tx, arrays=n).compile(OPTIMIZED).as_text()) for n in (10, 20, 40)]
     few, many = np.diff(sizes) / (10, 20)
     # The reference combines the flags with `and`, and grows quadratically.
     assert (many <= 1.1 * few) == (guard is ols.with_loss_scaling)
@@ -154,8 +162,8 @@ def test_the_program_grows_linearly_with_the_number_of_arrays(guard):
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_the_check_writes_no_mask_of_the_array(dtype):
     array = jax.ShapeDtypeStruct((2048, 1024), dtype)
-    ours = jax.jit(ols.all_finite).lower(array).compile()
+    ours = jax.jit(ols.all_finite).lower(array).compile(OPTIMIZED)
     assert temporaries(ours) <= array.size / 15
     # Proves that this test can fail, and that the groups are still needed.
-    mask = jax.jit(lambda x: jnp.all(jnp.isfinite(x))).lower(array).compile()
+    mask = jax.jit(lambda x: jnp.all(jnp.isfinite(x))).lower(array).compile(OPTIMIZED)
     assert temporaries(mask) >= array.size

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from arrays import shape as shape_of
-from compiled import temporaries
+from compiled import OPTIMIZED, temporaries
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -75,7 +75,7 @@ def reductions(*args, **kwargs):
 )
 @pytest.mark.usefixtures("optimized")
 def test_on_a_cpu_a_single_array_of_its_shape_is_counted_in_groups(shape, in_groups):
-    check = jax.jit(ols.all_finite).lower(shape_of(*shape)).compile()
+    check = jax.jit(ols.all_finite).lower(shape_of(*shape)).compile(OPTIMIZED)
     # A group writes one byte for its 16 elements. Without groups, each element writes one.
     assert (temporaries(check) <= math.prod(shape) / 15) == in_groups
     assert not check(jnp.full(shape, jnp.nan))  # 256 would overflow to 0 in an int8
