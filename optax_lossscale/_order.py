@@ -21,11 +21,12 @@ from optax_lossscale._state import (
     subtrees,
 )
 from optax_lossscale._support.lines import warn, warn_once
+from optax_lossscale._support.transformation import Transformation
 from optax_lossscale._support.tree import HALF, KeyPath, PyTree, children, path_name
 
 
-class Guard(optax.GradientTransformationExtraArgs):
-    """An optimizer that decides about each step, and whose state says how: `applied`."""
+class Guard(Transformation[GuardState]):
+    """An optimizer that applies or skips each step, as `applied` reads from its state."""
 
 
 # By the type of its state, each wrapper that lets half-precision parameters take small updates.

@@ -272,8 +272,9 @@ TABLE = {
     "`['a'].loss_scale_state`, `['b'][0]`. ": given(
         READERS, "opt_state", {"a": OPT_STATE, "b": [STATE]}
     ),
-    "ValueError: `state` must hold exactly one LossScaleState, got 0 in a ArrayImpl, found at: "
-    "nowhere. ": [lambda: ols.grad(jnp.sum)(ONE, ONE)],
+    "ValueError: `state` must hold exactly one LossScaleState, got 0 in a ArrayImpl. ": [
+        lambda: ols.grad(jnp.sum)(ONE, ONE)
+    ],
     # -- axes, optimizers, rules
     "TypeError: `{}` must be the name of a mapped axis": [
         *given(unscale, "axis_name", 3, True, ["x"], ("x", 0), ONE, state=STATE),
@@ -316,7 +317,9 @@ TABLE = {
         *named("SpikeState", lambda: skip(ols.Spike(), (optax.EmptyState(),), value=1.0)),
     ],
     'TypeError: `{}` must be "value", "grad_norm" or': given(ols.Spike, "of", None, 3),
-    "ValueError: `{}` must exceed 1.5": given(ols.Spike, "sigmas", -1.0, 0, 1.5, 1.5 + 1e-9),
+    "ValueError: `{}` must be greater than 1.5": given(
+        ols.Spike, "sigmas", -1.0, 0, 1.5, 1.5 + 1e-9
+    ),
     "ValueError: `{}` must be at most `window`": given(ols.Spike, "warmup", 5, window=4),
     "TypeError: `{}` must be given to `update`, because Spike": [
         *named("value", lambda: skip(ols.Spike())),
@@ -395,7 +398,7 @@ TABLE = {
     ],
     "TypeError: `transform` must return ((loss, aux), grads)": [
         lambda x=x: differentiate(jnp.sum, transform=returning(returning(x)))
-        for x in (3.0, (1.0, 2.0), [(1.0, None), 2.0], ([1.0, None], 2.0), ((1.0, None),))
+        for x in (3.0, (1.0, 2.0), (jnp.ones(2), 2.0), ((1.0, None),))
     ],
     # -- arguments that are kept for later
     "TypeError: `{}` must be a function, got ": [

@@ -11,7 +11,7 @@ from optax_lossscale._state import LossScaleState, read_as
 from optax_lossscale._support import checks
 from optax_lossscale._support.lines import warn_of_keep
 from optax_lossscale._support.nnx import is_nnx
-from optax_lossscale._support.tree import ARRAYS, FP8_KEY, KeyPath, Tree
+from optax_lossscale._support.tree import ARRAYS, KeyPath, Tree, is_fp8_metadata
 
 
 def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = None) -> Tree:
@@ -54,7 +54,7 @@ def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = N
                 "the copy would be updated. Cast `nnx.state(model)`, and merge it."
             )
         is_floating = isinstance(leaf, ARRAYS) and jnp.issubdtype(leaf.dtype, jnp.floating)
-        if not is_floating or FP8_KEY in path:
+        if not is_floating or is_fp8_metadata(path):
             return leaf
         paths.append(jax.tree_util.keystr(path))
         if keep is not None and keep(paths[-1]):

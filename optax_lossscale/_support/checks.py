@@ -147,9 +147,10 @@ def require_pair(name: str, result: object) -> None:
         )
 
 
-def require_no_functions(params: PyTree) -> None:
-    """Refuse functions among what JAX differentiates by, as an Equinox module has them."""
-    functions = [leaf for leaf in jax.tree.leaves(params) if callable(leaf)]
+def require_no_functions(args: Sequence[PyTree], positions: Sequence[int]) -> None:
+    """Raise if arguments that JAX differentiates contain functions, as Equinox modules do."""
+    chosen = [args[number] for number in positions if -len(args) <= number < len(args)]
+    functions = [leaf for leaf in jax.tree.leaves(chosen) if callable(leaf)]
     if functions:
         raise TypeError(
             "`transform` must be one that leaves functions in the parameters alone, got "

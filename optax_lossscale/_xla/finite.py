@@ -35,13 +35,16 @@ def all_finite(arrays: list[jax.Array]) -> jax.Array:
     return _operation.bind(*map(jax.lax.stop_gradient, arrays), maps=())  # a flag has no derivative
 
 
-def _run(*arrays: Any, maps: tuple[Any, ...]) -> jax.Array:
-    return _mapped(_plain, maps)(*map(jnp.asarray, arrays))
+def _plain(*arrays: jax.Array) -> jax.Array:
+    return all_true([jnp.all(is_finite(array)) for array in arrays])
 
 
-def _mapped(check: Callable[..., jax.Array], maps: tuple[Any, ...]) -> Callable[..., jax.Array]:
-    """Return `check` inside one `jax.vmap` for each entry of `maps`, the innermost first."""
-    return functools.reduce(lambda fun, axes: jax.vmap(fun, in_axes=axes), maps, check)
+def _run(
+    *arrays: jax.Array, maps: tuple[Any, ...], check: Callable[..., jax.Array] = _plain
+) -> jax.Array:
+    """Call `check` inside one `jax.vmap` for each entry of `maps`, the innermost first."""
+    mapped = functools.reduce(lambda fun, axes: jax.vmap(fun, in_axes=axes), maps, check)
+    return mapped(*map(jnp.asarray, arrays))
 
 
 def _typed(*avals: Any, maps: tuple[Any, ...]) -> Any:
@@ -56,7 +59,8 @@ def _lowering(check: Callable[..., jax.Array]) -> Callable[..., Any]:
     def lower(context: Any, *operands: Any, maps: tuple[Any, ...]) -> Any:
         devices = _devices(context.module_context.axis_context)
         known = _plain if devices is None else functools.partial(check, devices=devices)
-        return mlir.lower_fun(_mapped(known, maps), multiple_results=False)(context, *operands)
+        run = functools.partial(_run, maps=maps, check=known)
+        return mlir.lower_fun(run, multiple_results=False)(context, *operands)
 
     return lower
 
@@ -66,10 +70,6 @@ def _devices(context: Any) -> int | None:
     if mesh := getattr(context, "mesh", None):  # in `shard_map`, whose axes are manual
         return math.prod(n for name, n in mesh.shape.items() if name not in context.manual_axes)
     return getattr(context, "num_devices", None)
-
-
-def _plain(*arrays: jax.Array) -> jax.Array:
-    return all_true([jnp.all(is_finite(array)) for array in arrays])
 
 
 def _anywhere(*arrays: jax.Array, devices: int) -> jax.Array:

@@ -4,7 +4,7 @@ Everything is inside `with_loss_scaling`, in the order accumulate, clip, inner o
 average: it sees true gradients and is unchanged by a skipped step. Keras itself is not needed.
 """
 
-from optax_lossscale._state import DecayedState, EmaParamsState
 from optax_lossscale.keras.optimizer import ema_params, loss_scale_optimizer
+from optax_lossscale.keras.states import DecayedState, EmaParamsState
 
 __all__ = ["DecayedState", "EmaParamsState", "ema_params", "loss_scale_optimizer"]

@@ -9,11 +9,12 @@ import optax
 
 from optax_lossscale._guard.guard import with_loss_scaling
 from optax_lossscale._loss_scale.policies import DynamicLossScale, FixedLossScale
-from optax_lossscale._state import EmaParamsState, find
+from optax_lossscale._state import find
 from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import SMALLEST_SCALE
 from optax_lossscale._support.tree import AxisName, PyTree
 from optax_lossscale.keras.parts import accumulated, averaged, clipped_each, decayed
+from optax_lossscale.keras.states import EmaParamsState
 
 
 def loss_scale_optimizer(

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import DictKey, GetAttrKey
 
-from optax_lossscale._state import DecayedState, EmaParamsState, increment
+from optax_lossscale._state import increment
 from optax_lossscale._support.tree import at_least_float32, is_inexact, path_name
+from optax_lossscale.keras.states import DecayedState, EmaParamsState
 
 
 def clipped_each(max_norm: float) -> optax.GradientTransformation:
