@@ -71,7 +71,7 @@ def averaged(momentum: float, overwrite_frequency: int | None) -> optax.Gradient
         if isinstance(param, jax.ShapeDtypeStruct):
             param = jnp.zeros(param.shape, param.dtype)
         value = at_least_float32(param)
-        # Copy, since a buffer that occurs twice cannot be donated. With a dtype, the copy is strongly
+        # Copy, since a buffer that occurs twice cannot be donated. Naming the dtype makes it strongly
         # typed.
         return jnp.array(value, jnp.result_type(value))
 
