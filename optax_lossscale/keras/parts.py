@@ -71,8 +71,7 @@ def averaged(momentum: float, overwrite_frequency: int | None) -> optax.Gradient
         if isinstance(param, jax.ShapeDtypeStruct):
             param = jnp.zeros(param.shape, param.dtype)
         value = at_least_float32(param)
-        # Copy, since a buffer that occurs twice cannot be donated. With its dtype named, the copy is
-        # strongly typed.
+        # Copy, since a buffer that occurs twice cannot be donated. The copy is strongly typed.
         return jnp.array(value, jnp.result_type(value))
 
     def init_fn(params: optax.Params) -> EmaParamsState:
