@@ -165,8 +165,8 @@ class Ours(Contender):
     def training_step(self, loss_fn: LossFn, tx: Optimizer, state: State, batch: Any) -> State:
         if not self.scales:
             return super().training_step(loss_fn, tx, state, batch)
-        # Select one of the two states. Given a `LossScaleState`, `value_and_grad` does not warn of the
-        # order of transformations.
+        # Select one of the two states. Given a `LossScaleState`, `value_and_grad` does not warn
+        # about the order of transformations.
         scale_state = ols.loss_scale_state(state.kept or state.opt_state)
         loss_and_grads = ols.value_and_grad(self.compute(loss_fn))
         loss, grads = loss_and_grads(scale_state, state.params, batch)
