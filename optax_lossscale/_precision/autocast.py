@@ -51,16 +51,16 @@ def autocast(fun: Callable[P, Result], dtype: DTypeLike) -> Callable[P, Result]:
 
     A product runs in `dtype` if it meets all of these conditions:
 
-    - It has at least 8 rows, 8 columns and a contracted length of 8. Batch dimensions do not count.
-      A convolution needs 8 output positions in the whole batch, 8 output channels, and 8 weights
-      for each channel. So outer and inner products, products of a matrix and a vector, and
-      products of 3-D coordinates stay in float32.
+    - Its rows, columns and contracted length are at least 8 each. Batch dimensions do not count. A
+      convolution needs 8 output positions in the whole batch, 8 output channels, and 8 weights for
+      each channel. So outer and inner products, products of a matrix and a vector, and products of
+      3-D coordinates stay in float32.
     - Its operands are float32 or half precision, and at least one is float32. Its result is
       float32.
     - Its precision is the default one. To keep a product in float32, use JAX's own settings:
       `precision="highest"`, or `with jax.default_matmul_precision("highest"):`.
-    - Neither operand is computed from constants only, such as an identity, a triangle of ones or a
-      Fourier matrix.
+    - Neither operand is computed only from constants in the code, as an identity, a triangle of
+      ones or a Fourier matrix is.
 
     Products inside `jax.jit`, `jax.checkpoint`, `scan`, `cond`, `shard_map` and `pmap` are cast
     too. A `while_loop` is left alone, since its end may depend on digits that half precision does
@@ -78,9 +78,9 @@ def autocast(fun: Callable[P, Result], dtype: DTypeLike) -> Callable[P, Result]:
         `autocast` is inside another, the inner one decides.
 
     Returns:
-      A function with the same signature. Each call traces `fun` once. Results are float32. Only
-      results that are arguments, and each `Variable` of `flax.nnx`, keep the dtype in which they
-      are stored. Only JAX arrays are traced; everything else is passed through.
+      A function with the same signature. Each call traces `fun` once. Results are float32, except
+      that a result that is an argument keeps its stored dtype, as does each `Variable` of
+      `flax.nnx`. Only JAX arrays are traced; everything else is passed through.
 
     Raises:
       TypeError: If `fun` cannot be called, or `dtype` is not one of these three.

@@ -138,7 +138,7 @@ def master_weights(opt_state: PyTree, params: Tree) -> Tree:
         `flax.nnx` model, or the model itself. It may hold other arrays besides.
 
     Returns:
-      `params`, in which each parameter that has a float32 master is replaced by it. The next step
+      `params`, with the float32 master in place of each parameter that has one. The next step
       starts from these values.
 
     Raises:
@@ -195,8 +195,8 @@ def _by_name(
 def _name(path: KeyPath) -> _Name:
     """Return the keys of a path as plain values.
 
-    A last key `value` is left out: it is the array of an `nnx.Variable`, which only the parameters
-    or only the masters may be in. Names of leaves stay distinct without it.
+    A last key `value` is left out: it leads to the array in an `nnx.Variable`, and sometimes only
+    the parameters or only the masters have Variables. Names of leaves are distinct without it.
     """
     keys = [getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))) for key in path]
     return tuple(keys[:-1] if keys[-1:] == ["value"] else keys)

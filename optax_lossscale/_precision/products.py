@@ -32,7 +32,7 @@ from optax_lossscale._support.jaxprs import (
 from optax_lossscale._support.lines import is_users
 from optax_lossscale._support.primitives import DEVICE_MAPS, PLAIN_CALLS, PRODUCTS
 
-# The scope of an inner `autocast` to float32. No user has it by accident.
+# The named scope of an inner `autocast` to float32. No scope of a user has this name.
 UNCAST_SCOPE = "optax_lossscale.autocast_float32"
 _FOLLOWED = PLAIN_CALLS | DEVICE_MAPS | {"scan", "cond"}
 _DEFAULT_PRECISION = (None, (jax.lax.Precision.DEFAULT, jax.lax.Precision.DEFAULT))
@@ -172,7 +172,7 @@ class _Edit:
     def converted_back(self, eqn: Equation) -> list[Equation]:
         """Return an equation with its result in `dtype`, and the conversion back to float32.
 
-        If the result has a `checkpoint_name`, it is converted after it, so that the name keeps the
+        If a `checkpoint_name` follows, the conversion comes after it, so that the name saves the
         half-precision array.
         """
         (result,) = eqn.outvars

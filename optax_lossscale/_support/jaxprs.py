@@ -192,7 +192,7 @@ class Product(NamedTuple):
 
 
 def products_of(jaxpr: Jaxpr) -> list[Product]:
-    """Return the products that the outputs of a jaxpr depend on, last one first.
+    """Return the products that the outputs of a jaxpr depend on, the last one first.
 
     For a conditional, these are the products of the branch with the most operations in their dtype.
     """

@@ -40,8 +40,8 @@ def check_health(
         of the loss scale are unknown, and more causes are listed.
 
     Raises:
-      LossScaleStalledError: If more steps in a row were skipped. The message gives their number,
-        the loss scale, and possible causes with their remedies.
+      LossScaleStalledError: If more than `max_consecutive_skipped` steps in a row were skipped. The
+        message gives their number, the loss scale, and possible causes with their remedies.
       TypeError: If `max_consecutive_skipped` is not an integer, `policy` is a number, or
         `opt_state` is traced: a compiled step cannot raise an error.
       ValueError: If `max_consecutive_skipped` is negative; if `opt_state` holds no `LossScaleState`

@@ -1,4 +1,4 @@
-"""Find the operation that makes the first NaN or infinity, running one operation at a time."""
+"""Find the operation that makes the first NaN or infinity, by running one at a time."""
 
 import collections
 import dataclasses
@@ -119,7 +119,7 @@ def _arguments(
     for position, (argument, keys, array) in enumerate(inputs):
         path = (argument, *map(str, keys))
         name = "".join(path)
-        path = path[:-1] if path[-1] == ".value" else path  # one of Flax's boxes
+        path = path[:-1] if path[-1] == ".value" else path  # the array in one of Flax's boxes
         layer = path[:-1] if len(path) > 2 else path
         leaf = Leaf(position, name, layer if argument in models else ())
         value = _given(array, name, {"-inf"}, context)
