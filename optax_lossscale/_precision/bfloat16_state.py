@@ -35,8 +35,8 @@ def with_bfloat16_state(
 
     Arrays that an optimizer subtracts from one another stay in float32: copies of the parameters
     (arrays that `inner.init` copies without arithmetic, as in Prodigy, DoG, mechanize and
-    `schedule_free`), the two moments from which centered RMSProp computes a variance, and the history
-    of L-BFGS and of line searches.
+    `schedule_free`), the two moments from which centered RMSProp computes a variance, and the
+    history of L-BFGS and of line searches.
 
     The random bits depend on the step's number, the array's path in the state and the element's
     index: the same state gives the same step, on any number of devices under `jax.jit`. Inside

@@ -61,7 +61,7 @@ def current_master(param: jax.Array, kept: jax.Array) -> jax.Array:
 
 
 def move_remainder(new: jax.Array, param: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the remainder of a new master weight, and the update of `param` to its bfloat16."""
+    """Return the remainder of a new master weight, and the update of `param` to its upper half."""
     word = jax.lax.bitcast_convert_type(new, jnp.int32)
     remainder = jnp.where(jnp.isnan(new), 0, word).astype(jnp.int16)  # NaN must stay NaN
     # Of the forms that were tried, this is the only one that XLA:TPU fuses into one loop (libtpu
@@ -115,7 +115,7 @@ def array_seed(name: str) -> int:
 def rounded_at_random(x: jax.Array, count: jax.Array, seed: int) -> jax.Array:
     """Round each element to one of the two nearest bfloat16 numbers at random, without bias.
 
-    The random bits are chosen by the step's `count`, the array's `seed` and each element's index.
+    The random bits depend on the step's `count`, the array's `seed` and each element's index.
     """
     x = x.astype(jnp.float32)
     return _rounded(x, _neighbor(x, count, seed)).astype(jnp.bfloat16)

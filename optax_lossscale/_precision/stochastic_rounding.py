@@ -28,9 +28,10 @@ def with_stochastic_rounding(
     does not change keeps its bits. Parameters with other dtypes get the updates of `inner`.
     Derivatives ignore the rounding.
 
-    It needs no extra memory: with `with_stochastic_rounding(with_bfloat16_state(adamw))`, a
-    parameter and its state take 6 bytes. But it is not exact. After long training at a constant
-    learning rate, however small, weights wander around a minimum by about two bfloat16 steps.
+    It needs no extra memory: a parameter and its state take 6 bytes with
+    `with_stochastic_rounding(with_bfloat16_state(optax.adamw(1e-3)))`. But it is not exact. After
+    long training at a constant learning rate, however small, weights wander around a minimum by
+    about two bfloat16 steps.
     `with_master_weights(inner, remainders=True)` is exact and takes two bytes more.
 
     The random bits depend on the step's number, the parameter's path and the element's index: the
