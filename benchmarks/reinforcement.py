@@ -17,7 +17,7 @@ FORMATS = jnp.float32, jnp.bfloat16, jnp.float16
 WAYS = {name: how for name, (*how, _) in reinforce.FORMATS.items()}
 WAYS[FLOAT16] = [jnp.float16, None]
 
-# How sampling differs from training: whether it divides last, and the options of XLA.
+# How sampling differs from training: whether its attention divides last, and XLA's options.
 PROGRAMS = {
     "the same operations, each rounded": (False, reinforce.ROUND),
     "the same operations, XLA's default": (False, None),
@@ -26,14 +26,14 @@ PROGRAMS = {
 
 
 def train(way: str, steps: int, rate: float, seed: int) -> dict[str, float]:
-    """Train once; return the digits right in the last fifth, the mean gap and the skipped steps."""
+    """Train once. Return the right digits in the last fifth, the mean gap and the skipped steps."""
     _, (right, gap, skipped, _) = reinforce.train(*WAYS[way], steps, rate, seed)
     end = 100 * right[-steps // 5 :].mean()
     return {"right": float(end), "gap": float(gap.mean()), "skipped": int(skipped[-1])}
 
 
 def gaps(params: Any) -> dict[str, dict[str, float]]:
-    """Return the mean gap of one policy in each format, for programs that differ ever more."""
+    """Return the mean gap of one policy in each format, for programs that differ more and more."""
 
     def gap(divides_last: bool, params: Any) -> jax.Array:
         prompts = jax.random.randint(jax.random.key(0), (4096, reinforce.DIGITS), 0, 10)

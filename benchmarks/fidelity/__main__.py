@@ -41,7 +41,7 @@ PARTS: dict[str, tuple[str, Callable[..., page.Report]]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure the parts, print them, and write each to its page as soon as it is there."""
+    """Measure the parts, print them, and write each to its page as soon as it is measured."""
     parser = page.parser("benchmarks.fidelity", __doc__)
     add = parser.add_argument
     add("--only", nargs="+", choices=PARTS, default=[*PARTS], help="the parts to measure")

@@ -1,4 +1,4 @@
-"""Where float16 alone begins to fail: the word model at other sizes and with another optimizer."""
+"""Where plain float16 begins to fail: the word model with other sizes and another optimizer."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ OPTIMIZERS = {"Adam": None, "SGD with momentum": optax.sgd(1.0, momentum=0.9)}  
 
 
 def learned(vocabulary: int) -> Params:
-    """Return the parameters after a short training in float32, in batches of 1024."""
+    """Return the parameters after a short training in float32, with batches of 1024."""
     task = words(vocabulary=vocabulary, batch=1024)
     keys = jax.random.split(jax.random.key(1), task.steps)
     params = task.init(jax.random.key(0))
@@ -24,7 +24,7 @@ def learned(vocabulary: int) -> Params:
 
 
 def lost_share(params: Params, task: Task) -> float:
-    """Return the share of the output layer's gradient entries that are zero in float16 only."""
+    """Return the share of entries in the output layer's gradient that are zero only in float16."""
 
     @jax.jit
     def lost(params: Params, data: Any) -> jax.Array:
@@ -39,7 +39,7 @@ def lost_share(params: Params, task: Task) -> float:
 
 
 def behind(batch: int, tx: Any) -> float:
-    """Return the test loss after training in float16, less that after training in float32."""
+    """Return the test loss after training in float16 minus the test loss in float32."""
     task = words(batch=batch, tx=tx)
     rounded, exact = (make_train(task, way)(0)["curve"][-1] for way in (FLOAT16, FLOAT32))
     return rounded - exact

@@ -9,7 +9,7 @@ from benchmarks.fidelity.tasks import Task, all_tasks
 from benchmarks.fidelity.training import facts, fit
 from benchmarks.page import Report, compared, table
 
-# The dtype of the parameters, and what keeps the rest of them.
+# The dtype of the parameters, and the wrapper that keeps their other bits.
 WAYS = {
     "float32 parameters": (jnp.float32, lambda tx: tx),
     "masters": (jnp.bfloat16, ols.with_master_weights),

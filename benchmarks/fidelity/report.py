@@ -27,7 +27,7 @@ def final(task: Results, way: str) -> np.ndarray:
 
 
 def difference(task: Results, way: str) -> Interval:
-    """Return the difference from float32, paired by seed. It is NaN where training failed."""
+    """Return the difference from float32, paired by seed. It is NaN if training failed."""
     return interval(final(task, way) - final(task, FLOAT32))
 
 
@@ -45,7 +45,7 @@ def block(results: Results) -> str:
 
 
 def span(values: Sequence[float]) -> str:
-    """Return the range of the values, or the value if all are the same."""
+    """Return the range of the values, or one value if all are equal."""
     low, high = min(values), max(values)
     return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
@@ -94,7 +94,7 @@ def _draw_curves(ax: Axes, task: Results) -> None:
 
 def _draw_zeros(ax: Axes, task: Results) -> None:
     """Draw the share of zero entries by layer, where it is 1 % or more."""
-    # Parameters that are NaN have gradients that mean nothing.
+    # The gradients of NaN parameters mean nothing.
     ways = [way for way in (FLOAT32, FLOAT16, SCALED) if np.isfinite(difference(task, way).mean)]
     runs = task["runs"]
     shares = {

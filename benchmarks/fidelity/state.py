@@ -1,4 +1,4 @@
-"""The state of optimizers in bfloat16: what it saves, and what training learns."""
+"""Optimizer state in bfloat16: how much memory it saves, and how well training works."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ Wrap = Callable[[Any], Any]
 
 
 def nearest(inner: Any) -> optax.GradientTransformationExtraArgs:
-    """Store what `with_bfloat16_state` stores in bfloat16, rounded to the nearest."""
+    """Store the same arrays in bfloat16 as `with_bfloat16_state`, but round to nearest."""
     inner = optax.with_extra_args_support(inner)
     chosen: Any = ols.with_bfloat16_state(inner)
 
@@ -32,7 +32,7 @@ def nearest(inner: Any) -> optax.GradientTransformationExtraArgs:
     )
 
 
-# How the state is stored: in float32, rounded stochastically, or rounded to the nearest.
+# How the state is stored: in float32, rounded stochastically, or rounded to nearest.
 WAYS: dict[str, Wrap] = {
     "float32": optax.with_extra_args_support,
     "bfloat16, stochastic": ols.with_bfloat16_state,
@@ -107,7 +107,7 @@ def measure(*, quick: bool) -> Report:
     return Report(f"{table(['task', *WAYS], rows)}\n\n{len(seeds)} seeds. {about}. {sizes}.")
 
 
-# By name, an optimizer at a rate at which it learns.
+# Optimizers by name, at learning rates that work.
 OPTIMIZERS: dict[str, Any] = {
     "AdamW": optax.adamw(1e-3),
     "AMSGrad": optax.amsgrad(1e-3),

@@ -63,7 +63,7 @@ def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = N
         return jnp.asarray(leaf, dtype)
 
     def stays_whole(node: Any) -> bool:
-        # Random streams have nothing to cast, and a copy would repeat their random numbers.
+        # Random streams hold nothing to cast, and a copy would repeat their random numbers.
         is_state = read_as((LossScaleState,), node) is not None
         return is_state or is_nnx(node, "Module", "Metric", "Rngs", "RngStream")
 

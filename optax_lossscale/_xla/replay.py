@@ -28,13 +28,13 @@ from optax_lossscale._support.jaxprs import (
 )
 from optax_lossscale._support.tree import Flag, PyTree, is_selectable, split
 
-# Operations that may never end, or have effects, on numbers that an applied step never sees.
+# Given numbers that an applied step never sees, these may never end, or may have effects.
 # LAPACK's eigenvalue and singular value routines iterate until they converge.
 _LOOPS_AND_CALLS = frozenset(["while", "eig", "eigh", "schur", "svd", "pure_callback", "ffi_call"])
 
 
 class CannotReplayError(Exception):
-    """This step must be run in the plain form."""
+    """The step cannot be replayed, and must be run in the plain form."""
 
 
 def replay(
@@ -44,7 +44,7 @@ def replay(
 
     A step without loops, callbacks or other effects is given the gradients unchanged. With zeros
     instead, a norm of the gradients would wait for the flag, and a GPU or TPU would read all
-    gradients once more.
+    gradients again.
 
     Raises:
       CannotReplayError: If the step is not being compiled, or cannot be traced separately.
@@ -95,7 +95,7 @@ def _evaluate(
     for eqns, ends in _pieces(jaxpr.eqns, early):
         made = [var for eqn in eqns for var in eqn.outvars if var in read]
         needed = [var for var in read_by(eqns) if var in values]
-        # Evaluated as a jaxpr, equations keep their contexts and names.
+        # Evaluating a jaxpr keeps the contexts and names of its equations.
         piece = jaxpr.replace(constvars=[], invars=needed, outvars=made, eqns=eqns)
         results = eval_jaxpr(piece, [], *map(values.get, needed))
         values.update(zip(made, results, strict=True))
@@ -115,7 +115,7 @@ def _evaluate(
 
 
 def _pieces(eqns: list[Equation], early: dict[Any, int]) -> Iterator[tuple[list[Any], list[Any]]]:
-    """Split equations after each one that makes leaves; yield the pieces and these variables."""
+    """Split equations after each one that computes leaves. Yield the pieces and these leaves."""
     piece: list[Equation] = []
     for eqn in eqns:
         piece.append(eqn)
@@ -131,7 +131,7 @@ def _leaves_read_later(jaxpr: Jaxpr, leaves: int) -> dict[Any, int]:
     found: dict[Any, int] = {}
     for leaf, var in enumerate(jaxpr.outvars[:leaves]):
         if not is_literal(var) and var in made and var.aval.shape:
-            found.setdefault(var, leaf)  # if leaves share a variable: the first
+            found.setdefault(var, leaf)  # the first, if leaves share a variable
     return found
 
 

@@ -29,8 +29,8 @@ def check_health(
 ) -> None:
     """Raise an error that lists possible causes if training has stalled.
 
-    Call it on the host now and then. It waits for the step that computes `opt_state`. A dynamic
-    loss scale skips a few steps in a row at the start, and later a single one now and then. If
+    Call it on the host now and then. It waits for the step that computes `opt_state`. With a
+    dynamic loss scale, the first few steps may be skipped, and later a single step now and then. If
     dozens are skipped in a row, something is wrong.
 
     Args:
@@ -40,8 +40,8 @@ def check_health(
         of the loss scale are unknown, and more causes are listed.
 
     Raises:
-      LossScaleStalledError: If more steps in a row were skipped. The message gives their number,
-        the loss scale, and possible causes with their remedies.
+      LossScaleStalledError: If more than `max_consecutive_skipped` steps in a row were skipped. The
+        message gives their number, the loss scale, and possible causes with their remedies.
       TypeError: If `max_consecutive_skipped` is not an integer, `policy` is a number, or
         `opt_state` is traced: a compiled step cannot raise an error.
       ValueError: If `max_consecutive_skipped` is negative; if `opt_state` holds no `LossScaleState`
@@ -103,7 +103,7 @@ class _Run(NamedTuple):
 
 
 class _Cause(NamedTuple):
-    """A possible cause of skipped steps, and when it is left out."""
+    """A possible cause of skipped steps, and a condition for leaving it out."""
 
     text: str
     left_out: Callable[[_Run], object] = lambda run: run.by_rule
@@ -180,7 +180,7 @@ def _refuse_impossible(
 ) -> None:
     """Refuse a state that training cannot produce. It is damaged, or was edited by hand.
 
-    A loss scale that is far too large or too small makes all gradients zero, without skipped steps.
+    A loss scale that is far too large or small would make all gradients zero, and skip no step.
     """
     if not low <= state["loss_scale"] <= high or min(state.values()) < 0:
         raise _impossible(f"a loss scale from {low:g} to {high:g}, and counts of at least 0", state)

@@ -29,15 +29,15 @@ from optax_lossscale._support.tree import (
 
 
 class TrainState(train_state.TrainState):
-    """Flax's `TrainState` with loss scaling: a bad step is skipped in every field.
+    """Flax's `TrainState` with loss scaling: a bad step leaves every field unchanged.
 
     Make one with `create`. Subclass it to add fields. Every leaf is an array from the start, so a
     training step compiles once and can be scanned. `step` counts applied steps, or all steps if
     `count_skipped` is true. It saturates at 2**31 - 1.
 
     Each call of `create` makes a new `tx`, which is part of the pytree structure. If two states
-    need the same structure, as `out_shardings` from `jax.eval_shape` do, write
-    `state.replace(tx=other.tx)`.
+    must have the same structure, for example because `out_shardings` come from `jax.eval_shape`,
+    write `state.replace(tx=other.tx)`.
 
     As in Flax, the collection `_overwrite_with_gradient` of fp8 layers is replaced by its gradient.
     This gradient is checked too, since fp8 layers clip infinite gradients and only record there
@@ -83,13 +83,13 @@ class TrainState(train_state.TrainState):
         """Create the state before the first step.
 
         Args:
-          apply_fn: Usually the model's `apply`. As in Flax, None if nothing calls it.
+          apply_fn: Usually the model's `apply`. As in Flax, it may be None if nothing calls it.
           params: The parameters, a pytree.
           tx: The optimizer. `create` wraps it with `with_loss_scaling`.
           loss_scale: `"dynamic"`, a number (fixed), a policy, or None.
           skip_if: A rule that skips finite steps, such as `Spike()`, or a sequence of rules.
           axis_name: The mapped axis, or a tuple of them, whose devices skip steps together.
-          count_skipped: Whether `step` counts skipped steps too.
+          count_skipped: Whether `step` also counts skipped steps.
           **kwargs: Fields that a subclass adds. Python numbers in them become arrays.
 
         Raises:
@@ -121,7 +121,7 @@ class TrainState(train_state.TrainState):
         return applied(self.opt_state)
 
     def scale_loss(self, loss: Tree) -> Tree:
-        """Multiply the loss by the loss scale. Call it in the function that is differentiated."""
+        """Multiply the loss by the loss scale, inside the function that is differentiated."""
         return scale_loss(loss, self.opt_state)
 
     def apply_gradients(
