@@ -98,15 +98,12 @@ def measure(
     """Return what a rule measures, or 0 if the step is not finite. `float32[]`."""
     safe_args = safe_extra_args(finite, extra_args)
 
-    def measure_of(grads: optax.Updates) -> jax.Array:
-        measure = rule.measure(grads, params, **safe_args)
-        name, remedy = f"{type(rule).__name__}.measure", "Return one number, such as a mean."
-        checks.require_scalar(name, measure, remedy)
-        return jnp.asarray(measure, jnp.float32)
-
     # The measure of finite gradients may overflow. That skips the step, and is not an error.
     with jax.debug_nans(False), jax.debug_infs(False):
-        return zeros_if_skipped(finite, safe_call(finite, measure_of, grads))
+        measure = safe_call(finite, lambda grads: rule.measure(grads, params, **safe_args), grads)
+        name, remedy = f"{type(rule).__name__}.measure", "Return one number, such as a mean."
+        checks.require_scalar(name, measure, remedy)
+        return zeros_if_skipped(finite, jnp.asarray(measure, jnp.float32))
 
 
 def judge(

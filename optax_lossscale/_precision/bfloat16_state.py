@@ -6,12 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend.core import Literal
 
 from optax_lossscale._order import refuse_masters_inside, refuse_second_guard
 from optax_lossscale._precision.halves import array_seed, rounded_at_random
 from optax_lossscale._state import Bfloat16State, subtrees
 from optax_lossscale._support import checks
-from optax_lossscale._support.jaxprs import Jaxpr, inner_jaxprs, is_literal, is_move
+from optax_lossscale._support.jaxprs import Jaxpr, inner_jaxprs, is_move
 from optax_lossscale._support.lines import warn_of_keep
 from optax_lossscale._support.nnx import named_leaves
 from optax_lossscale._support.notes import add_likely_causes
@@ -100,15 +101,17 @@ def with_bfloat16_state(
         # place.
         count = jnp.asarray(count, jnp.uint32) + 1
         leaves, treedef = jax.tree.flatten(old)
-        wide = (in_dtype(x, jnp.float32) if _is_bfloat16(x) else x for x in leaves)
+        is_stored = [getattr(leaf, "dtype", None) == jnp.bfloat16 for leaf in leaves]
+        pairs = zip(leaves, is_stored, strict=True)
+        wide = (in_dtype(leaf, jnp.float32) if stored else leaf for leaf, stored in pairs)
         try:
             updates, new = inner.update(updates, treedef.unflatten(wide), params, **extra_args)
         except Exception as error:
             add_likely_causes(error, updates, params)
             raise
         arrays = treedef.flatten_up_to(new)
-        for i, (name, _, leaf) in enumerate(named_leaves(old)):
-            if _is_bfloat16(leaf):
+        for i, (name, _, _) in enumerate(named_leaves(old)):
+            if is_stored[i]:
                 arrays[i] = rounded_at_random(arrays[i], count, array_seed(name))
         return updates, Bfloat16State(count, treedef.unflatten(arrays))
 
@@ -168,7 +171,7 @@ def _copied(jaxpr: Jaxpr, is_parameter: list[bool]) -> list[bool]:
     known = {var for var, yes in zip(jaxpr.invars, is_parameter, strict=True) if yes}
 
     def are_known(atoms: list[Any]) -> list[bool]:
-        return [not is_literal(atom) and atom in known for atom in atoms]
+        return [not isinstance(atom, Literal) and atom in known for atom in atoms]
 
     for eqn in jaxpr.eqns:
         sources = are_known(eqn.invars)
@@ -198,7 +201,3 @@ def _in_bfloat16(
     if names and not any(names.values()):
         warn_of_keep(names)
     return jax.tree.structure(inner_state).unflatten(converted)
-
-
-def _is_bfloat16(leaf: Any) -> bool:
-    return getattr(leaf, "dtype", None) == jnp.bfloat16

@@ -1,7 +1,7 @@
 """Float32 master weights for half-precision parameters."""
 
-import sys
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Hashable
 from typing import Any, TypeAlias
 
 import jax
@@ -11,12 +11,12 @@ import optax
 from optax_lossscale._order import refuse_two_for_parameters
 from optax_lossscale._precision import halves
 from optax_lossscale._state import MasterWeightsState, StochasticRoundingState, find
-from optax_lossscale._support import checks
-from optax_lossscale._support.nnx import is_nnx
+from optax_lossscale._support import checks, nnx
 from optax_lossscale._support.notes import add_likely_causes
 from optax_lossscale._support.tree import (
     HALF,
     KeyPath,
+    Leaf,
     PyTree,
     Tree,
     at_least_float32,
@@ -156,10 +156,8 @@ def master_weights(opt_state: PyTree, params: Tree) -> Tree:
       >>> ols.master_weights(opt_state, optax.apply_updates(params, updates))
       {'norm': Array(0.9999, dtype=float32), 'w': Array(0.9999, dtype=float32)}
     """
-    if is_nnx(params, "Module"):  # a module may contain one Variable twice
-        nnx: Any = sys.modules["flax.nnx"]
-        graph, arrays = nnx.split(params)
-        return nnx.merge(graph, master_weights(opt_state, arrays))
+    if nnx.is_nnx(params, "Module"):  # it may contain one Variable twice, and its state does not
+        return nnx.with_state(params, functools.partial(master_weights, opt_state))
     masters = find(MasterWeightsState, "opt_state", opt_state).master_weights
     if has_fp8_metadata(params) and not has_fp8_metadata(masters):
         # Flax's TrainState passes only the trained parameters to its optimizer.
@@ -181,30 +179,25 @@ def _is_missing(master: Any) -> bool:
 
 
 # The keys on the path to a leaf, as plain values that are the same in any container.
-_Name: TypeAlias = tuple[Any, ...]
+_Name: TypeAlias = tuple[Hashable, ...]
 
 
 def _by_name(
-    tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
-) -> dict[_Name, tuple[KeyPath, Any]]:
+    tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None
+) -> dict[_Name, tuple[KeyPath, Leaf]]:
     """Return each leaf of a tree and its path, by name, in order."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
-    return {_name(path): (path, leaf) for path, leaf in leaves}
-
-
-def _name(path: KeyPath) -> _Name:
-    """Return the keys of a path as plain values.
-
-    A last key `value` is left out: it leads to the array in an `nnx.Variable`, and sometimes only
-    the parameters or only the masters have Variables. Names of leaves are distinct without it.
-    """
-    keys = [getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))) for key in path]
-    return tuple(keys[:-1] if keys[-1:] == ["value"] else keys)
+    named: dict[_Name, tuple[KeyPath, Leaf]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf):
+        keys = [getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))) for key in path]
+        # A last key `value` leads to the array in an `nnx.Variable`, and sometimes only the
+        # parameters or only the masters have Variables. Names are distinct without it.
+        named[tuple(keys[:-1] if keys[-1:] == ["value"] else keys)] = path, leaf
+    return named
 
 
 def _weights(
-    masters: dict[_Name, tuple[KeyPath, Any]],
-    params: dict[_Name, tuple[KeyPath, Any]],
+    masters: dict[_Name, tuple[KeyPath, Leaf]],
+    params: dict[_Name, tuple[KeyPath, Leaf]],
     *,
     others: bool = False,
 ) -> dict[_Name, jax.Array]:

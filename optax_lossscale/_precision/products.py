@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Var
+from jax.extend.core import Literal, Var
 
 from optax_lossscale._precision.residuals import with_fewer_residuals
 from optax_lossscale._support.jaxprs import (
@@ -22,7 +22,6 @@ from optax_lossscale._support.jaxprs import (
     conversion,
     holds_equations,
     inner_jaxprs,
-    is_literal,
     is_move,
     memoized,
     operands_of_scan,
@@ -131,7 +130,7 @@ class _Edit:
             return [eqn] if stays else self.edited_product(eqn)
         if eqn.primitive.name in _FOLLOWED:
             return [eqn if reason_not_to_follow(eqn) else self.edited_functions(eqn)]
-        if eqn.invars and not is_literal(eqn.invars[0]) and eqn.invars[0] in self.halves:
+        if eqn.invars and not isinstance(eqn.invars[0], Literal) and eqn.invars[0] in self.halves:
             return self.converted_back(eqn.replace(invars=[self.halves[eqn.invars[0]]]))
         return [eqn]
 
@@ -189,7 +188,7 @@ class _Edit:
 
 def _is_fixed(atom: Any, fixed: AbstractSet[Var]) -> bool:
     # A literal array counts as closed over, since it may be a batch in NumPy.
-    return atom.aval.shape == () if is_literal(atom) else atom in fixed
+    return not np.shape(atom.val) if isinstance(atom, Literal) else atom in fixed
 
 
 @memoized
@@ -227,10 +226,10 @@ def _fixed_inputs(eqn: Equation, fixed: AbstractSet[Var]) -> tuple[bool, ...]:
 def _named_variables(jaxpr: Jaxpr) -> set[Var]:
     """Return the variables whose only use is a `checkpoint_name`, directly or after moves."""
     atoms = [x for eqn in jaxpr.eqns for x in eqn.invars] + jaxpr.outvars
-    uses = Counter(x for x in atoms if not is_literal(x))
+    uses = Counter(x for x in atoms if not isinstance(x, Literal))
     named: set[Var] = set()
     for eqn in reversed(jaxpr.eqns):
         leads_to_name = is_move(eqn) and len(eqn.invars) == 1 and eqn.outvars[0] in named
         if eqn.primitive.name == "name" or leads_to_name:
-            named.update(x for x in eqn.invars if not is_literal(x) and uses[x] == 1)
+            named.update(x for x in eqn.invars if not isinstance(x, Literal) and uses[x] == 1)
     return named

@@ -11,14 +11,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Var
+from jax.extend.core import Literal, Var
 
 from optax_lossscale._support.jaxprs import (
     Equation,
     Jaxpr,
+    all_equations,
     has_effects,
-    inner_jaxprs,
-    is_literal,
     memoized,
     read_by,
     with_edit,
@@ -88,7 +87,7 @@ def _checkpointed(jaxpr: Jaxpr, constants: int) -> Jaxpr:
 
 
 def _is_variable(atom: Any) -> bool:
-    return not is_literal(atom)
+    return not isinstance(atom, Literal)
 
 
 @functools.cache
@@ -108,6 +107,5 @@ def _is_left_alone(jaxpr: Jaxpr) -> bool:
         eqn.params.get("policy", _is_kept) is not _is_kept
         or eqn.primitive.name == "while"
         or any("Ref" in type(x.aval).__name__ for x in eqn.outvars)
-        or any(map(_is_left_alone, inner_jaxprs(eqn)))
-        for eqn in jaxpr.eqns
+        for eqn in all_equations(jaxpr)
     )

@@ -10,7 +10,7 @@ from collections import Counter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from jax.extend.core import Var
+from jax.extend.core import Literal, Var
 
 from optax_lossscale._support.jaxprs import (
     Equation,
@@ -18,7 +18,6 @@ from optax_lossscale._support.jaxprs import (
     conversion,
     holds_equations,
     inner_jaxprs,
-    is_literal,
     is_move,
     memoized,
     operands_of_scan,
@@ -66,7 +65,7 @@ def _returned_inputs(jaxpr: Jaxpr) -> list[_Returned | None]:
     known = {x: _Returned(position, None) for position, x in enumerate(jaxpr.invars)}
 
     def find(atom: Any) -> _Returned | None:
-        return None if is_literal(atom) else known.get(atom)
+        return None if isinstance(atom, Literal) else known.get(atom)
 
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
@@ -107,19 +106,19 @@ def _with_inputs(jaxpr: Jaxpr, inputs: list[Any]) -> Jaxpr:
     """Return a function that takes `inputs`, and converts them to the dtypes of its old inputs."""
     stored = {x: y for x, y in zip(jaxpr.invars, inputs, strict=True) if x is not y}
     atoms = [x for eqn in jaxpr.eqns for x in eqn.invars] + jaxpr.outvars
-    uses = Counter(x for x in atoms if not is_literal(x))
+    uses = Counter(x for x in atoms if not isinstance(x, Literal))
     converted: set[Var] = set()
     eqns: list[Equation] = []
 
     def convert(atoms: list[Any], beside: Equation) -> None:
         for x in atoms:
-            if not is_literal(x) and x in stored and x not in converted:
+            if not isinstance(x, Literal) and x in stored and x not in converted:
                 converted.add(x)
                 eqns.append(conversion(stored[x], x, beside))
 
     for eqn in jaxpr.eqns:
         as_stored = [
-            stored[x] if not is_literal(x) and x in stored and uses[x] == 1 else None
+            stored[x] if not isinstance(x, Literal) and x in stored and uses[x] == 1 else None
             for x in eqn.invars
         ]
         first = _first_entered(eqn)

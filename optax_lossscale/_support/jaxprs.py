@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import jax
+from jax.extend.core import Literal
 
 from optax_lossscale._support.lines import source_of
 from optax_lossscale._support.primitives import MOVES, PRODUCTS, SCALED_PRODUCT
@@ -62,15 +63,10 @@ def argument_names(fun: Callable[..., Any], number: int) -> list[str]:
     return [*names, *(f"{rest}[{i}]" for i in range(number - len(names)))]
 
 
-def is_literal(atom: Any) -> bool:
-    """Return whether an operand of an equation is a literal, not a variable."""
-    return hasattr(atom, "val")
-
-
 def read_by(equations: Iterable[Equation]) -> dict[Any, None]:
     """Return the variables that equations read, without duplicates, in order."""
     atoms = (atom for equation in equations for atom in equation.invars)
-    return dict.fromkeys(atom for atom in atoms if not is_literal(atom))
+    return dict.fromkeys(atom for atom in atoms if not isinstance(atom, Literal))
 
 
 def inner_jaxprs(equation: Equation) -> Iterator[Jaxpr]:
@@ -78,6 +74,14 @@ def inner_jaxprs(equation: Equation) -> Iterator[Jaxpr]:
     for param in jax.tree.leaves(equation.params, is_leaf=holds_equations):
         if holds_equations(param):
             yield without_constants(param)
+
+
+def all_equations(jaxpr: Jaxpr) -> Iterator[Equation]:
+    """Yield the equations of a program, and of all functions in it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in inner_jaxprs(equation):
+            yield from all_equations(inner)
 
 
 def holds_equations(param: Any) -> bool:
@@ -208,7 +212,9 @@ def total_flops(products: Iterable[Product]) -> int:
 def _products(
     jaxpr: Jaxpr, is_used: list[bool], times: int = 1, within: tuple[Equation, ...] = ()
 ) -> Iterator[Product]:
-    used = {x for x, u in zip(jaxpr.outvars, is_used, strict=True) if u and not is_literal(x)}
+    used = {
+        x for x, u in zip(jaxpr.outvars, is_used, strict=True) if u and not isinstance(x, Literal)
+    }
     for equation in reversed(jaxpr.eqns):
         results = [result in used for result in equation.outvars]
         if not any(results) and not equation.effects:

@@ -16,16 +16,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer, eval_jaxpr
+from jax.extend.core import Literal
 
 from optax_lossscale._support.choose import constant_if_skipped, zeros_if_skipped
 from optax_lossscale._support.jaxprs import (
     Equation,
     Jaxpr,
+    all_equations,
     has_effects,
-    inner_jaxprs,
-    is_literal,
     read_by,
 )
+from optax_lossscale._support.nnx import is_write_error
 from optax_lossscale._support.tree import Flag, PyTree, is_selectable, split
 
 # Given numbers that an applied step never sees, these may never end, or may have effects.
@@ -64,11 +65,11 @@ def replay(
     try:
         closed = jax.make_jaxpr(step_on_leaves)(given, old)
     except Exception as error:
-        # flax.nnx allows writing to a Variable only in the trace that created it.
-        if type(error).__name__ == "TraceContextError":
+        if is_write_error(error):  # an optimizer may write into Variables of flax.nnx
             raise CannotReplayError from error
         raise
-    needs_zeros = _needs_zeros(closed.jaxpr)
+    names = (eqn.primitive.name for eqn in all_equations(closed.jaxpr))
+    needs_zeros = has_effects(closed.jaxpr) or not _LOOPS_AND_CALLS.isdisjoint(names)
     given = zeros_if_skipped(applied, given) if needs_zeros else given
     inputs = [*closed.consts, *given, *old]
     early = {} if needs_zeros else _leaves_read_later(closed.jaxpr, len(old))
@@ -90,15 +91,15 @@ def _evaluate(
     `old`.
     """
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
-    read = {var for var in jaxpr.outvars if not is_literal(var)} | read_by(jaxpr.eqns).keys()
+    returned = {var for var in jaxpr.outvars if not isinstance(var, Literal)}
+    read = returned | read_by(jaxpr.eqns).keys()
     chosen: dict[int, jax.Array] = {}
     for eqns, ends in _pieces(jaxpr.eqns, early):
         made = [var for eqn in eqns for var in eqn.outvars if var in read]
         needed = [var for var in read_by(eqns) if var in values]
         # Evaluating a jaxpr keeps the contexts and names of its equations.
         piece = jaxpr.replace(constvars=[], invars=needed, outvars=made, eqns=eqns)
-        results = eval_jaxpr(piece, [], *map(values.get, needed))
-        values.update(zip(made, results, strict=True))
+        values.update(zip(made, eval_jaxpr(piece, [], *map(values.get, needed)), strict=True))
         for var in ends:
             leaf = early[var]
             choice = jnp.where(applied, values[var], old[leaf])
@@ -107,11 +108,11 @@ def _evaluate(
             if jax.typeof(choice) == jax.typeof(old[leaf]) == var.aval:
                 chosen[leaf] = choice
                 values[var] = constant_if_skipped(applied, choice)
-    outputs = [var.val if is_literal(var) else values[var] for var in jaxpr.outvars]
+    results = [var.val if isinstance(var, Literal) else values[var] for var in jaxpr.outvars]
     for leaf, array in enumerate(old):
         is_chosen = leaf in chosen
-        outputs[leaf] = chosen[leaf] if is_chosen else jnp.where(applied, outputs[leaf], array)
-    return outputs
+        results[leaf] = chosen[leaf] if is_chosen else jnp.where(applied, results[leaf], array)
+    return results
 
 
 def _pieces(eqns: list[Equation], early: dict[Any, int]) -> Iterator[tuple[list[Any], list[Any]]]:
@@ -130,13 +131,6 @@ def _leaves_read_later(jaxpr: Jaxpr, leaves: int) -> dict[Any, int]:
     made = {var for eqn in jaxpr.eqns for var in eqn.outvars}.intersection(read_by(jaxpr.eqns))
     found: dict[Any, int] = {}
     for leaf, var in enumerate(jaxpr.outvars[:leaves]):
-        if not is_literal(var) and var in made and var.aval.shape:
+        if not isinstance(var, Literal) and var in made and var.aval.shape:
             found.setdefault(var, leaf)  # the first, if leaves share a variable
     return found
-
-
-def _needs_zeros(jaxpr: Jaxpr) -> bool:
-    """Return whether a jaxpr has a loop that may never end, a callback or another effect."""
-    if has_effects(jaxpr) or any(eqn.primitive.name in _LOOPS_AND_CALLS for eqn in jaxpr.eqns):
-        return True
-    return any(_needs_zeros(inner) for eqn in jaxpr.eqns for inner in inner_jaxprs(eqn))

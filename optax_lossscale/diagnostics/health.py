@@ -1,7 +1,7 @@
 """A check for stalled training, and a table of its possible causes."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ from optax_lossscale._state import GuardState, SpikeState, loss_scale_state, sub
 from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import LARGEST_SCALE, SMALLEST_SCALE, as_float32
 from optax_lossscale._support.lines import warn
+from optax_lossscale._support.nnx import named_leaves, without_variables
 from optax_lossscale._support.tree import KeyPath, PyTree, is_inexact, path_name
 
 
@@ -69,7 +70,7 @@ def check_health(
     _refuse_impossible(state, rule_states, inner_state, low, high)
     scale, skipped = state["loss_scale"], state["consecutive_skipped"]
     if skipped > limit:
-        spikes = [_read_spike(spike) for _, spike in subtrees(rule_states, SpikeState)]
+        spikes = [_read_spike(spike) for _, spike in _spikes(rule_states)]
         in_a_row = max((spike["consecutive_skipped"] for spike in spikes), default=0)
         run = _Run(
             by_rule=in_a_row >= skipped if rule_states else None,
@@ -169,10 +170,13 @@ def _read(fields: dict[str, Any]) -> dict[str, float]:
     return {name: np.asarray(jax.device_get(field)).item() for name, field in fields.items()}
 
 
+def _spikes(rule_states: PyTree) -> Iterator[tuple[KeyPath, SpikeState]]:
+    found = subtrees(rule_states, SpikeState)
+    return ((path, without_variables(spike)) for path, spike in found)
+
+
 def _read_spike(spike: SpikeState) -> dict[str, float]:
-    # flax.nnx wraps each array in a Variable, a pytree with one leaf.
-    _, held, consecutive_skipped = jax.tree.leaves(spike)
-    return _read({"held": held, "consecutive_skipped": consecutive_skipped})
+    return _read({"held": spike.held, "consecutive_skipped": spike.consecutive_skipped})
 
 
 def _refuse_impossible(
@@ -184,16 +188,16 @@ def _refuse_impossible(
     """
     if not low <= state["loss_scale"] <= high or min(state.values()) < 0:
         raise _impossible(f"a loss scale from {low:g} to {high:g}, and counts of at least 0", state)
-    for path, spike in subtrees(rule_states, SpikeState):
-        numbers, window = _read_spike(spike), jax.tree.leaves(spike)[0].shape[0]
+    for path, spike in _spikes(rule_states):
+        numbers, window = _read_spike(spike), spike.values.shape[0]
         if numbers["held"] > window or min(numbers.values()) < 0:
             expected = f"a Spike with at most {window} values, and counts of at least 0"
             raise _impossible(expected, f"{numbers} at {path_name(path)}")
-    for path, leaf in jax.tree_util.tree_leaves_with_path(inner_state):
+    for name, path, leaf in named_leaves(inner_state):
         where = f"at {path_name(path)} of the inner state"
         if np.ndim(leaf) and not _is_finite(leaf):
             raise _impossible("arrays of finite numbers", f"NaN or infinity {where}")
-        if _is_count(path, leaf) and jax.device_get(leaf) < 0:
+        if _is_count(name, leaf) and jax.device_get(leaf) < 0:
             raise _impossible("counts of at least 0", f"{leaf} {where}")
 
 
@@ -203,11 +207,10 @@ def _impossible(expected: str, got: object) -> ValueError:
     )
 
 
-def _is_count(path: KeyPath, leaf: Any) -> bool:
+def _is_count(name: str, leaf: Any) -> bool:
     """Return whether a leaf is a scalar integer named `count`, as in Optax, or `..._count`."""
     is_integer = jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.integer)
-    # A Variable of flax.nnx adds the key `value`.
-    is_named = re.search(r"count\b", jax.tree_util.keystr(path[-2:])) is not None
+    is_named = re.search(r"count\W*$", name) is not None
     return is_named and is_integer and not np.ndim(leaf)
 
 

@@ -16,6 +16,7 @@ from optax_lossscale._state import (
 )
 from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import INT32_MAX
+from optax_lossscale._support.nnx import without_variables
 from optax_lossscale._support.tree import PyTree, is_finite, is_inexact, is_symbolic
 from optax_lossscale.diagnostics.reports import Report, table_or_shapes
 
@@ -71,14 +72,13 @@ def _spike_metrics(opt_state: PyTree) -> dict[str, jax.Array]:
     spikes = [spike for guard in guards for _, spike in subtrees(guard.rule_states, SpikeState)]
     found: dict[str, jax.Array] = {}
     for number, spike in enumerate(spikes):
-        # flax.nnx wraps each array in a Variable, a pytree with one leaf.
-        values, held, skipped = map(jnp.asarray, jax.tree.leaves(spike))
-        mean, deviation = spike_statistics(SpikeState(values, held, skipped))
+        arrays = jax.tree.map(jnp.asarray, without_variables(spike))
+        mean, deviation = spike_statistics(arrays)
         prefix = "spike_" if len(spikes) == 1 else f"spike_{number}_"
         found |= {
             f"{prefix}mean": mean,
             f"{prefix}deviation": deviation,
-            f"{prefix}consecutive_skipped": skipped,
+            f"{prefix}consecutive_skipped": arrays.consecutive_skipped,
         }
     return found
 

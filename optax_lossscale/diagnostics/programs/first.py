@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.core import eval_jaxpr
+from jax.extend.core import Literal
 
 from optax_lossscale._support import checks
 from optax_lossscale._support.jaxprs import (
     Equation,
     Jaxpr,
-    is_literal,
     operands_of_scan,
     read_by,
     trace,
@@ -146,7 +146,7 @@ def _call(function: Any, operands: list[Value], context: _Context) -> list[Value
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *operands], strict=True))
 
     def read(atom: Any) -> Value:
-        if is_literal(atom):
+        if isinstance(atom, Literal):
             return Value(atom.val, nonfinite_in(atom.val), is_constant=True)
         return env[atom]
 
@@ -202,7 +202,7 @@ def _step_by_step(eqn: Equation, operands: list[Value], context: _Context) -> li
 def _apply(jaxpr: Jaxpr, eqn: Equation, operands: list[Value], context: _Context) -> list[Value]:
     """Run an operation as a whole, and record the history of its results."""
     pairs = zip(eqn.invars, operands, strict=True)
-    given = {atom: x for atom, x in pairs if not is_literal(atom)}
+    given = {atom: x for atom, x in pairs if not isinstance(atom, Literal)}
     program = jaxpr.replace(constvars=[], invars=[*given], outvars=eqn.outvars, eqns=[eqn])
     arrays = eval_jaxpr(program, [], *(x.array for x in given.values()))
     time, read = next(context.clock), list(given.values())
