@@ -178,7 +178,7 @@ def _is_missing(master: Any) -> bool:
     return isinstance(master, optax.MaskedNode)
 
 
-# The keys on the path to a leaf, as plain values that are the same in any container.
+# The keys on the path to a leaf, as plain values.
 _Name: TypeAlias = tuple[Hashable, ...]
 
 
@@ -186,13 +186,9 @@ def _by_name(
     tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None
 ) -> dict[_Name, tuple[KeyPath, Leaf]]:
     """Return each leaf of a tree and its path, by name, in order."""
-    named: dict[_Name, tuple[KeyPath, Leaf]] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf):
-        keys = [getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))) for key in path]
-        # A last key `value` leads to the array in an `nnx.Variable`, and sometimes only the
-        # parameters or only the masters have Variables. Names are distinct without it.
-        named[tuple(keys[:-1] if keys[-1:] == ["value"] else keys)] = path, leaf
-    return named
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    # Sometimes only the parameters or only the masters are in Variables.
+    return {nnx.plain_keys(path): (path, leaf) for path, leaf in leaves}
 
 
 def _weights(

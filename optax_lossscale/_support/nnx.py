@@ -2,7 +2,7 @@
 
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -39,6 +39,16 @@ def with_state(module: Tree, fun: Callable[[PyTree], PyTree]) -> Tree:
     nnx = sys.modules["flax.nnx"]
     graph, state = nnx.split(module)
     return nnx.merge(graph, fun(state))
+
+
+def plain_keys(path: KeyPath) -> tuple[Hashable, ...]:
+    """Return the keys of a path as plain values, which are the same in any container.
+
+    A last key `value` is left out. It leads to the array in a Variable, and also in the mapping
+    that a Variable becomes in some checkpoints.
+    """
+    keys = [getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))) for key in path]
+    return tuple(keys[:-1] if keys[-1:] == ["value"] else keys)
 
 
 def named_leaves(tree: PyTree) -> list[tuple[str, KeyPath, Leaf]]:

@@ -1,6 +1,5 @@
 """A check for stalled training, and a table of its possible causes."""
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -14,7 +13,7 @@ from optax_lossscale._state import GuardState, SpikeState, loss_scale_state, sub
 from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import LARGEST_SCALE, SMALLEST_SCALE, as_float32
 from optax_lossscale._support.lines import warn
-from optax_lossscale._support.nnx import named_leaves, without_variables
+from optax_lossscale._support.nnx import plain_keys, without_variables
 from optax_lossscale._support.tree import KeyPath, PyTree, is_inexact, path_name
 
 
@@ -193,11 +192,11 @@ def _refuse_impossible(
         if numbers["held"] > window or min(numbers.values()) < 0:
             expected = f"a Spike with at most {window} values, and counts of at least 0"
             raise _impossible(expected, f"{numbers} at {path_name(path)}")
-    for name, path, leaf in named_leaves(inner_state):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(inner_state):
         where = f"at {path_name(path)} of the inner state"
         if np.ndim(leaf) and not _is_finite(leaf):
             raise _impossible("arrays of finite numbers", f"NaN or infinity {where}")
-        if _is_count(name, leaf) and jax.device_get(leaf) < 0:
+        if _is_count(path, leaf) and jax.device_get(leaf) < 0:
             raise _impossible("counts of at least 0", f"{leaf} {where}")
 
 
@@ -207,10 +206,10 @@ def _impossible(expected: str, got: object) -> ValueError:
     )
 
 
-def _is_count(name: str, leaf: Any) -> bool:
+def _is_count(path: KeyPath, leaf: Any) -> bool:
     """Return whether a leaf is a scalar integer named `count`, as in Optax, or `..._count`."""
     is_integer = jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.integer)
-    is_named = re.search(r"count\W*$", name) is not None
+    is_named = any(str(key).endswith("count") for key in plain_keys(path)[-1:])
     return is_named and is_integer and not np.ndim(leaf)
 
 
