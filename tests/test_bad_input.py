@@ -357,7 +357,7 @@ TABLE = {
     "ValueError: `params` must not be float16 for stochastic rounding, got one at {}": [
         *named("`['w']`", lambda: ROUNDED.init({"w": HALF})),
     ],
-    "ValueError: `inner` must be the optimizer alone, got a {}": [
+    "ValueError: `inner` must be a plain optimizer, got a {}": [
         *named("StochasticRoundingState", lambda: ols.with_bfloat16_state(ROUNDED).init(PARAMS)),
         *named("MasterWeightsState", lambda: ols.with_bfloat16_state(MASTERS).init(PARAMS)),
         *named("Bfloat16State", lambda: ols.with_bfloat16_state(SMALL).init(PARAMS)),

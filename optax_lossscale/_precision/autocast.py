@@ -31,7 +31,7 @@ from optax_lossscale._support.jaxprs import (
     without_constants,
 )
 from optax_lossscale._support.lines import warn_once
-from optax_lossscale._support.tree import HALF, split
+from optax_lossscale._support.tree import HALF, Leaf, split
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -147,9 +147,9 @@ def _evaluated(edit: Callable[[Jaxpr], Jaxpr], fun: Callable[..., Any]) -> Calla
     """
 
     def run(*args: Any) -> Any:
-        as_stored: dict[int, Any] = {}  # NumPy arrays by the `id` of the array that `fun` reads
+        as_stored: dict[int, Leaf] = {}  # NumPy arrays by the `id` of the array that `fun` reads
 
-        def in_float32(leaf: Any) -> Any:
+        def in_float32(leaf: Leaf) -> Leaf:
             if not isinstance(leaf, (np.ndarray, np.generic)) or leaf.dtype not in HALF:
                 return leaf
             wide = leaf.astype(np.float32)
@@ -178,7 +178,7 @@ def _evaluated(edit: Callable[[Jaxpr], Jaxpr], fun: Callable[..., Any]) -> Calla
     return run
 
 
-def _is_jax_array(leaf: Any) -> bool:
+def _is_jax_array(leaf: Leaf) -> bool:
     return isinstance(leaf, jax.Array)
 
 

@@ -12,19 +12,28 @@ from optax_lossscale._order import refuse_masters_inside, refuse_second_guard
 from optax_lossscale._precision.halves import array_seed, rounded_at_random
 from optax_lossscale._state import Bfloat16State, subtrees
 from optax_lossscale._support import checks
-from optax_lossscale._support.jaxprs import Jaxpr, inner_jaxprs, is_move
+from optax_lossscale._support.jaxprs import Atom, Jaxpr, inner_jaxprs, is_move
 from optax_lossscale._support.lines import warn_of_keep
 from optax_lossscale._support.nnx import named_leaves
 from optax_lossscale._support.notes import add_likely_causes
 from optax_lossscale._support.primitives import CALLS
-from optax_lossscale._support.tree import ARRAYS, KeyPath, in_dtype, is_symbolic, split
+from optax_lossscale._support.transformation import Transformation
+from optax_lossscale._support.tree import (
+    ARRAYS,
+    KeyPath,
+    Leaf,
+    PyTree,
+    in_dtype,
+    is_symbolic,
+    split,
+)
 
 
 def with_bfloat16_state(
     inner: optax.GradientTransformation | optax.MultiSteps,
     *,
     keep: Callable[[str], bool] | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation[Bfloat16State]:
     """Store the state of an optimizer in bfloat16, which halves its memory.
 
     Every float32 array with at least 4,096 elements is stored in bfloat16. The inner optimizer sees
@@ -93,7 +102,10 @@ def with_bfloat16_state(
         return Bfloat16State(jnp.zeros((), jnp.uint32), _in_bfloat16(inner_state, stay, keep))
 
     def update_fn(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
     ) -> tuple[optax.Updates, Bfloat16State]:
         checks.refuse_hidden_storage("with_bfloat16_state")
         count, old = checks.read_state(state, Bfloat16State)
@@ -115,13 +127,13 @@ def with_bfloat16_state(
                 arrays[i] = rounded_at_random(arrays[i], count, array_seed(name))
         return updates, Bfloat16State(count, treedef.unflatten(arrays))
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return Transformation(init_fn, update_fn)
 
 
 _LEAST_SIZE = 4096
 # States whose arrays need float32, because small differences between them matter: a variance of
 # rounded moments may be negative, and line searches compare stored values.
-_DIFFERENCES: tuple[type[Any], ...] = tuple(
+_DIFFERENCES: tuple[type, ...] = tuple(
     getattr(optax, name)
     for name in (
         *("ScaleByRStdDevState", "ScaleByRStdDevWithCountState", "ScaleByLBFGSState"),
@@ -141,7 +153,7 @@ def _differences(inner_state: optax.OptState) -> Iterator[KeyPath]:
 
 
 def _copies(
-    init: Callable[[Any], Any], params: optax.Params, inner_state: optax.OptState
+    init: Callable[[optax.Params], PyTree], params: optax.Params, inner_state: optax.OptState
 ) -> set[KeyPath]:
     """Return the paths in the state of the arrays that `init` copies from the parameters.
 
@@ -151,7 +163,7 @@ def _copies(
     arrays, join = split(params, lambda x: isinstance(x, (ARRAYS, jax.ShapeDtypeStruct)))
     paths: list[KeyPath] = []
 
-    def init_arrays(arrays: list[Any]) -> list[Any]:
+    def init_arrays(arrays: list[Leaf]) -> list[Leaf]:
         leaves = jax.tree_util.tree_leaves_with_path(init(join(arrays)))
         found = [(path, leaf) for path, leaf in leaves if isinstance(leaf, ARRAYS)]
         paths.extend(path for path, _ in found)
@@ -170,7 +182,7 @@ def _copied(jaxpr: Jaxpr, is_parameter: list[bool]) -> list[bool]:
     """Return, for each output, whether it only copies elements of parameters."""
     known = {var for var, yes in zip(jaxpr.invars, is_parameter, strict=True) if yes}
 
-    def are_known(atoms: list[Any]) -> list[bool]:
+    def are_known(atoms: list[Atom]) -> list[bool]:
         return [not isinstance(atom, Literal) and atom in known for atom in atoms]
 
     for eqn in jaxpr.eqns:
@@ -189,7 +201,7 @@ def _in_bfloat16(
     """Return the state of an optimizer with its large arrays in bfloat16."""
     names: dict[str, bool] = {}
 
-    def convert(name: str, path: KeyPath, leaf: Any) -> Any:
+    def convert(name: str, path: KeyPath, leaf: Leaf) -> Leaf:
         is_small = not is_symbolic(getattr(leaf, "size", 0)) and leaf.size < _LEAST_SIZE
         if getattr(leaf, "dtype", None) != jnp.float32 or is_small or path in stay:
             return leaf

@@ -13,6 +13,7 @@ from optax_lossscale._precision import halves
 from optax_lossscale._state import MasterWeightsState, StochasticRoundingState, find
 from optax_lossscale._support import checks, nnx
 from optax_lossscale._support.notes import add_likely_causes
+from optax_lossscale._support.transformation import Transformation
 from optax_lossscale._support.tree import (
     HALF,
     KeyPath,
@@ -28,7 +29,7 @@ from optax_lossscale._support.tree import (
 
 def with_master_weights(
     inner: optax.GradientTransformation | optax.MultiSteps, *, remainders: bool = False
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation[MasterWeightsState]:
     """Optimize float32 master copies of float16 and bfloat16 parameters.
 
     A float16 weight of 1.0 does not change in 1,000 steps of -1e-4: each update is smaller than
@@ -83,7 +84,7 @@ def with_master_weights(
     inner = checks.read_optimizer("inner", inner)
     remainders = checks.read_bool("remainders", remainders)
 
-    def master(param: Any) -> Any:
+    def master(param: Leaf) -> PyTree:
         if not _is_half(param):
             return optax.MaskedNode()
         if remainders and param.dtype == jnp.bfloat16:
@@ -98,7 +99,10 @@ def with_master_weights(
         return MasterWeightsState(jax.tree.map(master, params), inner_state)
 
     def update_fn(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
     ) -> tuple[optax.Updates, MasterWeightsState]:
         checks.refuse_hidden_storage("with_master_weights")
         masters, inner_state = checks.read_state(state, MasterWeightsState)
@@ -126,7 +130,7 @@ def with_master_weights(
         state = MasterWeightsState(masters_def.unflatten(new_masters.values()), inner_state)
         return params_def.unflatten(moves.values()), state
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return Transformation(init_fn, update_fn)
 
 
 def master_weights(opt_state: PyTree, params: Tree) -> Tree:
@@ -170,11 +174,11 @@ def master_weights(opt_state: PyTree, params: Tree) -> Tree:
     return jax.tree.structure(params).unflatten(leaves)
 
 
-def _is_half(param: Any) -> bool:
+def _is_half(param: Leaf) -> bool:
     return getattr(param, "dtype", None) in HALF
 
 
-def _is_missing(master: Any) -> bool:
+def _is_missing(master: PyTree) -> bool:
     return isinstance(master, optax.MaskedNode)
 
 

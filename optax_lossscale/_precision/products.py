@@ -17,6 +17,7 @@ from jax.extend.core import Literal, Var
 from optax_lossscale._precision.residuals import with_fewer_residuals
 from optax_lossscale._support.jaxprs import (
     SHORTEST,
+    Atom,
     Equation,
     Jaxpr,
     conversion,
@@ -137,7 +138,7 @@ class _Edit:
     def edited_functions(self, eqn: Equation) -> Equation:
         is_fixed = _fixed_inputs(eqn, self.fixed)
 
-        def edit(param: Any) -> Any:
+        def edit(param: Jaxpr | object) -> Jaxpr | object:
             if type(param) is tuple:  # the branches of a conditional
                 new = tuple(map(edit, param))
                 return param if all(map(operator.is_, new, param)) else new
@@ -182,11 +183,11 @@ class _Edit:
             return [eqn]
         return [eqn, conversion(half, result, beside=eqn)]
 
-    def half(self, atom: Any) -> Var:
+    def half(self, atom: Atom) -> Var:
         return Var(atom.aval.update(dtype=self.dtype, weak_type=False))
 
 
-def _is_fixed(atom: Any, fixed: AbstractSet[Var]) -> bool:
+def _is_fixed(atom: Atom, fixed: AbstractSet[Var]) -> bool:
     # A literal array counts as closed over, since it may be a batch in NumPy.
     return not np.shape(atom.val) if isinstance(atom, Literal) else atom in fixed
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal, Var
 
 from optax_lossscale._support.jaxprs import (
+    Atom,
     Equation,
     Jaxpr,
     all_equations,
@@ -86,7 +87,7 @@ def _checkpointed(jaxpr: Jaxpr, constants: int) -> Jaxpr:
     return jaxpr.replace(eqns=[*once, eqn], outvars=outvars)
 
 
-def _is_variable(atom: Any) -> bool:
+def _is_variable(atom: Atom) -> bool:
     return not isinstance(atom, Literal)
 
 

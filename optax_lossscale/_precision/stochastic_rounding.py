@@ -12,12 +12,13 @@ from optax_lossscale._state import MasterWeightsState, StochasticRoundingState
 from optax_lossscale._support import checks
 from optax_lossscale._support.nnx import named_leaves
 from optax_lossscale._support.notes import add_likely_causes
-from optax_lossscale._support.tree import at_least_float32, in_dtype, path_name
+from optax_lossscale._support.transformation import Transformation
+from optax_lossscale._support.tree import Leaf, PyTree, at_least_float32, in_dtype, path_name
 
 
 def with_stochastic_rounding(
     inner: optax.GradientTransformation | optax.MultiSteps,
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation[StochasticRoundingState]:
     """Train bfloat16 parameters without master weights, by rounding each step stochastically.
 
     Rounding to nearest loses every update below 1/512 of a weight, however many there are. Here,
@@ -81,7 +82,10 @@ def with_stochastic_rounding(
         return StochasticRoundingState(jnp.zeros((), jnp.uint32), inner_state)
 
     def update_fn(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
     ) -> tuple[optax.Updates, StochasticRoundingState]:
         checks.refuse_hidden_storage("with_stochastic_rounding")
         count, inner_state = checks.read_state(state, StochasticRoundingState)
@@ -108,14 +112,14 @@ def with_stochastic_rounding(
                 moves[i] = update_at_random(new, param, count, seed)
         return params_def.unflatten(moves), StochasticRoundingState(count, inner_state)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return Transformation(init_fn, update_fn)
 
 
-def _is_bfloat16(param: Any) -> bool:
+def _is_bfloat16(param: Leaf) -> bool:
     return getattr(param, "dtype", None) == jnp.bfloat16
 
 
-def _in_float32(params: optax.Params) -> optax.Params:
+def _in_float32(params: PyTree) -> PyTree:
     return jax.tree.map(lambda x: in_dtype(x, jnp.float32) if _is_bfloat16(x) else x, params)
 
 

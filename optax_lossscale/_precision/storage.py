@@ -7,12 +7,13 @@ dtype that it is stored in.
 """
 
 from collections import Counter
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from jax.extend.core import Literal, Var
 
 from optax_lossscale._support.jaxprs import (
+    Atom,
     Equation,
     Jaxpr,
     conversion,
@@ -64,7 +65,7 @@ def _returned_inputs(jaxpr: Jaxpr) -> list[_Returned | None]:
     """Return, for each result, the input that it is, or None. Calls are followed."""
     known = {x: _Returned(position, None) for position, x in enumerate(jaxpr.invars)}
 
-    def find(atom: Any) -> _Returned | None:
+    def find(atom: Atom) -> _Returned | None:
         return None if isinstance(atom, Literal) else known.get(atom)
 
     for eqn in jaxpr.eqns:
@@ -102,7 +103,7 @@ def _with_stored_operands(jaxpr: Jaxpr, stored: _Stored) -> Jaxpr:
     return with_edit(lambda inner: _with_inputs(inner, inputs), jaxpr)
 
 
-def _with_inputs(jaxpr: Jaxpr, inputs: list[Any]) -> Jaxpr:
+def _with_inputs(jaxpr: Jaxpr, inputs: list[Atom]) -> Jaxpr:
     """Return a function that takes `inputs`, and converts them to the dtypes of its old inputs."""
     stored = {x: y for x, y in zip(jaxpr.invars, inputs, strict=True) if x is not y}
     atoms = [x for eqn in jaxpr.eqns for x in eqn.invars] + jaxpr.outvars
@@ -110,7 +111,7 @@ def _with_inputs(jaxpr: Jaxpr, inputs: list[Any]) -> Jaxpr:
     converted: set[Var] = set()
     eqns: list[Equation] = []
 
-    def convert(atoms: list[Any], beside: Equation) -> None:
+    def convert(atoms: list[Atom], beside: Equation) -> None:
         for x in atoms:
             if not isinstance(x, Literal) and x in stored and x not in converted:
                 converted.add(x)
@@ -146,7 +147,7 @@ def _first_entered(eqn: Equation) -> int:
     return 0 if name in _ENTERED else len(eqn.invars)
 
 
-def _entered(eqn: Equation, as_entered: list[Any]) -> Equation:
+def _entered(eqn: Equation, as_entered: list[Atom]) -> Equation:
     """Return a call or loop that takes the operands in `as_entered`, and converts them inside."""
     dtypes = tuple(x and x.aval.dtype for x in as_entered)
     params = {

@@ -5,28 +5,29 @@ import inspect
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import jax
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Var
 
 from optax_lossscale._support.lines import source_of
 from optax_lossscale._support.primitives import MOVES, PRODUCTS, SCALED_PRODUCT
-from optax_lossscale._support.tree import ARRAYS, KeyPath, is_symbolic
+from optax_lossscale._support.tree import ARRAYS, KeyPath, Leaf, PyTree, is_symbolic
 
 # With the classes of `jax.extend.core`, pyright reports 28 errors: their operands have no shape or
 # dtype, and their `replace` has no parameters.
 Jaxpr: TypeAlias = Any  # with or without its constants
 Equation: TypeAlias = Any
+Atom: TypeAlias = Any  # an operand: a variable or a literal
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
 
 def trace(
-    fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Jaxpr, list[tuple[str, KeyPath, Any]]]:
+    fun: Callable[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+) -> tuple[Jaxpr, list[tuple[str, KeyPath, Leaf]]]:
     """Return the jaxpr of `fun` and its inputs: each array with its argument's name and key path.
 
     Arrays and `jax.ShapeDtypeStruct`s are traced; all other leaves are passed through. Arrays that
@@ -38,7 +39,7 @@ def trace(
     given = itertools.compress(leaves, is_traced)
     inputs = [(names[root.idx], tuple(path), x) for (root, *path), x in given]
 
-    def call_with_arrays(arrays: Sequence[Any]) -> list[Any]:
+    def call_with_arrays(arrays: Sequence[Leaf]) -> list[Leaf]:
         replaced = iter(arrays)
         both = [next(replaced) if t else x for (_, x), t in zip(leaves, is_traced, strict=True)]
         inner = treedef.unflatten(both)
@@ -63,7 +64,7 @@ def argument_names(fun: Callable[..., Any], number: int) -> list[str]:
     return [*names, *(f"{rest}[{i}]" for i in range(number - len(names)))]
 
 
-def read_by(equations: Iterable[Equation]) -> dict[Any, None]:
+def read_by(equations: Iterable[Equation]) -> dict[Var, None]:
     """Return the variables that equations read, without duplicates, in order."""
     atoms = (atom for equation in equations for atom in equation.invars)
     return dict.fromkeys(atom for atom in atoms if not isinstance(atom, Literal))
@@ -84,7 +85,7 @@ def all_equations(jaxpr: Jaxpr) -> Iterator[Equation]:
             yield from all_equations(inner)
 
 
-def holds_equations(param: Any) -> bool:
+def holds_equations(param: object) -> bool:
     """Return whether a parameter of an equation is a jaxpr, with or without its constants."""
     return hasattr(param, "eqns")
 
@@ -108,7 +109,7 @@ def memoized(
     Without it, JAX would compile an edited jaxpr again in each call. Results are freed with the
     jaxpr.
     """
-    results: weakref.WeakKeyDictionary[Jaxpr, dict[Any, Any]] = weakref.WeakKeyDictionary()
+    results: weakref.WeakKeyDictionary[Jaxpr, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 
     @functools.wraps(fun)
     def run(jaxpr: Jaxpr, *args: P.args, **kwargs: P.kwargs) -> Result:
@@ -126,7 +127,7 @@ def has_effects(jaxpr: Jaxpr) -> bool:
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in jaxpr.effects)
 
 
-def constants_of(jaxpr: Jaxpr) -> Iterator[Any]:
+def constants_of(jaxpr: Jaxpr) -> Iterator[Leaf]:
     """Yield the arrays that a program, and the functions in it, close over."""
     yield from getattr(jaxpr, "consts", ())
     for equation in without_constants(jaxpr).eqns:
@@ -135,7 +136,7 @@ def constants_of(jaxpr: Jaxpr) -> Iterator[Any]:
                 yield from constants_of(param)
 
 
-def conversion(old: Any, new: Any, beside: Equation) -> Equation:
+def conversion(old: Atom, new: Atom, beside: Equation) -> Equation:
     """Return the equation that converts `old` to the dtype of `new`, and assigns it to `new`.
 
     It is attributed to the same line of the user's code as the equation `beside`.
@@ -172,7 +173,7 @@ def operands_of_scan(equation: Equation) -> ScanOperands:
     """
     (body,) = inner_jaxprs(equation)
 
-    def count_whole(inside: Sequence[Any], outside: Sequence[Any]) -> int:
+    def count_whole(inside: Sequence[Atom], outside: Sequence[Atom]) -> int:
         pairs = zip(inside, outside, strict=True)
         return sum(inner.aval.ndim == outer.aval.ndim for inner, outer in pairs)
 

@@ -16,7 +16,7 @@ GPUs once `test_the_plain_check_of_jmp_takes_twice_the_kernels` fails.
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -178,7 +178,7 @@ def _by_shape(
 
     A group has at most `most` arrays and, if it has more than one, at most `elements` elements.
     """
-    found: dict[Any, list[jax.Array]] = {}
+    found: dict[Hashable, list[jax.Array]] = {}
     for array in arrays:
         key = array.shape, array.dtype, jax.typeof(array).sharding
         found.setdefault(key, []).append(array)

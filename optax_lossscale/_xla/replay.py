@@ -11,12 +11,11 @@ file once `test_plain_where_on_the_outputs_copies_the_state` fails.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer, eval_jaxpr
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Var
 
 from optax_lossscale._support.choose import constant_if_skipped, zeros_if_skipped
 from optax_lossscale._support.jaxprs import (
@@ -27,7 +26,7 @@ from optax_lossscale._support.jaxprs import (
     read_by,
 )
 from optax_lossscale._support.nnx import is_write_error
-from optax_lossscale._support.tree import Flag, PyTree, is_selectable, split
+from optax_lossscale._support.tree import Flag, Leaf, PyTree, is_selectable, split
 
 # Given numbers that an applied step never sees, these may never end, or may have effects.
 # LAPACK's eigenvalue and singular value routines iterate until they converge.
@@ -39,7 +38,10 @@ class CannotReplayError(Exception):
 
 
 def replay(
-    applied: Flag, step: Callable[[Any, Any], tuple[Any, Any]], grads: PyTree, state: PyTree
+    applied: Flag,
+    step: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+    grads: PyTree,
+    state: PyTree,
 ) -> tuple[PyTree, PyTree]:
     """Do what `_guard.keep.run_where` does.
 
@@ -54,9 +56,9 @@ def replay(
         raise CannotReplayError
     given, join_given = split(grads, is_selectable)
     old, join_old = split(state, is_selectable)
-    join: dict[str, Callable[[Sequence[Any]], PyTree]] = {}
+    join: dict[str, Callable[[Sequence[Leaf]], PyTree]] = {}
 
-    def step_on_leaves(given: list[Any], old: list[Any]) -> list[Any]:
+    def step_on_leaves(given: list[Leaf], old: list[Leaf]) -> list[Leaf]:
         out, new_state = step(join_given(given), join_old(old))
         new, join["new"] = split(new_state, is_selectable)
         outputs, join["out"] = split(out, is_selectable)
@@ -83,7 +85,7 @@ def _evaluate(
     jaxpr: Jaxpr,
     inputs: list[jax.Array],
     old: list[jax.Array],
-    early: dict[Any, int],
+    early: dict[Var, int],
 ) -> list[jax.Array]:
     """Evaluate a jaxpr whose first outputs are the new leaves, and select between them and `old`.
 
@@ -115,7 +117,9 @@ def _evaluate(
     return results
 
 
-def _pieces(eqns: list[Equation], early: dict[Any, int]) -> Iterator[tuple[list[Any], list[Any]]]:
+def _pieces(
+    eqns: list[Equation], early: dict[Var, int]
+) -> Iterator[tuple[list[Equation], list[Var]]]:
     """Split equations after each one that computes leaves. Yield the pieces and these leaves."""
     piece: list[Equation] = []
     for eqn in eqns:
@@ -126,10 +130,10 @@ def _pieces(eqns: list[Equation], early: dict[Any, int]) -> Iterator[tuple[list[
     yield piece, []
 
 
-def _leaves_read_later(jaxpr: Jaxpr, leaves: int) -> dict[Any, int]:
+def _leaves_read_later(jaxpr: Jaxpr, leaves: int) -> dict[Var, int]:
     """Return variables and positions of the new leaves, except scalars, that equations read."""
     made = {var for eqn in jaxpr.eqns for var in eqn.outvars}.intersection(read_by(jaxpr.eqns))
-    found: dict[Any, int] = {}
+    found: dict[Var, int] = {}
     for leaf, var in enumerate(jaxpr.outvars[:leaves]):
         if not isinstance(var, Literal) and var in made and var.aval.shape:
             found.setdefault(var, leaf)  # the first, if leaves share a variable

@@ -14,7 +14,7 @@ from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import LARGEST_SCALE, SMALLEST_SCALE, as_float32
 from optax_lossscale._support.lines import warn
 from optax_lossscale._support.nnx import plain_keys, without_variables
-from optax_lossscale._support.tree import KeyPath, PyTree, is_inexact, path_name
+from optax_lossscale._support.tree import KeyPath, Leaf, PyTree, is_inexact, path_name
 
 
 class LossScaleStalledError(RuntimeError):
@@ -150,7 +150,7 @@ _CAUSES = (
 )
 
 
-def _range_of(policy: Any) -> tuple[float, float, bool | None]:
+def _range_of(policy: object) -> tuple[float, float, bool | None]:
     """Return the bounds of the float32 loss scale, and whether it changes (None if unknown)."""
     low, high = getattr(policy, "min_scale", None), getattr(policy, "max_scale", None)
     if low is not None and high is not None:
@@ -206,7 +206,7 @@ def _impossible(expected: str, got: object) -> ValueError:
     )
 
 
-def _is_count(path: KeyPath, leaf: Any) -> bool:
+def _is_count(path: KeyPath, leaf: Leaf) -> bool:
     """Return whether a leaf is a scalar integer named `count`, as in Optax, or `..._count`."""
     is_integer = jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.integer)
     is_named = any(str(key).endswith("count") for key in plain_keys(path)[-1:])

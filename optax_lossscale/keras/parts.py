@@ -8,7 +8,7 @@ import optax
 from jax.tree_util import DictKey, GetAttrKey
 
 from optax_lossscale._state import increment
-from optax_lossscale._support.tree import at_least_float32, is_inexact, path_name
+from optax_lossscale._support.tree import Leaf, PyTree, at_least_float32, is_inexact, path_name
 from optax_lossscale.keras.states import DecayedState, EmaParamsState
 
 
@@ -34,7 +34,10 @@ def decayed(
         return DecayedState(inner_state, jnp.zeros((), jnp.int32))
 
     def update_fn(
-        updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
+        updates: optax.Updates,
+        state: PyTree,
+        params: optax.Params | None = None,
+        **extra_args: Any,
     ) -> tuple[optax.Updates, DecayedState]:
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
         if learning_rate is None:
@@ -68,7 +71,7 @@ def _injected_learning_rate(inner_state: optax.OptState) -> jax.Array:
 def averaged(momentum: float, overwrite_frequency: int | None) -> optax.GradientTransformation:
     """Return a transformation that keeps a moving average of the parameters."""
 
-    def initial_average(param: Any) -> jax.Array:
+    def initial_average(param: Leaf) -> jax.Array:
         if isinstance(param, jax.ShapeDtypeStruct):
             param = jnp.zeros(param.shape, param.dtype)
         value = at_least_float32(param)
@@ -78,7 +81,9 @@ def averaged(momentum: float, overwrite_frequency: int | None) -> optax.Gradient
     def init_fn(params: optax.Params) -> EmaParamsState:
         return EmaParamsState(jax.tree.map(initial_average, params), jnp.zeros((), jnp.int32))
 
-    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, EmaParamsState]:
+    def update_fn(
+        updates: PyTree, state: PyTree, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, EmaParamsState]:
         if params is None:
             raise ValueError("`params` must be given to `update` because of `use_ema`.")
         ema_steps = increment(state.ema_steps)
@@ -113,7 +118,10 @@ def accumulated(tx: optax.GradientTransformation, steps: int) -> optax.GradientT
     multi_steps = optax.MultiSteps(tx, every_k_schedule=steps)
 
     def update_fn(
-        updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
+        updates: optax.Updates,
+        state: PyTree,
+        params: optax.Params | None = None,
+        **extra_args: Any,
     ) -> tuple[optax.Updates, optax.MultiStepsState]:
         updates, state = multi_steps.update(updates, state, params, **extra_args)
         # Between its steps, MultiSteps (Optax 0.2.8) multiplies the inner updates by zero. The

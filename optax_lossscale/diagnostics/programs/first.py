@@ -14,6 +14,7 @@ from jax.extend.core import Literal
 
 from optax_lossscale._support import checks
 from optax_lossscale._support.jaxprs import (
+    Atom,
     Equation,
     Jaxpr,
     operands_of_scan,
@@ -145,7 +146,7 @@ def _call(function: Any, operands: list[Value], context: _Context) -> list[Value
     jaxpr = getattr(function, "jaxpr", function)
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *operands], strict=True))
 
-    def read(atom: Any) -> Value:
+    def read(atom: Atom) -> Value:
         if isinstance(atom, Literal):
             return Value(atom.val, nonfinite_in(atom.val), is_constant=True)
         return env[atom]
