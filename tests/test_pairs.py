@@ -34,26 +34,32 @@ pytestmark = pytest.mark.integration
 GOOD, OVERFLOW, SPIKE = range(3)
 KINDS = [GOOD, GOOD, GOOD, OVERFLOW, SPIKE, GOOD, GOOD, GOOD, OVERFLOW, SPIKE, GOOD, GOOD]
 SAVED_AFTER = 6
-START = {
-    "encoder": {"w": jnp.tile(jnp.array([0.5, -1.0, 2.0, 0.25]), 1024)},
-    "head": {"w": jnp.array([1.0, -0.5]), "b": jnp.array(0.5)},
-}
-SIZES = jnp.array([0.25, 0.5, -0.5, 1.0, -1.0])
+SIZES = np.float32([0.25, 0.5, -0.5, 1.0, -1.0])
 
 
-def batch(step):
-    """Return what the gradients are, and the loss."""
-    keys = iter(jax.random.split(jax.random.key(step), 3))
-    x = jax.tree.map(lambda p: jax.random.choice(next(keys), SIZES, p.shape), START)
-    if KINDS[step] == OVERFLOW:
-        x["head"]["w"] = x["head"]["w"].at[1].set(jnp.inf)
-    return x, jnp.float32(1000 if KINDS[step] == SPIKE else 1 + step % 2 / 2)
+def initial_params():
+    params = {
+        "encoder": {"w": np.tile(np.float32([0.5, -1.0, 2.0, 0.25]), 1024)},
+        "head": {"w": np.float32([1.0, -0.5]), "b": np.float32(0.5)},
+    }
+    return jax.tree.map(jnp.asarray, params)
 
 
-BATCHES = [batch(step) for step in range(len(KINDS))]
+@functools.cache
+def batches():
+    """Return what the gradients are, and the loss, of each step."""
+    rng = np.random.default_rng(0)
+    made = []
+    for i, kind in enumerate(KINDS):
+        x = jax.tree.map(lambda p: rng.choice(SIZES, p.shape), initial_params())
+        if kind == OVERFLOW:
+            x["head"]["w"][1] = np.inf
+        loss = jnp.float32(1000 if kind == SPIKE else 1 + i % 2 / 2)
+        made.append((jax.tree.map(jnp.asarray, x), loss))
+    return made
 
 
-IDENTITY = jnp.eye(64)  # closed over, and so not a constant of the program
+IDENTITY = np.eye(64, dtype=np.float32)  # closed over, and so not a constant of the program
 
 
 def loss_fn(params, x, loss):
@@ -117,7 +123,7 @@ class Plain:
         return {"encoder": encoder, "head": head}
 
     def initial(self):
-        return ols.cast(START, half(self.features) or jnp.float32)
+        return ols.cast(initial_params(), half(self.features) or jnp.float32)
 
     def start(self):
         params = self.initial()
@@ -298,8 +304,9 @@ def oracle(features, skips):
     elif isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
     update = jax.jit(tx.update)
-    params, state, history = START, tx.init(START), []
-    for (grads, _), skip in zip(BATCHES, skips, strict=True):
+    params = initial_params()
+    state, history = tx.init(params), []
+    for (grads, _), skip in zip(batches(), skips, strict=True):
         if not skip:
             updates, state = update(grads, state, params)
             params = optax.apply_updates(params, updates)
@@ -324,7 +331,7 @@ def run(features, folder):
         atol, rtol = 0.125, 0.02
     consecutive = total = 0
     for i, (weights, skip) in enumerate(zip(oracle(seen_by_oracle, skips), skips, strict=True)):
-        carry = step(carry, *BATCHES[i])
+        carry = step(carry, *batches()[i])
         consecutive, total = (consecutive + 1, total + 1) if skip else (0, total)
         if i + 1 == SAVED_AFTER and "checkpoints" in features:
             for name in SAVED_AS:

@@ -1,4 +1,4 @@
-"""Keeping the old state where the new one is computed, whatever an update consists of."""
+"""A skipped step keeps the optimizer's old state, whatever its update consists of."""
 
 import functools
 
@@ -14,10 +14,9 @@ from jax.sharding import PartitionSpec as P
 from plain_where import assert_same_bits
 
 import optax_lossscale as ols
-from optax_lossscale._guard.keep import run_where
 
-X = jnp.arange(1.0, 5.0)
-OLD = jnp.array([1.0, -0.0, 3.0, 0.5]), jnp.array([2.0, 2.5, -0.0, 1.0])
+X = np.float32([1, 2, 3, 4])
+OLD = np.float32([1.0, -0.0, 3.0, 0.5]), np.float32([2.0, 2.5, -0.0, 1.0])
 
 
 def in_sequence(a, b):
@@ -83,20 +82,28 @@ UPDATES = {
 }
 
 
-def where(pred, update, state):
-    """Select the state of an update without gradients."""
+def guarded_step(update, grads, state, **options):
+    """Take a step of the optimizer with this update, and return its updates and its new state."""
+    inner = optax.GradientTransformation(lambda _: state, lambda g, state, _: update(g, state))
+    tx = ols.with_skipping(inner, **options)
+    updates, new = tx.update(grads, tx.init(X), X)
+    return updates, new.inner_state
+
+
+def where(applied, update, state):
+    """Take a step, or skip it, with an update that does not depend on the gradients."""
 
     def without_gradients(_, old):
         out, *new = update(*old)
         return out, tuple(new)
 
-    return run_where(pred, without_gradients, (), state)
+    return guarded_step(without_gradients, jnp.where(applied, X, jnp.nan), state)
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
-def test_every_shape_of_an_update_is_selected(update, transform):
-    run = transform(lambda pred, state: where(jnp.asarray(pred), update, state))
+def test_the_state_is_kept_whatever_an_update_computes_it_from(update, transform):
+    run = transform(lambda applied, state: where(applied, update, state))
     assert_same_bits(run(False, OLD)[1], OLD)
     out, moved = run(True, OLD)
     # XLA may fuse a product and a sum into one rounding in only one of the programs.
@@ -109,24 +116,27 @@ def test_every_shape_of_an_update_is_selected(update, transform):
 
 @pytest.mark.needs_xla
 @pytest.mark.parametrize("name", ACTS | COMPUTES)
-def test_only_an_update_that_may_not_end_or_acts_is_given_zeros(name):
+def test_only_an_update_that_may_not_end_or_has_effects_is_given_zeros(name):
     fun = (ACTS | COMPUTES)[name]
-    step = jax.jit(lambda pred, g: run_where(pred, lambda g, s: (fun(g), s + fun(g)), g, X))
-    seen, kept = step(False, jnp.full(4, jnp.nan))
-    expected = jnp.full(4, jnp.nan) if name in COMPUTES else jnp.zeros(4)
-    np.testing.assert_array_equal(seen, fun(expected))
+
+    def update(grads, state):
+        out = fun(grads)
+        return jnp.isnan(out), state + out  # the guard passes booleans through
+
+    step = jax.jit(lambda grads: guarded_step(update, grads, X))
+    saw_nan, kept = step(jnp.full(4, jnp.nan))
+    assert saw_nan.all() == saw_nan.any() == (name in COMPUTES)
     assert_same_bits(kept, X)
-    np.testing.assert_allclose(step(True, X)[1], X + fun(X), rtol=1e-6)
+    np.testing.assert_allclose(step(X)[1], X + fun(X), rtol=1e-6)
 
 
 @pytest.mark.needs_xla
 def test_a_collective_over_an_axis_outside_is_no_effect():
-    def step(pred, grads):
-        update = lambda g, s: (jax.lax.psum(g, "i"), s + g)  # noqa: E731
-        return run_where(pred, update, grads, X)[0]
+    def update(grads, state):
+        return jnp.isnan(jax.lax.psum(grads, "i")), state + grads
 
-    mapped = jax.jit(jax.vmap(step, axis_name="i", in_axes=(None, 0)))
-    assert np.isnan(mapped(False, jnp.full((2, 4), jnp.nan))).all()
+    mapped = jax.jit(jax.vmap(lambda grads: guarded_step(update, grads, X)[0], axis_name="i"))
+    assert mapped(jnp.full((2, 4), jnp.nan)).all()
 
 
 def test_callbacks_run_once_and_in_order_and_see_leaves_of_one_step():
@@ -140,13 +150,13 @@ def test_callbacks_run_once_and_in_order_and_see_leaves_of_one_step():
         jax.debug.callback(lambda a: seen.append(a.item()), result[0], ordered=True)
         return result, a, b
 
-    _, kept = jax.jit(lambda pred, state: where(pred, update, state))(False, OLD)
+    _, kept = jax.jit(lambda applied, state: where(applied, update, state))(False, OLD)
     jax.block_until_ready(kept)
     jax.effects_barrier()
     assert seen == [(2.0, 3.0), 2.0]
 
 
-def test_a_loop_meets_the_leaves_of_one_step():
+def test_a_loop_in_a_skipped_update_reads_leaves_of_the_same_step():
     # Between an old position and a new target the loop would never end.
     def update(position, target):
         target = target + 1
@@ -155,44 +165,43 @@ def test_a_loop_meets_the_leaves_of_one_step():
             lambda carry: (carry[0] + 1, carry[1] + 1),
             (position + 1, 0),
         )
-        return turns, position, target
+        return turns > 0, position, target
 
-    step = jax.jit(lambda pred, *state: where(pred, update, state))
-    turns, kept = step(False, X, X)
-    assert turns == 0
+    step = jax.jit(lambda applied, *state: where(applied, update, state))
+    looped, kept = step(False, X, X)
+    assert not looped
     assert_same_bits(kept, (X, X))
 
 
 @pytest.mark.needs_xla  # the plain form makes NaN of an infinite derivative that is closed over
-def test_the_derivative_of_what_is_kept_is_that_of_the_old_state_alone():
+def test_the_kept_state_differentiates_like_the_old_one():
     # The update has an infinite derivative at the old state, and NaN at NaN.
-    def kept(pred, a, x):
-        _, new = run_where(pred, lambda grads, old: (None, jnp.sqrt(old - a) * grads), x, a)
-        return jnp.sum(2 * new)
+    def kept(a, x):
+        return jnp.sum(2 * guarded_step(lambda g, old: (g, jnp.sqrt(old - a) * g), x, a)[1])
 
     for derivative in (jax.grad, jax.jacfwd):
-        found = jax.jit(derivative(kept, argnums=(1, 2)))(False, X, X * jnp.nan)
+        found = jax.jit(derivative(kept, argnums=(0, 1)))(X, X * jnp.nan)
         np.testing.assert_array_equal(found, [[2] * 4, [0] * 4])
 
 
-def test_an_update_that_traces_in_its_callers_trace_alone_is_called_there():
+def test_an_update_may_write_variables_of_the_callers_trace():
     # `flax.nnx` allows writes to a Variable only in the trace that created it.
     @jax.jit
-    def step(pred, *state):
+    def step(applied, *state):
         calls = nnx.Variable(jnp.zeros(()))
 
         def update(a, b):
             calls[...] = calls[...] + 1
             return a + 1, a + 1, b
 
-        return where(pred, update, state)[1], calls[...]
+        return where(applied, update, state)[1], calls[...]
 
     kept, calls = step(False, *OLD)
     assert calls == 1
     assert_same_bits(kept, OLD)
 
 
-def test_keys_are_chosen_other_leaves_than_arrays_stay_and_tracers_do_not_leak():
+def test_keys_are_selected_leaves_that_are_no_arrays_stay_and_tracers_do_not_leak():
     rest = {"name": "adam", "nothing": None, "float0": np.zeros(3, jax.dtypes.float0)}
     key = jax.random.key(3)
     new_key, sample = jax.random.split(key)
@@ -202,16 +211,16 @@ def test_keys_are_chosen_other_leaves_than_arrays_stay_and_tracers_do_not_leak()
         new_key, sample = jax.random.split(old["key"])
         return {"sample": sample, "label": "updates"}, {**old, "a": old["a"] + 1, "key": new_key}
 
-    def step(pred, a, key):
-        out, new = run_where(pred, update, (), {**rest, "a": a, "key": key})
+    def step(grads, a, key):
+        out, new = guarded_step(update, grads, {**rest, "a": a, "key": key})
         assert out.pop("label") == "updates"
         assert new["name"] == "adam"
         assert new["float0"] is rest["float0"]
         return out, new["a"], new["key"]
 
     with jax.check_tracer_leaks():
-        assert_same_bits(jax.jit(step)(True, X, key), ({"sample": sample}, X + 1, new_key))
-        assert_same_bits(jax.jit(step)(False, X, key)[1:], (X, key))
+        assert_same_bits(jax.jit(step)(X, X, key), ({"sample": sample}, X + 1, new_key))
+        assert_same_bits(jax.jit(step)(X * np.nan, X, key)[1:], (X, key))
 
 
 @pytest.mark.parametrize(
@@ -227,20 +236,20 @@ def test_a_state_of_another_structure_is_refused(update):
             transform(tx.update)(X, tx.init(X))
 
 
-def test_the_context_and_the_name_of_an_equation_are_kept():
+def test_scopes_and_precision_of_an_update_are_kept():
     def update(a, b):
         with jax.named_scope("inner_moment"), jax.default_matmul_precision("highest"):
             a = jnp.outer(a, X) @ X
         return a, a, b
 
-    lowered = jax.jit(lambda pred, *state: where(pred, update, state)).lower(True, *OLD)
+    lowered = jax.jit(lambda applied, *state: where(applied, update, state)).lower(True, *OLD)
     text = lowered.as_text(debug_info=True)
     assert "inner_moment" in text
     assert "HIGHEST" in text
 
 
 @pytest.mark.skipif(not hasattr(jax, "reshard"), reason="jax.reshard is newer than this JAX")
-def test_shard_map_inside_of_the_update_is_replayed():
+def test_an_update_may_contain_a_shard_map():
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
     sharded, everywhere = NamedSharding(mesh, P("x")), NamedSharding(mesh, P())
     spread = {"in_specs": P("x"), "out_specs": P("x")}
@@ -251,21 +260,22 @@ def test_shard_map_inside_of_the_update_is_replayed():
         return a, a, b
 
     state = jax.device_put(OLD, everywhere)
-    step = jax.jit(lambda pred, *state: where(pred, update, state)[1][0])
+    step = jax.jit(lambda applied, *state: where(applied, update, state)[1][0])
     np.testing.assert_array_equal(step(True, *state), OLD[0] + 4.5)
     np.testing.assert_array_equal(step(False, *state), OLD[0])
 
 
-def test_a_new_leaf_that_varies_where_the_old_one_does_not_is_chosen_under_check_vma():
+def test_a_replicated_leaf_may_be_replaced_by_one_that_varies_over_devices():
     mesh = jax.sharding.Mesh(jax.devices()[:2], ("x",))
 
-    def step(pred, grads, leaf):
-        return run_where(pred, lambda g, s: (jnp.sin(s + g), s + g), grads, leaf)
+    def step(grads, leaf):
+        update = lambda g, s: (jnp.sin(s + g), s + g)  # noqa: E731
+        return guarded_step(update, grads, leaf, axis_name="x")
 
-    specs = {"in_specs": (P(), P("x"), P()), "out_specs": P("x")}
+    specs = {"in_specs": (P("x"), P()), "out_specs": P("x")}
     run = jax.jit(jax.shard_map(step, mesh=mesh, **specs))
-    np.testing.assert_array_equal(run(True, X, X[:2])[1], [2, 4, 4, 6])
-    np.testing.assert_array_equal(run(False, X, X[:2])[1], [1, 2, 1, 2])
+    np.testing.assert_array_equal(run(X, X[:2])[1], [2, 4, 4, 6])
+    np.testing.assert_array_equal(run(X * np.nan, X[:2])[1], [1, 2, 1, 2])
 
 
 def test_an_optimizer_that_cannot_be_traced_works_eagerly():

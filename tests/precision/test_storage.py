@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from arrays import normal, ones, shape
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -23,13 +24,12 @@ F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 WORDS, WIDTH = 32, 16
 
 
-def parameters(seed=0):
-    keys = jax.random.split(jax.random.key(seed), 3)
+def parameters():
     return {
-        "words": jax.random.normal(keys[0], (WORDS, WIDTH)),
-        "layers": jax.random.normal(keys[1], (3, WIDTH, WIDTH)) / 4,
-        "gain": jnp.ones((3, WIDTH)),
-        "head": jax.random.normal(keys[2], (WIDTH, WORDS)) / 4,
+        "words": normal(shape(WORDS, WIDTH)),
+        "layers": normal(shape(3, WIDTH, WIDTH), seed=1) / 4,
+        "gain": ones(shape(3, WIDTH)),
+        "head": normal(shape(WIDTH, WORDS), seed=2) / 4,
     }
 
 
@@ -48,8 +48,8 @@ def loss_fn(params, tokens):
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
-def tokens(seed=1):
-    return jax.random.randint(jax.random.key(seed), (8, 33), 0, WORDS)
+def tokens():
+    return jnp.asarray(np.random.default_rng(1).integers(WORDS, size=(8, 33)))
 
 
 def relative_error(a, b):
@@ -66,7 +66,7 @@ def relative_error(a, b):
 def test_a_model_that_reads_tokens_has_the_loss_and_gradients_of_float32_parameters(dtype):
     stored = ols.cast(parameters(), dtype)
     wide = ols.cast(stored, F32)
-    exact = jax.grad(loss_fn)(wide, tokens())
+    exact = jax.jit(jax.grad(loss_fn))(wide, tokens())
     half_loss = ols.autocast(loss_fn, dtype)
     loss, grads = jax.jit(jax.value_and_grad(half_loss))(stored, tokens())
     wide_loss, wide_grads = jax.jit(jax.value_and_grad(half_loss))(wide, tokens())
@@ -99,8 +99,10 @@ def test_uses_of_a_stored_weight_are_added_in_float32(wrap):
 @pytest.mark.integration
 def test_float32_reads_stored_arguments_in_the_same_way():
     stored = ols.cast(parameters(), BF16)
-    loss, grads = jax.value_and_grad(ols.autocast(loss_fn, F32))(stored, tokens())
-    exact, exact_grads = jax.value_and_grad(loss_fn)(ols.cast(stored, F32), tokens())
+    read = jax.jit(jax.value_and_grad(ols.autocast(loss_fn, F32)))
+    loss, grads = read(stored, tokens())
+    wide = ols.cast(stored, F32)
+    exact, exact_grads = jax.jit(jax.value_and_grad(loss_fn))(wide, tokens())
     np.testing.assert_allclose(loss, exact, rtol=1e-6)
     assert relative_error(grads, ols.cast(exact_grads, BF16)) < 1e-4
     assert {grad.dtype for grad in jax.tree.leaves(grads)} == {jnp.dtype(BF16)}
@@ -170,8 +172,7 @@ def body(jaxpr, name):
     return getattr(inner, "jaxpr", inner)
 
 
-STACK = jnp.ones((3, 16, 16), BF16)
-X = jnp.ones((8, 16))
+STACK, W, X = shape(3, 16, 16, dtype=BF16), shape(16, 16, dtype=BF16), shape(8, 16)
 
 
 def layer(x, w):
@@ -184,11 +185,14 @@ def scanned(stack, x):
 
 STACKS = {
     "one array": (scanned, STACK),
-    "a list of layers": (lambda layers, x: scanned(jnp.stack(layers), x), list(STACK)),
-    "concatenated": (lambda layers, x: scanned(jnp.concatenate(layers), x), [STACK[:2], STACK[2:]]),
+    "a list of layers": (lambda layers, x: scanned(jnp.stack(layers), x), [W] * 3),
+    "concatenated": (
+        lambda layers, x: scanned(jnp.concatenate(layers), x),
+        [shape(n, 16, 16, dtype=BF16) for n in (2, 1)],
+    ),
     "moved": (
         lambda stack, x: scanned(stack.reshape(3, 16, 16).transpose(0, 2, 1), x),
-        STACK.reshape(3, 256),
+        shape(3, 256, dtype=BF16),
     ),
 }
 
@@ -201,10 +205,9 @@ def test_a_stack_of_layers_is_never_float32_as_a_whole(name):
     backward = jax.make_jaxpr(jax.grad(cast))(stack, X).jaxpr
     assert "bfloat16[3,16,16]" in avals(backward)  # the gradient, as it is written
     assert "float32[3,16,16]" not in avals(backward)
-    assert_same_bits(
-        jax.grad(cast)(stack, X),
-        ols.cast(jax.grad(cast)(ols.cast(stack, F32), X), BF16),
-    )
+    stack, x = ones((stack, X))
+    grads = jax.grad(cast)(ols.cast(stack, F32), x)
+    assert_same_bits(jax.grad(cast)(stack, x), ols.cast(grads, BF16))
 
 
 def with_two_uses(stack, x):
@@ -220,7 +223,6 @@ def as_carry(w, x):
 
 
 INSIDE = {"jit": jax.jit, "remat2": jax.checkpoint, "shard_map": None}
-W = jnp.ones((16, 16), BF16)
 
 
 def sharded(w, x):
@@ -238,7 +240,7 @@ def sharded(w, x):
 @pytest.mark.parametrize("name", INSIDE)
 def test_the_only_use_in_a_call_converts_inside_of_it(name):
     fun = sharded if name == "shard_map" else INSIDE[name](lambda w, x: jnp.sum(x @ w))
-    jaxpr = jax.make_jaxpr(ols.autocast(fun, BF16))(W, jnp.ones((16, 16))).jaxpr
+    jaxpr = jax.make_jaxpr(ols.autocast(fun, BF16))(W, shape(16, 16)).jaxpr
     assert [eqn.primitive.name for eqn in jaxpr.eqns] == [name]
     assert body(jaxpr, name).invars[0].aval.dtype == BF16
 
@@ -262,16 +264,16 @@ def test_eager_calls_with_stored_arguments_compile_once():
         x = jitted(jitted(x, params["a"]), params["b"])
         return scanned(params["stack"], x)
 
-    params = {"a": W, "b": W, "stack": STACK}
+    params, x = ones(({"a": W, "b": W, "stack": STACK}, X))
     cast = ols.autocast(fun, BF16)
-    cast(params, X)
+    cast(params, x)
     compiled = []
     listen = jax.monitoring.register_event_duration_secs_listener
     listen(lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None)
-    cast(params, X)
-    jax.block_until_ready(ols.autocast(fun, BF16)(params, X))
+    cast(params, x)
+    jax.block_until_ready(ols.autocast(fun, BF16)(params, x))
     assert compiled == []
-    text = str(jax.make_jaxpr(cast)(params, X))
+    text = str(jax.make_jaxpr(cast)(params, x))
     assert text.count("tanh") == 2  # the layer is written once for both calls, and the scan
 
 
@@ -292,12 +294,13 @@ def test_a_result_that_is_an_argument_comes_back_as_it_was_stored():
             "loss": total,
         }
 
-    found = ols.autocast(fun, BF16)(W, X)
+    w, x = ones((W, X))
+    found = ols.autocast(fun, BF16)(w, x)
     computed = {"computed", "moved", "loss"}
     assert {name for name, x in found.items() if x.dtype == F32} == computed
-    assert_same_bits(found["through jit"], W)
+    assert_same_bits(found["through jit"], w)
     for name in ("itself", "through jit", "stopped", "stopped in jit"):
-        grad = jax.grad(lambda w, name=name: jnp.sum(ols.autocast(fun, BF16)(w, X)[name]))(W)
+        grad = jax.grad(lambda w, name=name: jnp.sum(ols.autocast(fun, BF16)(w, x)[name]))(w)
         assert float(jnp.max(grad)) == (0 if "stopped" in name else 1)
 
 
@@ -307,7 +310,7 @@ def test_a_result_of_shard_map_is_the_argument_only_if_it_is_placed_alike():
         fun = jax.shard_map(
             lambda w: w, mesh=mesh, in_specs=P(), out_specs=out_spec, check_vma=False
         )
-        assert ols.autocast(fun, BF16)(W).dtype == dtype
+        assert jax.eval_shape(ols.autocast(fun, BF16), W).dtype == dtype
 
 
 @pytest.mark.integration
@@ -338,9 +341,12 @@ def test_variables_of_nnx_keep_the_dtypes_that_they_had(jit):
 
 @pytest.mark.integration
 def test_equinox_and_linen_models_stored_in_half_precision():
-    model = ols.cast(eqx.nn.MLP(8, 8, 16, 2, key=jax.random.key(0)), BF16)
-    fun = ols.autocast(lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2), BF16)
-    loss, grads = eqx.filter_value_and_grad(fun)(model, jnp.ones((16, 8)))
+    def loss_and_grads(x):
+        model = ols.cast(eqx.nn.MLP(8, 8, 16, 2, key=jax.random.key(0)), BF16)
+        fun = ols.autocast(lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2), BF16)
+        return eqx.filter_value_and_grad(fun)(model, x)
+
+    loss, grads = eqx.filter_eval_shape(loss_and_grads, shape(16, 8))
     assert loss.dtype == F32
     assert {x.dtype for x in jax.tree.leaves(grads)} == {jnp.dtype(BF16)}
 
@@ -350,10 +356,11 @@ def test_equinox_and_linen_models_stored_in_half_precision():
             x = nn.Embed(WORDS, WIDTH)(tokens)
             return nn.Dense(WORDS)(nn.LayerNorm()(x))
 
-    net = Net()
-    params = ols.cast(net.init(jax.random.key(0), tokens()), BF16)
-    logits = ols.autocast(net.apply, BF16)(params, tokens())
-    assert logits.dtype == F32
+    def predict(tokens):
+        params = ols.cast(Net().init(jax.random.key(0), tokens), BF16)
+        return ols.autocast(Net().apply, BF16)(params, tokens)
+
+    assert jax.eval_shape(predict, tokens()).dtype == F32
 
 
 # -- what it refuses, and warns about
@@ -364,21 +371,22 @@ def test_an_array_that_is_closed_over_is_named_once_with_its_number_and_shape(re
     def fun(tables, x):
         return sum(jnp.sum(x @ table) for table in tables)
 
-    tables = [W, jnp.ones((16, 32), F16)]
+    w, x = ones((W, X))
+    tables = [w, jnp.ones((16, 32), F16)]
     cast = ols.autocast(functools.partial(fun, tables), BF16)
-    cast(X)
-    cast(X)
+    cast(x)
+    cast(x)
     (warning,) = recwarn
     assert warning.filename == __file__
     assert "closes over 2 arrays in half precision" in str(warning.message)
     assert "float16[16,32]" in str(warning.message)
     recwarn.clear()
-    inner = jax.jit(lambda x: jnp.sum(x @ W))
-    jax.jit(ols.autocast(inner, BF16))(X)
+    inner = jax.jit(lambda x: jnp.sum(x @ w))
+    jax.jit(ols.autocast(inner, BF16))(x)
     assert ["an array, bfloat16[16,16]" in str(w.message) for w in recwarn] == [True]
     recwarn.clear()
-    ols.autocast(fun, BF16)(tables, X)
-    ols.autocast(lambda x: jnp.sum(x.astype(BF16) @ jnp.zeros((16, 16), BF16)), F32)(X)
+    ols.autocast(fun, BF16)(tables, x)
+    ols.autocast(lambda x: jnp.sum(x.astype(BF16) @ jnp.zeros((16, 16), BF16)), F32)(x)
     assert not recwarn.list
 
 
@@ -400,27 +408,27 @@ UPDATES = {
 @pytest.mark.parametrize("jit", [lambda fun: fun, jax.jit])
 def test_an_optimizer_that_stores_half_precision_is_not_updated_inside(name, dtype, jit):
     tx = UPDATES[name]
-    params = jnp.ones((64, 64), F32 if name == "a state in a guard" else BF16)
-    opt_state = tx.init(params)
+    params = shape(64, 64, dtype=F32 if name == "a state in a guard" else BF16)
+    opt_state = jax.eval_shape(tx.init, params)
 
     def step(params, opt_state):
         grads = jax.grad(lambda params: jnp.mean((params @ params) ** 2))(params)
         return jit(tx.update)(grads, opt_state, params)
 
     with pytest.raises(ValueError, match=r"must not be updated inside `autocast`.*Wrap the loss"):
-        ols.autocast(step, dtype)(params, opt_state)
-    step(params, opt_state)  # the mark ends with the trace, even by an exception
+        jax.eval_shape(ols.autocast(step, dtype), params, opt_state)
+    jax.eval_shape(step, params, opt_state)  # the mark ends with the trace, even by an exception
 
 
 @pytest.mark.integration
 def test_the_mark_belongs_to_the_thread_and_other_optimizers_may_be_updated_inside():
     tx, plain = UPDATES["with_master_weights"], ols.with_loss_scaling(optax.adam(0.1))
-    params = jnp.ones((8, 8), BF16)
-    opt_state, errors = tx.init(params), []
+    params = shape(8, 8, dtype=BF16)
+    opt_state, errors = jax.eval_shape(tx.init, params), []
 
     def update():
         try:
-            tx.update(params, opt_state, params)
+            jax.eval_shape(tx.update, params, opt_state, params)
         except ValueError as error:
             errors.append(error)
 
@@ -431,7 +439,7 @@ def test_the_mark_belongs_to_the_thread_and_other_optimizers_may_be_updated_insi
         update()
         return plain.update(params, plain.init(params), params)
 
-    ols.autocast(fun, BF16)(params)
+    jax.eval_shape(ols.autocast(fun, BF16), params)
     assert len(errors) == 1
 
 
@@ -447,11 +455,14 @@ def test_a_model_is_decoded_on_cast_parameters_or_its_cache_is_cast_back():
 
 
 def test_batch_statistics_in_half_precision_come_back_in_float32():
+    norm = nn.BatchNorm(use_running_average=False)
+
+    def updates(x):
+        variables = ols.cast(norm.init(jax.random.key(0), x), BF16)
+        apply = lambda variables, x: norm.apply(variables, x, mutable=["batch_stats"])  # noqa: E731
+        return ols.autocast(apply, BF16)(variables, x)[1]
+
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        norm = nn.BatchNorm(use_running_average=False)
-        variables = ols.cast(norm.init(jax.random.key(0), jnp.ones((8, 8))), BF16)
-        _, updates = ols.autocast(
-            lambda variables, x: norm.apply(variables, x, mutable=["batch_stats"]), BF16
-        )(variables, jnp.ones((8, 8)))
+        updates = jax.eval_shape(updates, shape(8, 8))
     assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(F32)}
