@@ -86,8 +86,8 @@ def warn_of_half_precision(params: PyTree, inner_state: PyTree) -> None:
     if half and not any(subtrees(inner_state, *_FOR_PARAMETERS)):
         least = 4 / max(jnp.finfo(dtype).eps for dtype in half)
         warn(
-            f"`params` are {' and '.join(half)}, without float32 master weights: an update below "
-            f"1/{least:.0f} of a weight is lost. Use `with_master_weights(inner)`, or keep "
+            f"`params` are {' and '.join(half)}, and no float32 master weights are kept: an update "
+            f"below 1/{least:.0f} of a weight is lost. Use `with_master_weights(inner)`, or keep "
             "the parameters in float32 and differentiate `autocast(loss_fn, dtype)`."
         )
     for injected in _injected(inner_state):

@@ -386,7 +386,7 @@ TABLE = {
         *rows("initial_scale", lambda: optimizer(dynamic=False)),
     ],
     "TypeError: `opt_state` must hold float32 masters": lambda: [lambda: master_step(PARAMS)],
-    "ValueError: `inner` must leave the updates of `{}` as they are": lambda: [
+    "ValueError: `inner` must not change the updates of `{}`": lambda: [
         (wrap.__name__, lambda init=init, wrap=wrap: init(wrap(SGD)))
         for wrap in FOR_PARAMETERS
         for init in (

@@ -33,7 +33,7 @@ def warn_of_keep(paths: Collection[str]) -> None:
     """Warn that the function `keep` selected none of these arrays."""
     some = ", ".join(itertools.islice(paths, 5))
     more = f" and {len(paths) - 5:,} more" if len(paths) > 5 else ""
-    warn(f"`keep` selects none of the arrays. Their paths are: {some}{more}.")
+    warn(f"`keep` names none of the arrays. Their paths are: {some}{more}.")
 
 
 def source_of(*equations: Any) -> str:
