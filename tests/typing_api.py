@@ -78,18 +78,22 @@ def wrappers(params: Params, x: jax.Array) -> None:
     ols.with_loss_scaling(optax.MultiSteps(optax.adam(1e-3), 4), OwnPolicy(), axis_name="data")
     opt_state = tx.init(params)
     loss, grads = ols.value_and_grad(loss_fn)(opt_state, params, x)
-    _, opt_state = tx.update(grads, opt_state, params, value=loss)
+    updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+    assert_type(optax.apply_updates(params, updates), optax.Params)
+    assert_type(opt_state._replace(loss_scale_state=ols.init()), ols.GuardState)
     assert_type(ols.loss_scale_state(opt_state), ols.LossScaleState)
+    optax.chain(optax.identity(), tx).init(params)
 
     inner = ols.with_master_weights(optax.adam(1e-3))
     small = ols.with_bfloat16_state(optax.adam(1e-3), keep=lambda path: "nu" in path)
     guard = ols.with_skipping(inner, ols.Spike("grad_norm", window=64))
     rounded = ols.with_stochastic_rounding(small)
-    assert isinstance(rounded.init(params), ols.StochasticRoundingState)
-    assert_type([tx, inner, small, rounded, guard], list[optax.GradientTransformationExtraArgs])
+    assert_type(rounded.init(params), ols.StochasticRoundingState)
+    transformations: list[optax.GradientTransformationExtraArgs] = [tx, inner, small, rounded, guard]
+    assert len(transformations) == 5
     ols.with_skipping(optax.MultiSteps(tx, 2), lambda *_, **__: x > 1, axis_name="data")
     opt_state, small_state = guard.init(params), small.init(params)
-    assert isinstance(opt_state, ols.GuardState)
+    assert_type(opt_state, ols.GuardState)
     assert_type(opt_state.rule_states, tuple[Any, ...])
     assert isinstance(opt_state.rule_states[0], ols.SpikeState)
     assert isinstance(opt_state.inner_state, ols.MasterWeightsState)
@@ -97,7 +101,7 @@ def wrappers(params: Params, x: jax.Array) -> None:
     assert_type(ols.cast(params, jnp.float16, keep=lambda path: "norm" in path), Params)
     ols.grad(ols.autocast(loss_fn, "float16"), has_aux=True)(ols.init(), params, x)
     is_stalled = diagnostics.is_stalled(opt_state, max_consecutive_skipped=9)
-    assert isinstance(small_state, ols.Bfloat16State)
+    assert_type(small_state, ols.Bfloat16State)
     assert_type((is_stalled, small_state.rounding_count), tuple[jax.Array, jax.Array])
 
     ols.with_loss_scaling(optax.adam)  # pyright: ignore[reportArgumentType]
