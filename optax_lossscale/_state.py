@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import INT32_MAX, LARGEST_SCALE, SMALLEST_SCALE
@@ -103,7 +102,7 @@ class GuardState(NamedTuple):
 
     loss_scale_state: LossScaleState
     rule_states: tuple[PyTree, ...]
-    inner_state: optax.OptState
+    inner_state: PyTree
 
 
 @public_state(needed=("values", "held", "consecutive_skipped"))
@@ -137,7 +136,7 @@ class MasterWeightsState(NamedTuple):
     """
 
     master_weights: PyTree
-    inner_state: optax.OptState
+    inner_state: PyTree
 
 
 @public_state()
@@ -150,7 +149,7 @@ class Bfloat16State(NamedTuple):
     """
 
     rounding_count: jax.Array
-    inner_state: optax.OptState
+    inner_state: PyTree
 
 
 @public_state()
@@ -163,7 +162,7 @@ class StochasticRoundingState(NamedTuple):
     """
 
     rounding_count: jax.Array
-    inner_state: optax.OptState
+    inner_state: PyTree
 
 
 def initial_state(loss_scale: float) -> LossScaleState:

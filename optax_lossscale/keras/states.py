@@ -3,9 +3,9 @@
 from typing import NamedTuple
 
 import jax
-import optax
 
 from optax_lossscale._state import public_state
+from optax_lossscale._support.tree import PyTree
 
 
 @public_state("optax_lossscale.keras")
@@ -17,7 +17,7 @@ class DecayedState(NamedTuple):
       decay_steps: The number of applied steps, which a schedule of the rate counts. `int32[]`.
     """
 
-    inner_state: optax.OptState
+    inner_state: PyTree
     decay_steps: jax.Array
 
 
@@ -34,5 +34,5 @@ class EmaParamsState(NamedTuple):
       ema_steps: The number of applied steps. `int32[]`.
     """
 
-    ema_params: optax.Params
+    ema_params: PyTree
     ema_steps: jax.Array
