@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from leaves import NOT_NUMBERS
+from leaves import not_numbers
 from plain_where import bits
 
 import optax_lossscale as ols
@@ -86,7 +86,7 @@ def draw_tree(rng):
     return {
         "each": (each[::2], tuple(map(jnp.asarray, each[1::2]))),
         "large": draw(rng.choice(DTYPES), LARGE),
-        "others": [*NOT_NUMBERS.values(), None, 1.5, {}, small],
+        "others": [*not_numbers().values(), None, 1.5, {}, small],
         OVERWRITE: {"w": draw(rng.choice(DTYPES), [(3,)])},
     }
 

@@ -18,7 +18,7 @@ import pytest
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from leaves import NOT_NUMBERS
+from leaves import not_numbers
 
 import optax_lossscale as ols
 from optax_lossscale import diagnostics as diag
@@ -280,7 +280,7 @@ def test_the_report_counts_every_inexact_dtype_and_leaves_out_other_leaves():
         "empty": (jnp.zeros((0, 3)), (0, 0, 0)),
     }
     tree = {name: leaf for name, (leaf, _) in leaves.items()}
-    report = jax.jit(lambda: nonfinite_report(NOT_NUMBERS | tree))()
+    report = jax.jit(lambda: nonfinite_report(not_numbers() | tree))()
     assert {name: tuple(map(int, counts)) for name, counts in report.items()} == {
         f"['{name}']" + ("[0]" if name == "bias" else ""): counts
         for name, (_, counts) in leaves.items()
@@ -465,7 +465,7 @@ def test_float64_gradients_are_read_exactly_and_outliers_count_in_the_outer_bins
 
 def test_both_parts_of_a_complex_gradient_count_and_other_leaves_do_not():
     parts = jnp.array([complex(2.0, 1e-9), complex(0.0, INF)])
-    tree = NOT_NUMBERS | {"complex": parts, "empty": jnp.zeros((0, 3)), "number": 4.0}
+    tree = not_numbers() | {"complex": parts, "empty": jnp.zeros((0, 3)), "number": 4.0}
     counts = jax.jit(lambda: gradient_exponents(tree))()
     assert [int(n) for n in counts[1:]] == [1, 1, 0, 1, 5]
     assert counts.histogram[149 + 1] == counts.histogram[149 + 2] == 1

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from arrays import normal, shape
 
 import optax_lossscale as ols
 from optax_lossscale.diagnostics import first_nonfinite
 
 F16, F32 = jnp.float16, jnp.float32
-KEY = jax.random.key(0)
-X = jax.random.normal(KEY, (16, 8))
+X = normal(shape(16, 8))
 NAN, INF = jnp.nan, jnp.inf
 CAST = "convert_element_type"
 
@@ -66,7 +66,7 @@ def equinox():
         net, x = ols.cast((net, x), F16)
         return loss_of(jax.vmap(net.energy), jax.vmap(net.head), net.activation(x))
 
-    net = EquinoxNet(*(eqx.nn.Linear(8, 8, key=key) for key in jax.random.split(KEY)))
+    net = EquinoxNet(*(eqx.nn.Linear(8, 8, key=key) for key in jax.random.split(jax.random.key(0))))
     return loss_fn, net, eqx.filter_value_and_grad, eqx.filter_jit
 
 
@@ -114,7 +114,7 @@ class Block(nn.Module):
 def test_the_step_of_a_scan_over_layers_is_named():
     blocks = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=5)
     net, x = blocks(), X[:, :4]
-    shapes = jax.eval_shape(net.init, KEY, x, None)
+    shapes = jax.eval_shape(net.init, jax.random.key(0), x, None)
     variables = jax.tree.map(lambda x: jnp.ones(x.shape), shapes)
     found = first_nonfinite(net.apply, variables, x, None)
     assert (found.layer, found.scope) == ("variables['params']['Dense_0']", "step 1/Block")
@@ -188,10 +188,10 @@ def after_a_logarithm(p, x):
     return jnp.where(x > 0, p["w"] * x, earlier)
 
 
-ONE, BIG, PART = jnp.ones(2), jnp.full(2, 1e30), jnp.array([1.0, NAN])
+ONE, BIG, PART = (np.float32(numbers) for numbers in ([1, 1], [1e30, 1e30], [1, NAN]))
 CLOSED_OVER = "an array that `fun` closes over"
-CONSTANT, LARGE, LIMITS = np.float32([[1.0, np.nan], [1e30, 1.0], [np.inf, -np.inf]])
 LARGEST = jnp.float32(1e30)
+CONSTANT, LARGE, LIMITS = np.float32([[1.0, np.nan], [1e30, 1.0], [np.inf, -np.inf]])
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,12 @@ LARGEST = jnp.float32(1e30)
     [
         (product, BIG, BIG, ("mul", "p['w']", "")),
         (lambda p, x: p["w"].sum() * jnp.sqrt(-x), ONE, ONE, ("sqrt", "x", "")),
-        (lambda p, x: jax.lax.complex(0 * x, x) * p["w"], BIG, BIG, ("mul", "p['w']", "")),
+        (
+            lambda p, x: jax.lax.complex(0 * x, x) * p["w"].astype("complex64"),
+            BIG,
+            BIG,
+            ("mul", "p['w']", ""),
+        ),
         # The second result is made first.
         (lambda p, x: (product(p, x), jnp.sqrt(-x))[::-1], BIG, BIG, ("mul", "p['w']", "")),
         (lambda p, x: halved(product(p, x)), ONE, BIG, (CAST, "p['w']", "")),
@@ -215,14 +220,14 @@ LARGEST = jnp.float32(1e30)
         (jax.named_scope("block")(product), BIG, BIG, ("mul", "p['w']", "block")),
         # Inputs that are not finite.
         (product, ONE, PART, (None, "x", "")),
-        (product, ONE.at[0].set(INF), ONE, (None, "p['w']", "")),
+        (product, np.float32([INF, 1]), ONE, (None, "p['w']", "")),
         (over_rows(lambda w, c, row: (c, w * row)), ONE, PART, (None, "x", "")),
         (jax.jit(lambda p, x: product(p, x) * CONSTANT), ONE, ONE, (None, CLOSED_OVER, "")),
         # Intended infinities, and the NaN that they cause.
         (masked_softmax, ONE, ONE, None),
         (lambda p, x: jnp.where(x > 0, p["w"], -INF), ONE, ONE, None),
         (lambda p, x: masked_softmax(p, x, (False, False)), ONE, ONE, ("sub", "p['w']", "")),
-        (lambda p, x: jax.nn.softmax(p["w"] + x), ONE, jnp.array([0.0, -INF]), None),
+        (lambda p, x: jax.nn.softmax(p["w"] + x), ONE, np.float32([0, -INF]), None),
         (lambda p, x: jax.nn.softmax(p["w"] + x), ONE, -INF * ONE, ("sub", "p['w']", "")),
         (jax.jit(lambda p, x: jnp.where(x > 0, p["w"], LIMITS)), ONE, ONE, None),
         # Infinities that are not intended, since the result is not finite only because of them.
@@ -257,7 +262,7 @@ LARGEST = jnp.float32(1e30)
         (jax.grad(lambda p, x: straight(product(p, x)).sum()), ONE, ONE, ("div", "p['w']", "")),
     ],
 )
-def test_the_operation_is_named(fun, w, x, expected):
+def test_the_operation_that_makes_the_first_nonfinite_number_is_named(fun, w, x, expected):
     found = first_nonfinite(fun, {"w": w}, x)
     assert (found and (found.operation, found.layer, found.scope)) == expected
 
@@ -390,7 +395,10 @@ def masked(number, dtype=F16, mask=False):
         (masked(-1e30), "-1e+30 is beyond float16; write `jnp.finfo(x.dtype).min`"),
         (masked(7e4), "70000 is beyond float16; write `jnp.finfo(x.dtype).max`"),
         (masked(500.0, jnp.float8_e4m3fn), "500 is beyond float8_e4m3fn; write"),
-        (lambda p, _: p["w"].astype(F16) * LARGEST.astype(F16), "1e+30 is beyond float16"),
+        (
+            lambda p, _: p["w"].astype(F16) * LARGEST.astype(F16),
+            "1e+30 is beyond float16",
+        ),
         (lambda p, _: p["w"].astype(F16) * jnp.asarray(LARGE).astype(F16), None),
     ],
 )
@@ -442,7 +450,7 @@ def test_arrays_of_every_type_are_traced_and_other_leaves_are_not():
         return jnp.where(mask, noise, jnp.log(x)) / (1 if train else 0) * scale
 
     def operation(x, train):
-        args = KEY, np.array([True, False]), jax.device_put(x, sharding), train, 2.0
+        args = jax.random.key(0), np.array([True, False]), jax.device_put(x, sharding), train, 2.0
         found = first_nonfinite(fun, *args)
         return found and found.operation
 

@@ -148,40 +148,41 @@ ROUNDED = {
 HOW = [*((mode, True) for mode in MODES_OF_TWO_ORDERS), ("reverse over forward", False)]
 
 
+def final(wrap, dtype, rate, w):
+    """Train for three steps, and return a number that depends on all weights."""
+    tx = wrap(optax.sgd(rate, momentum=0.9))
+    w = w.astype(dtype)
+
+    def weights(w, state):
+        if isinstance(state, ols.MasterWeightsState):
+            return ols.master_weights(state, w)
+        return w.astype(jnp.float32)
+
+    def step(carry, _=None):
+        w, state = carry
+        updates, state = tx.update(jnp.cos(3 * weights(w, state)), state, w)
+        return (optax.apply_updates(w, updates), state), None
+
+    carry, _ = jax.lax.scan(step, (w, tx.init(w)), length=3)
+    return jnp.mean(jnp.sin(weights(*carry)))
+
+
+@functools.cache
+def differentiated(wrap, dtype, mode, *, compiled):
+    """Differentiate by the learning rate and the initial parameters, one of which is zero."""
+    start = jnp.linspace(-2, 2, 4097).astype(jnp.bfloat16).astype(jnp.float32)
+    at = jnp.float32(0.1), start
+    derivative = functools.partial(MODES_OF_TWO_ORDERS[mode], functools.partial(final, wrap, dtype))
+    return (jax.jit(derivative) if compiled else derivative)(at, jax.tree.map(jnp.ones_like, at))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rounded", ROUNDED)
 @pytest.mark.parametrize(("mode", "compiled"), HOW)
 def test_derivatives_pass_through_every_rounding(rounded, mode, compiled):
-    # By the learning rate and by the initial parameters, one of which is zero.
-    start = jnp.linspace(-2, 2, 4097).astype(jnp.bfloat16).astype(jnp.float32)
-
-    def final(wrap, dtype, rate, w):
-        tx = wrap(optax.sgd(rate, momentum=0.9))
-        w = w.astype(dtype)
-
-        def weights(w, state):
-            if isinstance(state, ols.MasterWeightsState):
-                return ols.master_weights(state, w)
-            return w.astype(jnp.float32)
-
-        def step(carry, _=None):
-            w, state = carry
-            updates, state = tx.update(jnp.cos(3 * weights(w, state)), state, w)
-            return (optax.apply_updates(w, updates), state), None
-
-        carry, _ = jax.lax.scan(step, (w, tx.init(w)), length=3)
-        return jnp.mean(jnp.sin(weights(*carry)))
-
-    at = jnp.float32(0.1), start
-    found, expected = (
-        (jax.jit if compiled else lambda f: f)(
-            functools.partial(MODES_OF_TWO_ORDERS[mode], functools.partial(final, wrap, dtype))
-        )(at, jax.tree.map(jnp.ones_like, at))
-        for wrap, dtype in (
-            (ROUNDED[rounded], jnp.float32 if rounded == "state" else jnp.bfloat16),
-            (optax.with_extra_args_support, jnp.float32),
-        )
-    )
+    dtype = jnp.float32 if rounded == "state" else jnp.bfloat16
+    found = differentiated(ROUNDED[rounded], dtype, mode, compiled=compiled)
+    expected = differentiated(optax.with_extra_args_support, jnp.float32, mode, compiled=compiled)
     # Tangents of parameters, or those that are stored, are in bfloat16.
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=0.03, atol=0.03 * float(jnp.abs(b).max()))

@@ -61,10 +61,12 @@ WAYS = {
 
 
 def searches():
-    """One search in each way, and each search compiled; `make test-all` has the rest."""
+    """Each search and each guard compiled, and one eager search; `make test-all` has the rest."""
     for search, guard, way in itertools.product(SEARCHES, GUARDS, WAYS):
-        is_plain = guard == "with_loss_scaling"
-        is_one = (is_plain and way == "jit") or (search == "SGD, backtracking" and way != "scan")
+        is_plain, is_cheap = guard == "with_loss_scaling", search == "SGD, backtracking"
+        is_one = (
+            (is_plain or is_cheap) if way == "jit" else (is_plain, is_cheap, way) == (1, 1, "eager")
+        )
         yield pytest.param(
             search, guard, way, marks=pytest.mark.slow if is_one else pytest.mark.exhaustive
         )
@@ -221,15 +223,19 @@ def test_true_gradients_from_the_state_are_scaled_by_hand():
     value_and_grad = optax.value_and_grad_from_state(loss_fn)
 
     def trained(tx, scale):
-        w = jnp.zeros(3)
-        state = tx.init(w)
-        for _ in range(8):
+        @jax.jit
+        def step(w, state):
             loss, grads = value_and_grad(w, state=state)
             given = scale(grads, state)
             updates, state = tx.update(given, state, w, value=loss, grad=given, value_fn=loss_fn)
-            w = optax.apply_updates(w, updates)
+            return optax.apply_updates(w, updates), state
+
+        w = jnp.zeros(3)
+        state = tx.init(w)
+        for _ in range(8):
+            w, state = step(w, state)
         return w
 
     expected = trained(inner, lambda grads, _: grads)
-    assert_same_bits(trained(tx, ols.scale_loss), expected)
-    assert_same_bits(trained(skipping, lambda grads, _: grads), expected)
+    for found in trained(tx, ols.scale_loss), trained(skipping, lambda grads, _: grads):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)

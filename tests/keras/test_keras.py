@@ -4,6 +4,7 @@ Keras' inner optimizer receives most of the arguments, since Keras' wrapper reje
 """
 
 import functools
+import importlib
 import itertools
 import os
 import pickle
@@ -18,9 +19,6 @@ from plain_where import assert_same_bits, types
 
 import optax_lossscale as ols
 from optax_lossscale.keras import DecayedState, EmaParamsState, ema_params, loss_scale_optimizer
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
-import keras
 
 pytestmark = pytest.mark.integration
 
@@ -40,13 +38,24 @@ def decreasing(step):
     return RATE / (1 + 0.1 * step)
 
 
-class DecreasingInKeras(keras.optimizers.schedules.LearningRateSchedule):
-    def __call__(self, step):
-        return decreasing(keras.ops.cast(step, "float32"))
+def import_keras():
+    """Import Keras, and with it scikit-learn, only when a test needs it."""
+    os.environ.setdefault("KERAS_BACKEND", "jax")
+    return importlib.import_module("keras")
+
+
+def decreasing_in_keras():
+    keras = import_keras()
+
+    class Decreasing(keras.optimizers.schedules.LearningRateSchedule):
+        def __call__(self, step):
+            return decreasing(keras.ops.cast(step, "float32"))
+
+    return Decreasing()
 
 
 def keras_sgd(rate=RATE, **arguments):
-    return keras.optimizers.SGD(rate, momentum=0.9, **arguments)
+    return import_keras().optimizers.SGD(rate, momentum=0.9, **arguments)
 
 
 def sgd(learning_rate=RATE):
@@ -79,6 +88,7 @@ def gradients(*, steps=36, overflows=OVERFLOWS):
 
 def run_keras(inner, history, params=None):
     """Return the steps of Keras' LossScaleOptimizer on the true gradients in `history`."""
+    keras = import_keras()
     tx = keras.optimizers.LossScaleOptimizer(inner, **SCALE)
     params = start() if params is None else params
     variables = [keras.Variable(value) for value in params.values()]
@@ -143,7 +153,7 @@ def assert_close(actual, expected):
 @pytest.mark.slow
 def test_every_argument_has_the_effect_that_it_has_in_keras(rate, arguments):
     history = gradients()
-    theirs, ours = (DecreasingInKeras(), decreasing) if "sch" in rate else (RATE, RATE)
+    theirs, ours = (decreasing_in_keras(), decreasing) if "sch" in rate else (RATE, RATE)
     inner = optax.inject_hyperparams(sgd)(ours) if "injected" in rate else sgd(ours)
     given = {"learning_rate": ours} if "weight_decay" in arguments and rate[0] != "i" else {}
     expected = run_keras(keras_sgd(theirs, **arguments), history)
@@ -180,7 +190,7 @@ def test_schedules_count_applied_steps_and_in_keras_micro_steps():
     ones = jax.tree.map(np.ones_like, start())
     history = [jax.tree.map(np.zeros_like, ones)] * 6
     history[1] = gradients(steps=1, overflows={0})[0]
-    theirs = run_keras(keras_sgd(DecreasingInKeras(), **TWO, **DECAY), history, ones)
+    theirs = run_keras(keras_sgd(decreasing_in_keras(), **TWO, **DECAY), history, ones)
     tx = loss_scale_optimizer(sgd(decreasing), **SCALE, **TWO, **DECAY, learning_rate=decreasing)
     ours = run_ours(tx, history, ones)
     # Decay applies at the second and fourth finite steps. The skipped step does not count.
@@ -194,7 +204,7 @@ def test_schedules_count_applied_steps_and_in_keras_micro_steps():
 @pytest.mark.slow
 def test_weights_decay_after_the_inner_optimizer_and_in_keras_before_it():
     # The difference shows in an optimizer that reads the params. This one subtracts them.
-    class Removing(keras.optimizers.SGD):
+    class Removing(import_keras().optimizers.SGD):
         def update_step(self, gradient, variable, learning_rate):
             del gradient, learning_rate
             self.assign_sub(variable, variable)
@@ -210,7 +220,7 @@ def test_weights_decay_after_the_inner_optimizer_and_in_keras_before_it():
 def test_the_wrapper_takes_arguments_that_keras_refuses_on_its_wrapper():
     for arguments in (CLIPNORM, CLIPVALUE, GLOBAL, DECAY, EMA, TWO):
         with pytest.raises(ValueError, match="does not support"):
-            keras.optimizers.LossScaleOptimizer(keras_sgd(), **arguments)
+            import_keras().optimizers.LossScaleOptimizer(keras_sgd(), **arguments)
     loss_scale_optimizer(sgd(), 2.0, dynamic=False, **EVERYTHING)
 
 

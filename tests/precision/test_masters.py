@@ -33,27 +33,34 @@ def rounded_away(single):
     return jnp.asarray(words.astype(np.uint16).view(jnp.bfloat16.dtype))
 
 
+def step_of(optimizer, tx):
+    @functools.partial(jax.jit, compiler_options=UNFUSED)
+    def step(params, state, grads, number):
+        wide = ols.cast(grads, jnp.float32)
+        extra = optimizer.extra_args(number, value=1.0 + number, grad=wide)
+        updates, state = tx.update(grads, state, params, **extra)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+@functools.cache
+def float32_run(optimizer):
+    """Return the optimizer, its step, and its gradients, compiled once for all dtypes."""
+    plain = optimizer.plain()
+    return plain, step_of(optimizer, plain), jax.jit(optimizer.grads)
+
+
 @pytest.mark.parametrize(
     ("dtype", "remainders"), [("float16", False), ("bfloat16", False), ("bfloat16", True)]
 )
 @pytest.mark.parametrize("name", EVERY)
-def test_the_parameters_are_those_of_the_float32_run_rounded(name, dtype, remainders):
+def test_parameters_are_those_of_the_float32_run_rounded(name, dtype, remainders):
     optimizer = OPTIMIZERS[name]
     rounded = rounded_away if remainders else lambda single: single.astype(dtype)
-
-    def stepping(tx):
-        @functools.partial(jax.jit, compiler_options=UNFUSED)
-        def step(params, state, grads, number):
-            wide = ols.cast(grads, jnp.float32)
-            extra = optimizer.extra_args(number, value=1.0 + number, grad=wide)
-            updates, state = tx.update(grads, state, params, **extra)
-            return optax.apply_updates(params, updates), state
-
-        return step
-
-    plain = optimizer.plain()
+    plain, plain_step, gradients = float32_run(optimizer)
     tx = ols.with_master_weights(optimizer.make(), remainders=remainders)
-    step, plain_step, gradients = stepping(tx), stepping(plain), jax.jit(optimizer.grads)
+    step = step_of(optimizer, tx)
     half = ols.cast(optimizer.params(), dtype)
     single = ols.cast(half, jnp.float32)
     half_state, single_state = tx.init(half), plain.init(single)

@@ -10,7 +10,7 @@ import pytest
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from leaves import FP8, NOT_NUMBERS
+from leaves import FP8, not_numbers
 from plain_where import assert_same_bits
 
 import optax_lossscale as ols
@@ -69,15 +69,13 @@ def test_one_bad_element_of_a_small_array_is_found():
     assert_found_anywhere(largest([(3,), (2**16,)], FP8), [0, 1, 2, -1, -2, -3])
 
 
-EMPTY = {"containers": {"a": [], "b": ((), None)}, "zero-size": np.zeros((3, 0), np.float16)}
-
-
-@pytest.mark.parametrize("leaf", (NOT_NUMBERS | EMPTY).values(), ids=NOT_NUMBERS | EMPTY)
-def test_a_leaf_without_floating_point_numbers_counts_as_finite(leaf):
-    finite = ols.all_finite(leaf)
-    assert isinstance(finite, jax.Array)
-    assert (finite, finite.shape, finite.dtype) == (True, (), jnp.bool_)
-    assert not ols.all_finite({"a": leaf, "w": np.array([1.0, np.nan])})
+def test_a_leaf_without_floating_point_numbers_counts_as_finite():
+    empty = {"containers": {"a": [], "b": ((), None)}, "zero-size": np.zeros((3, 0), np.float16)}
+    for leaf in (not_numbers() | empty).values():
+        finite = ols.all_finite(leaf)
+        assert isinstance(finite, jax.Array)
+        assert (finite, finite.shape, finite.dtype) == (True, (), jnp.bool_)
+        assert not ols.all_finite({"a": leaf, "w": np.array([1.0, np.nan])})
 
 
 @pytest.mark.parametrize("bad", [float("nan"), complex(0, float("inf")), np.float16("inf")])
@@ -119,33 +117,31 @@ def test_arrays_spread_over_devices_are_judged_as_a_whole_and_where_they_are(axi
                 array.fill(1)
 
 
-KEYS = jax.random.split(jax.random.key(1, impl="rbg"))
-PAIRS = {
-    "0-d": (jnp.float32(1), jnp.float32(2)),
-    "zero-size": (jnp.zeros((0, 2)), jnp.ones((0, 2))),
-    "numpy": (np.ones(2, np.float32), np.zeros(2, np.float32)),
-    "NaN and inf": (jnp.array([jnp.nan]), jnp.array([jnp.inf])),
-    "negative zero": (jnp.array([-0.0]), jnp.array([0.0])),
-    "PRNG key": tuple(KEYS),
-    "PRNG keys": (KEYS, KEYS[::-1]),
-    "state": (ols.init(8), ols.init(2)),
-    "None": (None, None),
-}
-for dtype in [*FLOATS, *FP8, "complex64", "int8", "int32", "uint32", "bool"]:
-    PAIRS[dtype] = jnp.array([1, 0]).astype(dtype), jnp.array([0, 1]).astype(dtype)
-
-
 def test_it_selects_whole_trees_bit_for_bit_in_their_own_containers():
+    keys = jax.random.split(jax.random.key(1, impl="rbg"))
+    dtypes = *FLOATS, *FP8, "complex64", "int8", "int32", "uint32", "bool"
+    pairs = {
+        "0-d": (jnp.float32(1), jnp.float32(2)),
+        "zero-size": (jnp.zeros((0, 2)), jnp.ones((0, 2))),
+        "numpy": (np.ones(2, np.float32), np.zeros(2, np.float32)),
+        "NaN and inf": (jnp.array([jnp.nan]), jnp.array([jnp.inf])),
+        "negative zero": (jnp.array([-0.0]), jnp.array([0.0])),
+        "PRNG key": tuple(keys),
+        "PRNG keys": (keys, keys[::-1]),
+        "state": (ols.init(8), ols.init(2)),
+        "None": (None, None),
+        **{dtype: [jnp.asarray(np.array(x, dtype)) for x in ([1, 0], [0, 1])] for dtype in dtypes},
+    }
     select = jax.jit(ols.tree_where)
-    on_true, on_false = ({name: [pair[i]] for name, pair in PAIRS.items()} for i in (0, 1))
+    on_true, on_false = ({name: [pair[i]] for name, pair in pairs.items()} for i in (0, 1))
     assert_same_bits(select(True, on_true, on_false), on_true)
     assert_same_bits(select(False, on_true, on_false), on_false)
 
 
-@pytest.mark.parametrize("pred", [True, np.bool_(True), np.array(True), jnp.asarray(True)])
-def test_the_predicate_may_be_a_python_bool_or_an_array(pred):
-    assert ols.tree_where(pred, np.ones(2), np.zeros(2)).tolist() == [1, 1]
-    assert ols.tree_where(not pred, np.ones(2), np.zeros(2)).tolist() == [0, 0]
+def test_the_predicate_may_be_a_python_bool_or_an_array():
+    for kind in (bool, np.bool_, np.array, jnp.asarray):
+        assert ols.tree_where(kind(True), np.ones(2), np.zeros(2)).tolist() == [1, 1]
+        assert ols.tree_where(kind(False), np.ones(2), np.zeros(2)).tolist() == [0, 0]
 
 
 def test_a_leaf_other_than_an_array_passes_through_if_both_trees_have_it():
