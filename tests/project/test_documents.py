@@ -1,5 +1,6 @@
 """The documents, set-up files and examples agree, and do not name any machine."""
 
+import ast
 import os
 import re
 import runpy
@@ -218,10 +219,43 @@ def test_the_page_of_recipes_has_the_bytes_of_its_recipes():
         assert (found, found + params.dtype.itemsize) == (int(stored), int(with_gradients)), line
 
 
-def test_the_picture_of_the_page_why_is_drawn_by_its_script(tmp_path):
-    draw = runpy.run_path(str(DOCS / "draw_why.py"))["draw"]
-    draw(tmp_path / "why.png")
-    assert (tmp_path / "why.png").read_bytes().startswith(b"\x89PNG")
+@pytest.mark.exhaustive
+def test_the_pictures_of_the_pages_are_drawn_by_their_script(tmp_path):
+    pictures = runpy.run_path(str(DOCS / "draw.py"))["PICTURES"]
+    for name, draw in pictures.items():
+        draw(tmp_path / f"{name}.png", steps=4)
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert any(f"(images/{name}.png)" in text for text in PAGES.values())
+        assert (DOCS / f"images/{name}.png").stat().st_size < 60_000
+
+
+# By row of the page: the case and the contender of `make aot`, and the baseline's bytes.
+COSTS = {
+    "`adamw`, 52M parameters": ("wide", "Ours", 1),
+    "ResNet-50, 161 arrays": ("deep", "Ours", 1),
+    "clipping": ("clip", "Ours", 1),
+    "clipping, 161 arrays": ("clip-deep", "Ours", 1),
+    "FSDP, 161 arrays": ("fsdp", "Ours", 1),
+    "`shard_map`, 161 arrays": ("shard_map", "Ours", 1),
+    "`with_skipping`": ("guards", "SkipIf", 28),
+    '`with_skipping`, `Spike("grad_norm")`': ("guards", "SpikeNorm", 28),
+    "float16 masters": ("masters", "Masters", 28),
+    "bfloat16 remainders": ("remainders", "Remainders", 28),
+    "remainders, clipping, `with_skipping`": ("remainders-clip", "SkipIfRemainders", 30),
+}
+
+
+@pytest.mark.parametrize("row", COSTS)
+def test_the_page_of_costs_has_the_bytes_and_kernels_that_make_aot_allows(row):
+    literal = r"^LIMITS = (\{.*?^\})"
+    source = read("tests/project/test_compiled.py")
+    limits = ast.literal_eval(re.search(literal, source, re.MULTILINE | re.DOTALL)[1])
+    line = re.search(rf"^\| {re.escape(row)} \|(.*)", read("docs/performance.md"), re.MULTILINE)[1]
+    found, kernels = map(float, re.findall(r"[\d.]+", line)[:2])
+    case, name, baseline = COSTS[row]
+    most, *count = limits[case, name, "h100"]
+    assert kernels == count[0]
+    assert most - 0.01 <= found / baseline <= most
 
 
 def test_every_test_that_a_document_names_exists():
