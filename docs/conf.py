@@ -127,7 +127,6 @@ WORDS = {
         "MultiSteps",
         "batch size",
     ),
-    "api/index#glossary": ("glossary", "subnormal"),
     "averages": ("EMA", "exponential moving average", "moving average", "schedule_free"),
     "bfloat16_state": (
         "mu_dtype",
@@ -362,7 +361,7 @@ REDIRECTS = {
     "faq": "diagnostics.html#frequently-asked-questions",
     "gallery": "recipes.html#whole-programs",
     "gan": "several_losses.html#a-gan",
-    "glossary": "api/index.html#glossary",
+    "glossary": "why.html",
     "gpu": "install.html#gpu-and-tpu",
     "hypergradients": "gradient_penalty.html#hypergradients",
     "linen": "flax.html#linen",

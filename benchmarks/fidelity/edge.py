@@ -12,7 +12,7 @@ from benchmarks.page import Report, items
 
 VOCABULARIES = 512, 2048, 8192
 BATCHES = 1024, 4096, 16384
-OPTIMIZERS = {"Adam": None, "SGD with momentum": optax.sgd(1.0, momentum=0.9)}  # None: the task's
+OPTIMIZERS = {"Adam": None, "SGD": optax.sgd(1.0, momentum=0.9)}  # None: the task's
 
 
 def learned(vocabulary: int) -> Params:
@@ -52,7 +52,7 @@ def measure(*, quick: bool) -> Report:
     rows = []
     for batch in batches:
         lost = {v: lost_share(each, words(vocabulary=v, batch=batch)) for v, each in params.items()}
-        cells = {f"vocabulary {v:,}": f"{100 * share:.1f} %" for v, share in lost.items()}
+        cells = {f"({v:,})": f"{100 * share:.1f} %" for v, share in lost.items()}
         cells |= {name: f"{behind(batch, tx):+.3f}" for name, tx in OPTIMIZERS.items()}
         rows.append(items(f"batch {batch:,}", cells))
     return Report("\n".join(rows))
