@@ -134,8 +134,8 @@ def test_a_short_run_measures_how_far_weights_wander():
 
 
 def test_a_short_run_measures_what_going_on_costs():
-    _, _, *rows = rounding.going_on(quick=True).text.partition("\n\n")[0].splitlines()
-    assert [row.split(" | ")[0] for row in rows] == ["| 1e-03", "| 1e-04", "| 1e-05"]
+    rows = rounding.going_on(quick=True).text.partition("\n\n")[0].splitlines()
+    assert [row.partition(":")[0] for row in rows] == [f"- rate 1e-0{n}" for n in (3, 4, 5)]
     assert {row.count("±") for row in rows} == {2}
 
 
