@@ -25,6 +25,7 @@ version = release = optax_lossscale.__version__
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
 ]
@@ -46,6 +47,7 @@ nitpick_ignore_regex = [
 
 add_module_names = False
 toc_object_entries_show_parents = "hide"
+autosummary_generate = False
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
@@ -112,10 +114,6 @@ _ELSEWHERE = {
 LINKED |= _ELSEWHERE | {target: target for target in _ELSEWHERE.values()}
 # Only in full: Flax's own is spoken of as often.
 LINKED |= {"optax_lossscale.flax.TrainState": "optax_lossscale.flax.TrainState"}
-# The index of the reference has every name without its module.
-SHORT = {target.rpartition(".")[2]: target for target in LINKED.values()}
-SHORT |= {target.rpartition(".")[2]: target for target in _PUBLIC.values()}
-SHORT |= {name: f"optax_lossscale.keras.{name}" for name in optax_lossscale.keras.__all__}
 
 # What is searched for, by the page or section that answers it.
 WORDS = {
@@ -269,9 +267,8 @@ class LinkNames(SphinxTransform):
         del kwargs
         if self.env.docname.startswith("migration"):
             return
-        linked = LINKED | SHORT if self.env.docname == "api/index" else LINKED
         for literal in list(self.document.findall(nodes.literal)):
-            target = linked.get(literal.astext())
+            target = LINKED.get(literal.astext())
             if target is None or isinstance(
                 literal.parent, (nodes.reference, nodes.title, addnodes.pending_xref)
             ):

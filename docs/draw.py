@@ -24,7 +24,7 @@ FIFTEEN = "\N{SUPERSCRIPT ONE}\N{SUPERSCRIPT FIVE}"
 
 def save(figure: Figure, path: Path) -> None:
     """Write the picture, small enough to be read on a phone."""
-    figure.savefig(path, dpi=150, facecolor="white")
+    figure.savefig(path, dpi=130, facecolor="white")
 
 
 def held(tx: optax.GradientTransformation, dtype: jax.typing.DTypeLike) -> int:
@@ -56,23 +56,23 @@ def draw_layers(path: Path, steps: int = 0) -> None:
         ("clip_by_global_norm", f"{held(clip, jnp.float32)}", "sees true gradients"),
         ("with_bfloat16_state(adamw)", f"{moments}", f"moments ({plain}: in float32)"),
     )
-    figure = Figure(figsize=(5.2, 3.5))
+    figure = Figure(figsize=(4.4, 3.5))
     ax = figure.add_axes((0, 0, 1, 1))
-    ax.set(xlim=(0, 5.2), ylim=(0, 3.5))
+    ax.set(xlim=(0, 4.4), ylim=(0, 3.5))
     ax.axis("off")
-    ax.text(0.12, 3.28, "bfloat16 parameters: 2 bytes each. Each layer adds:", va="center")
+    ax.text(0.12, 3.28, "bfloat16 parameters: 2 bytes. Each layer adds:", va="center")
     for place, (name, size, what) in enumerate(layers):
         depth = min(place, 3)  # clipping and the optimizer are side by side in a chain
         left, top = 0.08 + 0.14 * depth, 3.08 - 0.58 * place
         low = 0.06 + 0.07 * depth if place < 3 else top - 0.5
         style = {"facecolor": BLUE, "alpha": 0.09, "edgecolor": "none"}
-        size_of = 5.2 - 2 * left, top - low
+        size_of = 4.4 - 2 * left, top - low
         ax.add_patch(
             FancyBboxPatch((left, low), *size_of, "round,pad=0,rounding_size=.07", **style)
         )
         ax.text(left + 0.1, top - 0.15, name, va="center", weight="bold", fontsize=9.5)
         ax.text(left + 0.1, top - 0.36, what, va="center", fontsize=9)
-        ax.text(4.45, top - 0.25, size, va="center", ha="right", fontsize=15, color=DARK)
+        ax.text(3.75, top - 0.25, size, va="center", ha="right", fontsize=15, color=DARK)
     save(figure, path)
 
 
