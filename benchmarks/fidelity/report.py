@@ -54,7 +54,7 @@ def notes(results: Results) -> str:
     """Describe the intervals, the machine and the versions."""
     return (
         f"Means with 95 % confidence intervals over {len(results['tasks'][0]['runs'][FLOAT32])} "
-        "seeds, by Student's t; beside float32, differences from it with the same seed. "
+        "seeds; beside float32, differences from it. "
         f"{results['environment']}."
     )
 
