@@ -1,6 +1,6 @@
 """Draw pictures of the pages: `python docs/draw.py`.
 
-The layers of wrappers with the bytes that each holds (order.md, bfloat16_state.md), the loss scale
+The layers of wrappers with the bytes that each holds (order.md), the loss scale
 over a run (logging.md), and gradients beside the range of float16 (why.md).
 """
 
