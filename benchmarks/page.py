@@ -76,10 +76,10 @@ class Report(NamedTuple):
 
 
 def publish(report: Report, part: str, page: Path, command: str = FIDELITY) -> None:
-    """Replace a part of a page, and the numbers and pictures beside it."""
+    """Replace a part of a page, and beside it the numbers, in a file of the part's name."""
     page.write_text(replaced(page.read_text(), part, report.text, command))
     if report.numbers:
-        page.with_suffix(".json").write_text(as_json(report.numbers))
+        page.with_name(f"{part}.json").write_text(as_json(report.numbers))
     for name, figure in report.pictures.items():
         path = page.parent / f"images/{name}.png"
         path.parent.mkdir(exist_ok=True)
@@ -107,6 +107,11 @@ def as_json(results: dict[str, Any]) -> str:
     )
     indented = json.dumps(short, indent=1)
     return re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), indented) + "\n"
+
+
+def items(title: str, ends: Mapping[str, str]) -> str:
+    """Return an item of a Markdown list: a title, and results by name."""
+    return f"- {title}: " + ", ".join(f"{name} {end}" for name, end in ends.items())
 
 
 def compared(task: Mapping[str, Any], ends: Mapping[str, np.ndarray]) -> list[str]:

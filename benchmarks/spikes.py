@@ -133,5 +133,6 @@ def measure(*, quick: bool) -> Report:
             hits = [f"{each[is_other].sum():,}" for each in skipped]
             rows.append([trace.name, what.format(is_other.sum()), *hits])
         false = [f"{10_000 * each[~is_other].mean():.1f}" for each in skipped]
-        rows.append(["" if is_other.any() else trace.name, "false, per 10,000", *false])
+        if any(map(float, false)):
+            rows.append(["" if is_other.any() else trace.name, "false, per 10,000", *false])
     return Report(table(["losses", "steps", *RULES], rows, (0, 1)))

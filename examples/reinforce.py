@@ -4,7 +4,7 @@ A small transformer learns to sort digits by REINFORCE. A digit in the right pla
 the mean over all answers to the same prompt (the group baseline of GRPO). The policy is computed
 twice. Sampling decodes token by token with a key-value cache, and its attention divides last, as in
 fused kernels. Training reads the whole sequence at once. Rounding makes their log-probabilities
-differ: the mismatch. It is that of one seed; docs/reinforcement_learning.md measures several.
+differ: the mismatch. It is that of one seed; docs/recipes.md measures several.
 """
 
 import argparse

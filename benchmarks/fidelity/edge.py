@@ -8,11 +8,11 @@ import optax
 
 from benchmarks.fidelity.tasks import Params, Task, words
 from benchmarks.fidelity.training import FLOAT16, FLOAT32, fit, make_train
-from benchmarks.page import Report, table
+from benchmarks.page import Report, items
 
 VOCABULARIES = 512, 2048, 8192
 BATCHES = 1024, 4096, 16384
-OPTIMIZERS = {"Adam": None, "SGD with momentum": optax.sgd(1.0, momentum=0.9)}  # None: the task's
+OPTIMIZERS = {"Adam": None, "SGD": optax.sgd(1.0, momentum=0.9)}  # None: the task's
 
 
 def learned(vocabulary: int) -> Params:
@@ -46,14 +46,13 @@ def behind(batch: int, tx: Any) -> float:
 
 
 def measure(*, quick: bool) -> Report:
-    """Return the table: what float16 loses of the gradient, and how training ends, by batch."""
+    """Return a list: what float16 loses of the gradient, and how training ends, by batch."""
     vocabularies, batches = ((512,), (64,)) if quick else (VOCABULARIES, BATCHES)
     params = {vocabulary: learned(vocabulary) for vocabulary in vocabularies}
     rows = []
     for batch in batches:
-        lost = (lost_share(each, words(vocabulary=v, batch=batch)) for v, each in params.items())
-        ends = (behind(batch, tx) for tx in OPTIMIZERS.values())
-        cells = *(f"{100 * x:.1f} %" for x in lost), *(f"{x:+.3f}" for x in ends)
-        rows.append([f"{batch:,}", *cells])
-    head = ["batch", *(f"lost, {number:,} words" for number in vocabularies), *OPTIMIZERS]
-    return Report(table(head, rows, ()))
+        lost = {v: lost_share(each, words(vocabulary=v, batch=batch)) for v, each in params.items()}
+        cells = {f"({v:,})": f"{100 * share:.1f} %" for v, share in lost.items()}
+        cells |= {name: f"{behind(batch, tx):+.3f}" for name, tx in OPTIMIZERS.items()}
+        rows.append(items(f"batch {batch:,}", cells))
+    return Report("\n".join(rows))

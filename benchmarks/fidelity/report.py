@@ -1,4 +1,4 @@
-"""The results: the table of docs/training.md, and its pictures."""
+"""The results: the table of docs/evidence.md, and its pictures."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -51,13 +51,11 @@ def span(values: Sequence[float]) -> str:
 
 
 def notes(results: Results) -> str:
-    """Describe the intervals, the machine, the versions and the sizes."""
-    tasks = results["tasks"]
-    sizes = [f"{t['name']} {t['parameters']:,} parameters, {t['steps']} steps" for t in tasks]
+    """Describe the intervals, the machine and the versions."""
     return (
-        "Float32's result, and the others' differences from it with the same seed: means with "
-        f"95 % confidence intervals over {len(tasks[0]['runs'][FLOAT32])} seeds, by "
-        f"Student's t. {results['environment']}. Sizes: {'; '.join(sizes)}."
+        f"Means with 95 % confidence intervals over {len(results['tasks'][0]['runs'][FLOAT32])} "
+        "seeds; beside float32, differences from it. "
+        f"{results['environment']}."
     )
 
 

@@ -13,7 +13,7 @@ import optax_lossscale as ols
 from benchmarks.fidelity.state import autoencoder
 from benchmarks.fidelity.tasks import Task
 from benchmarks.fidelity.training import fit
-from benchmarks.page import Report, environment, interval, table
+from benchmarks.page import Report, environment, interval, items, table
 
 BFLOAT16_STEP = 2.0**-7  # between 1 and 2
 
@@ -129,13 +129,12 @@ def going_on(*, quick: bool) -> Report:
         plain = ends.pop("float32")
         cells = [interval(100 * (end / plain - 1)) for end in ends.values()]
         more = ["{:+.2f} ± {:.2f}".format(*cell) for cell in cells]
-        rows.append([f"{rate:.0e}", f"{plain.mean():.5f}", *more, f"{100 * added / loss:+.2f}"])
-        print(*rows[-1], flush=True)
-    head = ["rate", "float32's loss", "remainders, %", "stochastic, %", "estimate, %"]
+        rows.append(items(f"rate {rate:.0e}", dict(zip(ends, more, strict=True))))
+        print(rows[-1], flush=True)
     about = environment("jax", "jaxlib", "optax", "scikit-learn")
     size = f"AdamW on a small autoencoder: {steps:,} steps, then as many"
-    notes = f"{size}; {len(seeds)} seeds. {about}."
-    return Report(f"{table(head, rows)}\n\n{notes}")
+    notes = f"The estimate is {100 * added / loss:+.2f}. {size}; {len(seeds)} seeds. {about}."
+    return Report("\n".join(rows) + f"\n\n{notes}")
 
 
 def continued(task: Task, rate: float, way: str, params: Any, seeds: range) -> np.ndarray:
