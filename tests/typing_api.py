@@ -89,8 +89,7 @@ def wrappers(params: Params, x: jax.Array) -> None:
     guard = ols.with_skipping(inner, ols.Spike("grad_norm", window=64))
     rounded = ols.with_stochastic_rounding(small)
     assert_type(rounded.init(params), ols.StochasticRoundingState)
-    transformations: list[optax.GradientTransformationExtraArgs] = [tx, inner, small, rounded, guard]
-    assert len(transformations) == 5
+    optax.chain(tx, inner, small, rounded, guard)
     ols.with_skipping(optax.MultiSteps(tx, 2), lambda *_, **__: x > 1, axis_name="data")
     opt_state, small_state = guard.init(params), small.init(params)
     assert_type(opt_state, ols.GuardState)
