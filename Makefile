@@ -17,7 +17,7 @@ NOX = PYENV_VERSION="$${PYENV_VERSION:-$$(pyenv versions --bare 2>/dev/null | pa
 .PHONY: demo bench aot quick test test-all oracles docs fidelity matrix mutants release trial tagged check lint pins clean
 .DELETE_ON_ERROR:
 
-# Says what it is about to do before it does it: `make -q` asks whether anything has to be installed.
+# Says how long it takes before it starts. `make -q` finds out whether anything must be installed.
 demo:
 	@$(MAKE) -s -q $(VENV)/examples.installed || \
 	  echo "Installs 0.9 GB into $(VENV), then trains a word model: one to two minutes in all"
@@ -28,8 +28,8 @@ demo:
 bench: $(VENV)/bench.installed
 	$(RUN) -m benchmarks.run --output output/benchmarks $(BENCH)
 
-# Compiles for GPUs and TPUs that need not be there, counts what is compiled, and tests the counts.
-# About an hour.
+# Compiles for GPUs and TPUs, which need not be present, counts what the programs do, and tests the
+# counts. About an hour.
 aot:
 	$(MAKE) VENV=.venv-aot .venv-aot/aot.installed
 	.venv-aot/bin/python -m pytest tests/project/test_compiled.py
@@ -39,15 +39,15 @@ aot:
 quick: $(VENV)/test.installed
 	$(QUICKLY) -m "not slow and not exhaustive" --ignore=tests/project --ignore=tests/oracles tests
 
-# Most of the time is compilation, so few optimizations but in tests that count what they give. The
-# tests of behaviour run once more in the plain forms, without `optax_lossscale/_xla`.
+# Most of the time is compilation, so XLA optimizes little, except in tests of cost. The tests of
+# steps run again in the plain forms, without `optax_lossscale/_xla`.
 test: $(VENV)/test.installed
 	$(QUICKLY) -m "not exhaustive"
 	OLS_TESTS_WITHOUT_XLA=1 $(QUICKLY) -m "not exhaustive" -k "derivative or not slow" \
 	  tests/loss_scale tests/guard
 
-# Adds the exhaustive tests: every optimizer of Optax, where `make test` runs one of each kind, and
-# all optimizations.
+# Adds the exhaustive tests (every optimizer of Optax, instead of a selection) and all optimizations
+# of XLA.
 test-all: $(VENV)/test.installed
 	$(PYTEST)
 
@@ -69,8 +69,8 @@ fidelity: $(VENV)/test.installed
 matrix: $(VENV)/matrix.installed
 	$(NOX) $(MATRIX)
 
-# Builds the sdist and the wheel in dist/ from a clean checkout at the version's tag, in an environment
-# with nothing else.
+# Builds the sdist and the wheel in dist/, from a clean checkout at the version's tag, in an
+# environment with nothing else.
 release: tagged $(VENV)/matrix.installed
 	rm -rf dist
 	$(NOX) --session build
@@ -79,7 +79,7 @@ release: tagged $(VENV)/matrix.installed
 trial: $(VENV)/matrix.installed
 	$(NOX) --session trial $(TRIAL)
 
-# Checks that the commit has the tag of its version, and that Git holds all files as they are.
+# Checks that the commit has the tag of its version, and that there are no uncommitted changes.
 tagged:
 	git tag --points-at HEAD | grep -Fx "v$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' optax_lossscale/__init__.py)"
 	git status --porcelain | (! grep .)
@@ -111,7 +111,7 @@ $(VENV)/pip.installed: constraints.txt
 	$(PIP) install --quiet --constraint constraints.txt --upgrade pip
 	@touch $@
 
-# Regenerates constraints.txt, with the newest versions for each Python that all groups allow.
+# Regenerates constraints.txt with the newest versions, for each Python, that all groups allow.
 pins: $(VENV)/pins.installed
 	$(VENV)/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 \
 	  --fork-strategy requires-python --no-annotate --custom-compile-command "make pins" \

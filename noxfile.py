@@ -26,7 +26,7 @@ def newest(session: nox.Session) -> None:
 
 @nox.session(python=PYTHONS[0])
 def oldest(session: nox.Session) -> None:
-    """Test constraints-oldest.txt; half of it has no wheels for a later Python."""
+    """Test constraints-oldest.txt on the oldest Python: half of it has no wheels for later ones."""
     cannot_run = tomllib.loads(Path("tools/not_on_the_oldest.toml").read_text("utf-8"))
     _test(
         session,
@@ -37,18 +37,18 @@ def oldest(session: nox.Session) -> None:
 
 @nox.session(python=PYTHONS[0], reuse_venv=False)
 def build(session: nox.Session) -> None:
-    """Build the sdist and the wheel, with nothing else installed."""
+    """Build the sdist and the wheel in an environment with nothing else."""
     session.install("--constraint", "constraints.txt", "hatchling")
     session.run("python", "-m", "hatchling", "build")
 
 
 @nox.session(python=PYTHONS, reuse_venv=False)
 def trial(session: nox.Session) -> None:
-    """Install the wheel into an empty environment, as its users will, and train with it."""
+    """Install the wheel into an empty environment, as users will, and train with it."""
     (wheel,) = Path("dist").glob("*.whl")
     session.install("--constraint", "constraints.txt", f"{wheel}[flax]")
     script = Path("examples/minimal.py").resolve()
-    session.chdir(session.create_tmp())  # where the checkout cannot be imported
+    session.chdir(session.create_tmp())  # so that the checkout cannot be imported
     session.run("python", "-W", "error", str(script))
     session.run("python", "-W", "error", "-c", "import optax_lossscale.flax")
 

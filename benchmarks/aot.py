@@ -1,10 +1,11 @@
-"""Compile steps for GPUs and TPUs that need not be there, and count what they do.
+"""Compile steps for GPUs and TPUs, which need not be present, and count what the programs do.
 
     python -m benchmarks.aot
 
-XLA compiles for a device that it is told about. What it compiles to can be counted: bytes, kernels,
-exchanges between devices, memory, and XLA's own estimates of time. It is the same in every run, and
-no measurement. The tables are written to `aot.md`, all numbers to `aot.json`, programs to `hlo`.
+XLA can compile for a device from a description of it. The tables count bytes, kernels, collectives
+and memory in the compiled programs, and have XLA's own estimates of time. These figures are the
+same in every run. They are not measurements. The tables are written to `aot.md`, all numbers to
+`aot.json`, and programs to `hlo`.
 """
 
 import argparse
@@ -31,24 +32,25 @@ from benchmarks.workloads import SIZES
 
 TARGETS = Path(__file__).with_name("targets")  # XLA's own description of a GPU
 BACKENDS = "h100", "v5e", "v6e", "cpu"
-# Autotuning, for which there must be a GPU, takes cuBLAS or Triton for each matrix product;
-# without, XLA takes Triton wherever it may.
+# Autotuning needs a GPU, and chooses cuBLAS or Triton for each matrix product. Without it, XLA uses
+# Triton wherever it can.
 ON_GPU = {"xla_gpu_autotune_level": 0, "xla_gpu_collect_cost_model_stats": True}
 DEVICES = 4
-# Keras' optimizer holds arrays of the device on which Keras runs, and a program has no noise.
+# Keras' optimizer holds arrays of the device that Keras runs on. The control measures noise, which
+# programs do not have.
 LEFT_OUT = "Keras", "KerasScaled", "Control"
-TIMED = "sgd", "momentum", "row-major"  # and not compiled
+TIMED = "sgd", "momentum", "row-major"  # cases that are only timed
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Compile everything that was asked for, and write the tables."""
+    """Compile the requested cases, and write the tables."""
     parser = page.parser("benchmarks.aot", __doc__)
     add = parser.add_argument
     add("--backends", nargs="+", choices=BACKENDS, default=BACKENDS[:-1])
     add("--cases", nargs="+", choices=CASES, default=[c for c in CASES if c not in TIMED])
     names = [name for name in CONTENDERS if name not in LEFT_OUT]
     add("--contenders", nargs="+", choices=names, default=names, help="baselines always run")
-    add("--triton", action="store_true", help="matrix products by Triton in place of cuBLAS")
+    add("--triton", action="store_true", help="use Triton instead of cuBLAS for matrix products")
     add("--size", choices=SIZES, default="full", help="size of the workloads")
     add("--output", type=Path, default=Path("output/aot"), help="folder for the results")
     args = parser.parse_args(argv)
@@ -70,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(backend: str, name: str, args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
-    """Compile a case for one backend, and yield what is counted for each contender."""
+    """Compile a case for one backend, and yield the counts of each contender."""
     devices = find_devices(backend)
     options = ON_GPU | {"xla_gpu_enable_triton_gemm": args.triton} if backend == "h100" else {}
     sizes = SIZES[args.size]
@@ -103,9 +105,9 @@ def find_devices(backend: str) -> list[Any]:
 
 
 def place(step: Step, spread: str, devices: list[Any]) -> tuple[Step, Any]:
-    """Return a step with its arguments on these devices, and where its results lie.
+    """Return a step with its arguments on these devices, and the sharding of its results.
 
-    Without a `spread`, that is the first device.
+    Without a `spread`, everything is on the first device.
     """
     axis_type = AxisType.Explicit if spread == "explicit" else AxisType.Auto
     mesh = Mesh(devices, ("data",), axis_types=(axis_type,))
@@ -127,7 +129,7 @@ def place(step: Step, spread: str, devices: list[Any]) -> tuple[Step, Any]:
 
 
 def spec(shape: tuple[int, ...], spread: str) -> P:
-    """Split the first axis that can be."""
+    """Return the sharding that splits the first axis that can be split."""
     axes = [axis for axis, n in enumerate(shape) if n % DEVICES == 0 and n >= 16 * DEVICES]
     if not axes or (spread == "replicated" and len(shape) == 1):
         return P()
@@ -135,7 +137,7 @@ def spec(shape: tuple[int, ...], spread: str) -> P:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """Return a table for each backend and case; bytes and estimates are ratios to the baseline."""
+    """Return a table for each backend and case. Bytes and estimates are ratios to the baseline."""
     columns = {
         "bytes": report.quotient("bytes", ".3f"),
         **{name: report.number(name) for name in ("kernels", "collectives", "exchanged")},

@@ -1,4 +1,4 @@
-"""The steps that are timed or compiled: what they update, how, and who takes them."""
+"""The cases to time or compile: their workloads, their inner optimizers and their contenders."""
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -37,7 +37,7 @@ REMAINDERS = (
 
 
 class Case(NamedTuple):
-    """A title, and what makes the workload; the contenders' names, and how four devices share it.
+    """A title, a workload, the names of the contenders, and how four devices share the workload.
 
     The first contender is the baseline.
     """
@@ -144,7 +144,7 @@ CASES = {
 
 
 class Step(NamedTuple):
-    """A step: `state = run(state, data)`, from the first state, or from its shapes."""
+    """A step, `state = run(state, data)`, with the first state or its shapes."""
 
     run: Callable[[State, Tree], State]
     state: State
@@ -156,7 +156,7 @@ class LeftOutError(Exception):
 
 
 def select(case: Case, names: Collection[str]) -> dict[str, Contender]:
-    """Return the contenders of a case that have these names, and their baselines."""
+    """Return the contenders of a case with these names, and their baselines."""
     baselines = {CONTENDERS[name].baseline for name in case.contenders if name in names}
     found = {}
     for name in case.contenders:
@@ -170,7 +170,7 @@ def select(case: Case, names: Collection[str]) -> dict[str, Contender]:
 def build(
     contender: Contender, optimizer: str, workload: Gradients | Training
 ) -> tuple[Callable[[Tree], State], Step]:
-    """Return what makes a contender's first state of parameters, and its step from the shapes.
+    """Return the function that makes a contender's first state, and the step with its shapes.
 
     Raises:
       LeftOutError: If the contender is not installed, or does not support the optimizer.
@@ -195,7 +195,7 @@ def build(
 
 @contextmanager
 def excused(contender: Contender, baseline: str) -> Iterator[None]:
-    """Leave out a peer that raises. Errors of this library and of baselines stay as they are."""
+    """Leave out a peer that raises. Errors of this library and of baselines are not caught."""
     try:
         yield
     except Exception as error:

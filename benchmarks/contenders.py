@@ -1,11 +1,11 @@
 """One adapter for each library, written as the library's own documentation shows.
 
-A contender makes its optimizer `tx` of an inner one. `optimizer_step` takes the gradients of the
-scaled loss (or of the unscaled loss if `scales` is false) and the loss, and `training_step` takes a
-batch. Both are pure, and callers donate the whole `State` to them.
+A contender wraps an inner optimizer in its own, `tx`. `optimizer_step` takes the loss and the
+gradients of the scaled loss (of the unscaled loss if `scales` is false), and `training_step` takes
+a batch. Both are pure, and callers donate the whole `State` to them.
 """
 
-# ruff: noqa: D102 - `Contender` documents the methods, and each class what is special.
+# ruff: noqa: D102 - `Contender` documents the methods, and each class its differences.
 
 import dataclasses
 import functools
@@ -38,19 +38,19 @@ class State(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """The interface of an adapter, implemented with Optax alone. Subclasses override parts."""
+    """The interface of an adapter, implemented with plain Optax. Subclasses override parts."""
 
     name: str  # in the tables
-    wrap: Callable[..., Optimizer] = lambda tx: tx  # makes the optimizer of the inner one
+    wrap: Callable[..., Optimizer] = lambda tx: tx  # wraps the inner optimizer
     _: dataclasses.KW_ONLY
     scales: bool = False  # the loss
     skips: bool = False  # a step whose gradients are not finite
-    # Made of the gradients and the loss, for `update`.
+    # Computes further arguments of `update` from the gradients and the loss.
     arguments: Callable[[Tree, Any], Mapping[str, jax.Array]] = lambda _grads, _loss: {}
     package: str = "optax"  # the distribution that must be installed
     module: str = "optax"  # of the package, used as `self.lib`
-    baseline: str = ""  # the name of the contender that its ratios compare with, or the first one
-    optimizers: tuple[str, ...] = tuple(OPTIMIZERS)  # the inner ones that it supports
+    baseline: str = ""  # the contender that ratios are relative to; by default, the first one
+    optimizers: tuple[str, ...] = tuple(OPTIMIZERS)  # the inner optimizers that it supports
     compute: Callable[[LossFn], LossFn] = lambda loss_fn: loss_fn  # in which precision
 
     @property
@@ -97,11 +97,11 @@ class Contender:
 
 @dataclasses.dataclass(frozen=True)
 class ByHand(Contender):
-    """What users write around Optax: JMP's recipe, Apex' masters, and a rule against spikes."""
+    """Code that users write around Optax: JMP's recipe, Apex' masters, and a rule for spikes."""
 
     package: str = "jmp"
     module: str = "jmp"
-    masters: bool = False  # steps float32 masters, of which the parameters are a copy
+    masters: bool = False  # updates float32 masters, and copies them to the parameters
     skips_spikes: bool = False  # of the loss
 
     def init(self, tx: Optimizer, params: Tree) -> State:
@@ -165,7 +165,8 @@ class Ours(Contender):
     def training_step(self, loss_fn: LossFn, tx: Optimizer, state: State, batch: Any) -> State:
         if not self.scales:
             return super().training_step(loss_fn, tx, state, batch)
-        # Of one of two states, and without a word about what stands outside of the guard.
+        # Select one of the two states. Given a `LossScaleState`, `value_and_grad` does not warn
+        # about the order of transformations.
         scale_state = ols.loss_scale_state(state.kept or state.opt_state)
         loss_and_grads = ols.value_and_grad(self.compute(loss_fn))
         loss, grads = loss_and_grads(scale_state, state.params, batch)
@@ -188,7 +189,7 @@ class Functional(Ours):
 
 @dataclasses.dataclass(frozen=True)
 class Scaler(Contender):
-    """A library whose scaler differentiates a loss."""
+    """A library whose scaler differentiates the loss."""
 
     def optimizer_step(self, tx: Optimizer, state: State, grads: Tree, loss: Any) -> State:
         del loss
@@ -198,7 +199,7 @@ class Scaler(Contender):
         return self.step(loss_fn, tx, state, state.params, batch)
 
     def step(self, loss_fn: Callable, tx: Optimizer, state: State, *args: Any) -> State:
-        """Differentiate a loss by its first argument, and take one step."""
+        """Differentiate a loss with respect to its first argument, and take one step."""
         raise NotImplementedError
 
 
@@ -307,7 +308,7 @@ class Keras(Contender):
 
 @jax.custom_vjp
 def _own_gradient(grads: Tree) -> jax.Array:
-    """A loss whose gradient is its argument, for scalers that differentiate a loss.
+    """A loss with the given gradients, for scalers that differentiate the loss.
 
     Its backward pass ignores their loss scale, since the given gradients are scaled already.
     """
@@ -322,7 +323,7 @@ _own_gradient.defvjp(
 
 
 def _row_major(tx: Optimizer) -> Optimizer:
-    """Return an optimizer on gradients in row-major order, as JAX stores arguments and results."""
+    """Return an optimizer that stores gradients in row-major order, like arguments and results."""
 
     def order(grad: jax.Array) -> jax.Array:
         return with_layout_constraint(grad, Layout(major_to_minor=tuple(range(grad.ndim))))
@@ -331,7 +332,7 @@ def _row_major(tx: Optimizer) -> Optimizer:
 
 
 def _stack(tx: Optimizer, **axis: str) -> Optimizer:
-    """Return what the README combines: loss scaling, a rule about the loss, and masters."""
+    """Return a combination of loss scaling, a rule about the loss, and masters."""
     inner = ols.with_master_weights(tx)  # changes nothing for float32 parameters
     return ols.with_loss_scaling(inner, POLICY, skip_if=ols.Spike(), **axis)
 
@@ -413,7 +414,7 @@ CONTENDERS: dict[str, Contender] = {
     ),
     "Stack": Ours("optax_lossscale", _stack, **_LIBRARY, **_VALUE),
     "StackByHand": ByHand("by hand", masters=True, skips_spikes=True, **_LIBRARY),
-    # For a model that is written in float32. By hand, its arrays are cast.
+    # For a model in float32: cast by hand, or with autocast.
     "Autocast": Ours("autocast, float16", _SCALED, **_LIBRARY, **_autocast(jnp.float16)),
     "AutocastBfloat16": Ours(
         "autocast, bfloat16", ols.with_skipping, skips=True, **_autocast(jnp.bfloat16)

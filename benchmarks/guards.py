@@ -1,8 +1,7 @@
-"""Guards of other programs against spikes: which steps they skip, and what they compute for it.
+"""Two spike guards of other programs, reimplemented: which steps they skip, and at what cost.
 
-Both remember the last losses and norms of the gradients, those of skipped steps as well, and skip a
-step whose loss or norm is more than six deviations above their mean. They log numbers, too, which
-is left out here.
+Both remember the last losses and gradient norms, including those of skipped steps, and skip a step
+whose loss or norm is more than six deviations above their mean. Their logging is left out here.
 """
 
 from typing import Any
@@ -15,7 +14,7 @@ WINDOW, SIGMAS = 128, 6.0
 
 
 def maxtext(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """MaxText's, whose caller measures the norm, after clipping.
+    """MaxText's guard. Its caller measures the norm, after clipping.
 
     AI-Hypercomputer/maxtext at e591f30c: `skip_step_on_spikes` in
     src/maxtext/optimizers/optimizers.py, with the settings of configs/base.yml.
@@ -48,7 +47,7 @@ def maxtext(inner: optax.GradientTransformation) -> optax.GradientTransformation
 
 
 def is_above(past: jax.Array, count: jax.Array, value: jax.Array) -> jax.Array:
-    """Return whether MaxText takes a value for a spike, given `count` values before it."""
+    """Return whether MaxText considers a value a spike, given `count` values before it."""
     number = jnp.minimum(count, WINDOW)
     is_valid = jnp.arange(WINDOW) < number
     mean = jnp.sum(jnp.where(is_valid, past, 0)) / jnp.maximum(number, 1)
@@ -58,7 +57,7 @@ def is_above(past: jax.Array, count: jax.Array, value: jax.Array) -> jax.Array:
 
 
 def levanter(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Levanter's, which multiplies the updates of a skipped step by zero.
+    """Levanter's guard, which multiplies the updates of a skipped step by zero.
 
     marin-community/marin at 303c88f2: `SkipStepConfig` in
     lib/levanter/src/levanter/optim/skipstep.py, with its defaults.

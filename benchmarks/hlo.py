@@ -1,4 +1,4 @@
-"""What a compiled step does, counted in its program."""
+"""Count what a compiled step does, from its program."""
 
 import dataclasses
 import itertools
@@ -21,14 +21,14 @@ _COLLECTIVE = re.compile(
 
 @dataclasses.dataclass
 class Counts:
-    """What a program does in one run, in the longest branches. Sizes are in bytes."""
+    """Counts for one run of a program, with its longest branches. Sizes are in bytes."""
 
     bytes: int = 0  # read and written by kernels in main memory: each operand and result once
     kernels: int = 0  # launches: fused loops, single operations, copies, collectives
     copies: int = 0  # of 4 kB and more
-    collectives: int = 0  # exchanges between devices
+    collectives: int = 0  # communication between devices
     exchanged: int = 0
-    microseconds: float = 0.0  # XLA:GPU's own estimate for the kernels, without their launch
+    microseconds: float = 0.0  # XLA:GPU's own estimate for the kernels, without launches
     cycles: int = 0  # XLA:TPU's own estimate
 
 
@@ -43,12 +43,12 @@ class _Instruction(NamedTuple):
 def compile_step(
     step: Any, state: Any, data: Any, *, options: dict[str, Any] | None = None, **shardings: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """Compile a step with its state donated; return it, and what it does.
+    """Compile a step with its state donated. Return it and its figures.
 
-    That is its `Counts`, XLA's own count of bytes (`accessed`), bytes of memory beyond arguments
-    and results (`temporary`), of the donated `state`, and of what is overwritten `in_place`, the
-    `transpositions` of matrices, including those in fused loops, and the `compile_seconds`, which
-    include the `trace_seconds`.
+    The figures are the fields of `Counts`; the bytes that XLA counts as `accessed`; the sizes in
+    bytes of `temporary` memory, of the donated `state`, and of the part of it that is overwritten
+    `in_place`; the number of `transpositions` of matrices, including those in fused loops; and
+    `compile_seconds`, which include `trace_seconds`.
     """
     start = time.perf_counter()
     traced = jax.jit(step, donate_argnums=0, **shardings).trace(state, data)
@@ -68,7 +68,7 @@ def compile_step(
 
 
 def count(text: str) -> Counts:
-    """Count what the program with this optimized HLO does."""
+    """Return the counts of a program, given its optimized HLO."""
     return _count(dict(_computations(text)), "ENTRY")
 
 
@@ -86,7 +86,8 @@ def _count(programs: dict[str, list[_Instruction]], name: str) -> Counts:
             continue
         read = [_size(types.get(name, "")) for name in dict.fromkeys(operands)]
         if opcode in ("copy-start", "slice-start"):
-            # A prefetch. Its type begins with the destination, that of a slice with the sources.
+            # A prefetch. Its type begins with the destination; the type of a slice begins with the
+            # sources.
             dtype, dims, layout = _ARRAY.findall(type_)[opcode == "slice-start"]
             counts.bytes += bool(read[0]) * _elements(dtype, dims) + _size_of(dtype, dims, layout)
             continue
@@ -125,7 +126,7 @@ def _instruction(line: str) -> _Instruction | None:
 
 
 def _top_level(text: str, start: int, wanted: str) -> int:
-    """Return the first place of a character outside of all brackets."""
+    """Return the index of the first such character outside of all brackets."""
     depth = 0
     for place in range(start, len(text)):
         if text[place] == wanted and not depth:

@@ -1,4 +1,4 @@
-"""Command lines, and results: tables, intervals, and the part of a page that a program writes."""
+"""Helpers for command lines, tables, confidence intervals, and generated parts of pages."""
 
 import argparse
 import json
@@ -18,11 +18,11 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 FIDELITY = "make fidelity"
-INTERRUPTED = "An interrupted run keeps its results but starts anew: choose the rest with {}."
+INTERRUPTED = "An interrupted run keeps its results, but starts over: choose the rest with {}."
 
 
 def parser(module: str, doc: str) -> argparse.ArgumentParser:
-    """Return a parser for `python -m` this module, which its docstring describes."""
+    """Return a parser for `python -m` of a module, described by the module's docstring."""
     return argparse.ArgumentParser(
         prog=f"python -m {module}",
         description=doc.partition("\n")[0],
@@ -31,7 +31,7 @@ def parser(module: str, doc: str) -> argparse.ArgumentParser:
 
 
 def version(package: str) -> str | None:
-    """Return the version that is installed, or None."""
+    """Return the installed version, or None."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -48,7 +48,7 @@ def environment(*packages: str) -> str:
 
 
 def table(head: Sequence[str], body: Sequence[Sequence[str]], texts: Collection[int] = (0,)) -> str:
-    """Return a Markdown table. `texts` are the columns that hold text; the others hold numbers."""
+    """Return a Markdown table. `texts` are the columns of text; all others are numbers."""
     aligned = ["---" if column in texts else "---:" for column in range(len(head))]
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, aligned, *body])
 
@@ -68,7 +68,7 @@ def interval(values: Sequence[float] | np.ndarray) -> Interval:
 
 
 class Report(NamedTuple):
-    """What a program writes to a page: its part, and numbers and pictures beside the page."""
+    """The text of a generated part of a page, and the numbers and pictures stored beside it."""
 
     text: str
     numbers: dict[str, Any] | None = None
@@ -76,10 +76,10 @@ class Report(NamedTuple):
 
 
 def publish(report: Report, part: str, page: Path, command: str = FIDELITY) -> None:
-    """Replace a part of a page, and the numbers and pictures beside it."""
+    """Replace a part of a page, and beside it the numbers, in a file of the part's name."""
     page.write_text(replaced(page.read_text(), part, report.text, command))
     if report.numbers:
-        page.with_suffix(".json").write_text(as_json(report.numbers))
+        page.with_name(f"{part}.json").write_text(as_json(report.numbers))
     for name, figure in report.pictures.items():
         path = page.parent / f"images/{name}.png"
         path.parent.mkdir(exist_ok=True)
@@ -87,12 +87,12 @@ def publish(report: Report, part: str, page: Path, command: str = FIDELITY) -> N
 
 
 def comments(part: str, command: str = FIDELITY) -> tuple[str, str]:
-    """Return the lines before and after a part of a page, which this command writes."""
+    """Return the lines that mark the beginning and end of a part that this command writes."""
     return f"<!-- {part}: `{command}` writes this part -->", f"<!-- {part}: end -->"
 
 
 def replaced(page: str, part: str, text: str, command: str = FIDELITY) -> str:
-    """Return the page with another text in this part."""
+    """Return the page with new text in one part."""
     begin, end = comments(part, command)
     if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
         raise ValueError(f"the page must hold the lines {begin!r} and {end!r}, in this order")
@@ -109,10 +109,15 @@ def as_json(results: dict[str, Any]) -> str:
     return re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), indented) + "\n"
 
 
-def compared(task: Mapping[str, Any], ends: Mapping[str, np.ndarray]) -> list[str]:
-    """Return a row of a table: a task, the first way's results, and the others' less the first's.
+def items(title: str, ends: Mapping[str, str]) -> str:
+    """Return an item of a Markdown list: a title, and results by name."""
+    return f"- {title}: " + ", ".join(f"{name} {end}" for name, end in ends.items())
 
-    `ends` are the results by way, one for each seed.
+
+def compared(task: Mapping[str, Any], ends: Mapping[str, np.ndarray]) -> list[str]:
+    """Return a row of a table: a task, the results of the first way, and differences from them.
+
+    `ends` has the results of each way, one for each seed.
     """
     form = f".{task['decimals']}f"
 

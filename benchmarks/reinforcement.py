@@ -10,14 +10,14 @@ import numpy as np
 
 import optax_lossscale as ols
 from benchmarks.fidelity.training import FLOAT16, FLOAT32, SCALED
-from benchmarks.page import Report, environment, interval, table
+from benchmarks.page import Report, environment, interval, items
 from examples import reinforce
 
 FORMATS = jnp.float32, jnp.bfloat16, jnp.float16
 WAYS = {name: how for name, (*how, _) in reinforce.FORMATS.items()}
 WAYS[FLOAT16] = [jnp.float16, None]
 
-# How sampling differs from training: whether it divides last, and the options of XLA.
+# How sampling differs from training: whether its attention divides last, and XLA's options.
 PROGRAMS = {
     "the same operations, each rounded": (False, reinforce.ROUND),
     "the same operations, XLA's default": (False, None),
@@ -26,14 +26,14 @@ PROGRAMS = {
 
 
 def train(way: str, steps: int, rate: float, seed: int) -> dict[str, float]:
-    """Train once; return the digits right in the last fifth, the mean gap and the skipped steps."""
+    """Train once. Return the right digits in the last fifth, the mean gap and the skipped steps."""
     _, (right, gap, skipped, _) = reinforce.train(*WAYS[way], steps, rate, seed)
     end = 100 * right[-steps // 5 :].mean()
     return {"right": float(end), "gap": float(gap.mean()), "skipped": int(skipped[-1])}
 
 
 def gaps(params: Any) -> dict[str, dict[str, float]]:
-    """Return the mean gap of one policy in each format, for programs that differ ever more."""
+    """Return the mean gap of one policy in each format, for programs that differ more and more."""
 
     def gap(divides_last: bool, params: Any) -> jax.Array:
         prompts = jax.random.randint(jax.random.key(0), (4096, reinforce.DIGITS), 0, 10)
@@ -49,37 +49,20 @@ def gaps(params: Any) -> dict[str, dict[str, float]]:
     return found
 
 
-def tables(results: dict[str, Any]) -> str:
-    """Return the results as Markdown."""
-    head = (
-        "rate",
-        "computed in",
-        "right digits, %",
-        "minus float32, same seed",
-        "mean gap",
-        "skipped",
-    )
-    body = []
-    for rate, ways in results["runs"].items():
-        base = np.array([run["right"] for run in ways[FLOAT32]])
-        for way, runs in ways.items():
-            end, gap, skipped = (
-                np.array([run[name] for run in runs]) for name in ("right", "gap", "skipped")
-            )
-            row = [rate, way, "{:.1f} ± {:.1f}".format(*interval(end))]
-            row.append("" if way == FLOAT32 else "{:+.1f} ± {:.1f}".format(*interval(end - base)))
-            body.append(
-                [*row, f"{gap.mean():.1e}", f"{skipped.mean():.1f}" if way == SCALED else ""]
-            )
-    programs = [
-        [name, *(f"{x:.1e}" for x in row.values())] for name, row in results["gaps"].items()
-    ]
-    about = (
-        f"{len(base)} seeds, {results['steps']} steps. Means with 95 % confidence intervals, by "
-        f"Student's t. {results['environment']}."
-    )
-    formats = table(["two programs", *(dtype.__name__ for dtype in FORMATS)], programs)
-    return "\n\n".join([table(head, body, texts=(1,)), formats, about])
+def summary(results: dict[str, Any]) -> str:
+    """Return, for each format, the gap, and the right digits less float32's, as Markdown."""
+    rows = []
+    for way in (FLOAT32, "bfloat16", SCALED, FLOAT16):
+        cells = {}
+        for rate, ways in results["runs"].items():
+            right, exact = (np.array([run["right"] for run in ways[w]]) for w in (way, FLOAT32))
+            gap = np.mean([run["gap"] for run in ways[way]])
+            end = interval(right) if way == FLOAT32 else interval(right - exact)
+            sign = "" if way == FLOAT32 else "+"
+            cells[f"at rate {rate},"] = f"{end.mean:{sign}.1f} ± {end.margin:.1f} % and {gap:.1e}"
+        rows.append(items(way, cells))
+    about = f"{len(right)} seeds, {results['steps']} steps. {results['environment']}."
+    return "\n".join(rows) + f"\n\n{about}"
 
 
 def measure(*, quick: bool) -> Report:
@@ -91,4 +74,4 @@ def measure(*, quick: bool) -> Report:
     params, _ = reinforce.train(*WAYS[FLOAT32], steps)
     about = environment("jax", "jaxlib", "optax")
     results = {"environment": about, "steps": steps, "gaps": gaps(params), "runs": runs}
-    return Report(tables(results), results)
+    return Report(summary(results), results)

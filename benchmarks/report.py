@@ -8,7 +8,7 @@ import numpy as np
 from benchmarks.page import table
 
 Results = dict[str, Any]
-Columns = dict[str, Callable[[Results, Results], str]]  # of a row and its baseline's
+Columns = dict[str, Callable[[Results, Results], str]]  # of a row and its baseline
 
 METHOD = """\
 A ratio compares a step with the same step without loss scaling in the same round (for Keras, with
@@ -24,12 +24,12 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
 
 
 def quotient(name: str, form: str = ".2f") -> Callable[[Results, Results], str]:
-    """Return a column: a number of a row, divided by that of its baseline."""
+    """Return a column: a number of each row, divided by the same number of its baseline."""
     return lambda row, base: format(row[name] / base[name], form) if base[name] else ""
 
 
 def number(name: str, unit: float = 1, form: str = ".0f") -> Callable[[Results, Results], str]:
-    """Return a column: a number of a row, in this unit."""
+    """Return a column: a number of each row, in this unit."""
     return lambda row, _base: format(row[name] / unit, form)
 
 

@@ -87,7 +87,7 @@ def time_steps(case: Case, sizes: Sizes, args: argparse.Namespace) -> Results:
         try:
             with excused(contender, row["baseline"]):
                 init, step = build(contender, case.optimizer, workload)
-                jax.clear_caches()  # compilation is timed, too
+                jax.clear_caches()  # compilation is timed too
                 run, facts = compile_step(*step)
         except LeftOutError as reason:
             row["left_out"] = str(reason)
@@ -105,7 +105,7 @@ def time_steps(case: Case, sizes: Sizes, args: argparse.Namespace) -> Results:
 
 
 def sample(run: Callable, init: Callable[[], Any], data: Any, count: int) -> float:
-    """Run `count` steps in a row after a discarded one, and return the seconds of one."""
+    """Run `count` steps after a discarded one, and return the seconds that a step takes."""
     state = jax.block_until_ready(run(init(), data))
     start = time.perf_counter()
     for _ in range(count):
@@ -120,7 +120,7 @@ def time_in_turns(
     """Return the seconds of a step in each round, by contender.
 
     Each round samples every step once, in shuffled order. A sample has as many steps as fill
-    `sample_seconds`, by the time of one that is discarded. Only one state is alive at a time.
+    `sample_seconds`, estimated from a discarded step. Only one state exists at a time.
     """
     seconds: dict[str, list[float]] = {name: [] for name in samplers}
     counts: dict[str, int] = {}

@@ -1,6 +1,6 @@
 """Record the losses of training runs, and count which steps four rules would skip.
 
-Training applies every step. The rules judge the recorded losses afterwards, and the loss alone.
+Training applies every step. The rules judge the recorded losses afterwards, and only the losses.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from benchmarks.page import Report, table
 
 
 def rule(wrap: Callable[..., Any], **arguments: Callable) -> Callable[[np.ndarray], np.ndarray]:
-    """Return which steps a guard skips, given losses, of which it gets these functions."""
+    """Return which steps a guard skips, given functions of the losses."""
     tx = wrap(optax.identity())
 
     def step(state: Any, loss: jax.Array) -> tuple[Any, jax.Array]:
@@ -48,7 +48,7 @@ class Trace(NamedTuple):
     task: Task
     steps: int = 2000
     other: Data = None
-    share: float = 0.0  # of the steps that use `other`, at random; 1 for all after the middle
+    share: float = 0.0  # of random steps that use `other`; 1 for all steps after the middle
 
 
 def all_traces() -> list[Trace]:
@@ -57,7 +57,7 @@ def all_traces() -> list[Trace]:
     images, labels, *_ = plain.data
 
     def noisy(params: Params, data: Data, key: jax.Array, dtype: Any) -> jax.Array:
-        images, labels, share = data  # the share of labels that are random, anew at each step
+        images, labels, share = data  # the share of labels that are random, drawn at each step
         first, second, third = jax.random.split(key, 3)
         drawn = jax.random.randint(first, labels.shape, 0, 10)
         labels = jnp.where(jax.random.bernoulli(second, share, labels.shape), drawn, labels)
@@ -97,7 +97,7 @@ def all_traces() -> list[Trace]:
 
 
 def record(trace: Trace, seeds: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Train, and return for each seed the losses, and which steps used the other data."""
+    """Train. Return, for each seed, the losses and whether each step used the other data."""
     task = trace.task
     data = task.data, task.data if trace.other is None else trace.other
     start = trace.steps // 2 if trace.share == 1 else 100  # after the warm-up of every rule
@@ -121,7 +121,7 @@ def record(trace: Trace, seeds: int) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def measure(*, quick: bool) -> Report:
-    """Return the table: how many bad steps each rule skips, and how many others."""
+    """Return the table: the numbers of bad and of other steps that each rule skips."""
     rows = []
     for trace in all_traces():
         runs = record(trace._replace(steps=200) if quick else trace, 2 if quick else 3)
@@ -133,5 +133,6 @@ def measure(*, quick: bool) -> Report:
             hits = [f"{each[is_other].sum():,}" for each in skipped]
             rows.append([trace.name, what.format(is_other.sum()), *hits])
         false = [f"{10_000 * each[~is_other].mean():.1f}" for each in skipped]
-        rows.append(["" if is_other.any() else trace.name, "false, per 10,000", *false])
+        if any(map(float, false)):
+            rows.append(["" if is_other.any() else trace.name, "false, per 10,000", *false])
     return Report(table(["losses", "steps", *RULES], rows, (0, 1)))

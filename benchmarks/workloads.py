@@ -14,7 +14,7 @@ Tree = Any
 Shape = tuple[int, ...]
 LossFn = Callable[[Tree, jax.Array], jax.Array]
 
-# The loss scale of every contender. A power of two makes scaling exact, so all must agree.
+# The loss scale of every contender. With a power of two, scaling is exact, so all must agree.
 LOSS_SCALE = 2.0**10
 
 ADAMW = "adamw"
@@ -43,7 +43,7 @@ class Sizes:
     length: int = 32  # tokens in a sequence
 
     def larger(self) -> "Sizes":
-        """Return a transformer of about four times the parameters, and 64 times the tokens."""
+        """Return sizes for a transformer with four times the parameters and 64 times the tokens."""
         layers, features = 3 * self.layers // 2, 3 * self.features // 2
         longer = {"batch": 4 * self.batch, "length": 16 * self.length}
         vocabulary = 4 * self.vocabulary
@@ -64,7 +64,7 @@ SIZES = {
 
 
 class Gradients(NamedTuple):
-    """Parameters, their gradients with the loss scaled and unscaled, and the loss."""
+    """Parameters, their gradients with and without loss scaling, and the loss."""
 
     params: Tree
     scaled: Tree
@@ -83,7 +83,7 @@ class Training(NamedTuple):
 def gradients(
     shapes: list[Shape], dtype: Any = jnp.float32, params_dtype: Any = jnp.float32
 ) -> Gradients:
-    """Draw parameters of these shapes, and gradients of type `dtype`."""
+    """Draw parameters with these shapes, and gradients with dtype `dtype`."""
     keys = jax.random.split(jax.random.key(0), 2 * len(shapes))
     params = [0.1 * jax.random.normal(k, s) for k, s in zip(keys[::2], shapes, strict=True)]
     scaled = [jax.random.normal(k, s, dtype) for k, s in zip(keys[1::2], shapes, strict=True)]
@@ -100,7 +100,7 @@ def wide(parameters: int) -> list[Shape]:
 
 
 def resnet50(sizes: Sizes) -> list[Shape]:
-    """The shapes of ResNet-50, in order: 161 arrays with 25.6M parameters at full size."""
+    """The arrays of ResNet-50, in order: 161 arrays with 25.6M parameters at full size."""
 
     def conv(size: int, inputs: int, outputs: int) -> list[Shape]:
         return [(size, size, inputs, outputs), (outputs,), (outputs,)]  # and its BatchNorm
@@ -128,9 +128,9 @@ def transformer(
 ) -> Training:
     """A language model that computes in float16: 69 arrays with 35M parameters at full size.
 
-    If `scanned`, each array of the layers is one with a leading axis, over which a scan runs. If
-    `plain`, it computes in the dtype of its parameters, which are `stored` in that dtype. If
-    `keeps_dots`, its layers keep only results of matrix products for the backward pass.
+    If `scanned`, the arrays of all layers are stacked, and a scan runs over them. If `plain`, it
+    computes in the dtype of its parameters. `stored` is that dtype. If `keeps_dots`, its layers
+    keep only results of matrix products for the backward pass.
     """
     rng = np.random.default_rng(0)
     features, hidden = sizes.features, 4 * sizes.features

@@ -25,6 +25,7 @@ version = release = optax_lossscale.__version__
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
 ]
@@ -44,6 +45,9 @@ nitpick_ignore_regex = [
     ),
 ]
 
+add_module_names = False
+toc_object_entries_show_parents = "hide"
+autosummary_generate = False
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
@@ -60,6 +64,7 @@ html_js_files = ["copy.js"]
 html_show_copyright = False
 html_show_sphinx = False
 html_copy_source = False
+html_search_scorer = str(Path(__file__).parent / "scorer.js")
 pygments_style = "friendly"
 pygments_dark_style = "native"
 
@@ -110,92 +115,142 @@ LINKED |= _ELSEWHERE | {target: target for target in _ELSEWHERE.values()}
 # Only in full: Flax's own is spoken of as often.
 LINKED |= {"optax_lossscale.flax.TrainState": "optax_lossscale.flax.TrainState"}
 
-# What is searched for, and not in the page's title.
+# What is searched for, by the page or section that answers it.
 WORDS = {
-    "accumulation": ("accumulate", "micro-batch", "microbatching", "MultiSteps"),
-    "api/index": ("glossary", "subnormal"),
-    "averages": ("EMA", "exponential moving average", "BatchNorm"),
+    "accumulation": (
+        "accumulate",
+        "gradient accumulation",
+        "microbatch",
+        "micro-batch",
+        "MultiSteps",
+        "batch size",
+    ),
+    "averages": ("EMA", "exponential moving average", "moving average", "schedule_free"),
     "bfloat16_state": (
-        "stochastic rounding",
         "mu_dtype",
+        "optimizer state",
         "optimizer memory",
         "memory",
         "out of memory",
         "OOM",
         "8-bit",
         "8-bit adam",
+        "Adafactor",
+        "Muon",
+        "Lion",
     ),
     "casting": (
-        "mixed",
         "mixed precision",
         "automatic mixed precision",
-        "master weights",
-        "recipe",
-        "attention",
+        "AMP",
         "cast",
         "autocast",
         "half precision",
-        "just-in-time mixed precision",
+        "bf16 parameters",
         "preferred_element_type",
     ),
+    "casting#what-must-stay-in-float32": (
+        "attention",
+        "flash attention",
+        "cuDNN",
+        "embedding",
+        "ctc_loss",
+        "covariance",
+        "one-hot",
+        "precision highest",
+    ),
     "checkpoints": ("checkpoint", "resume", "restore", "Orbax"),
+    "comparison": (
+        "Accelerate",
+        "Hugging Face",
+        "Lightning",
+        "DeepSpeed",
+        "bitsandbytes",
+        "FlashOptim",
+        "grampax",
+    ),
     "diagnostics": (
         "NaN",
         "NaN loss",
         "loss is NaN",
         "loss does not decrease",
         "overflow",
+        "underflow",
         "infinity",
-        "inf",
-        "falls",
         "falls to 1",
         "loss scale stuck",
         "stuck",
-        "skips",
         "stalled",
         "FAQ",
     ),
-    "distributed": ("multi gpu", "multi-gpu", "multi host", "multi-host", "data parallel"),
-    "fine_tuning": ("LoRA", "frozen"),
-    "flax": ("fp8", "Qwix", "Fp8DirectDotGeneralOp", "Linen", "NNX"),
-    "gradient_penalty": ("hypergradients", "meta-learning"),
-    "install": (
-        "Windows",
-        "pip",
-        "GPU",
+    "distributed": (
+        "multi gpu",
+        "multi-gpu",
+        "multi host",
+        "multi-host",
+        "data parallel",
+        "FSDP",
+        "host_platform_device_count",
+    ),
+    "evidence": ("trust", "tested"),
+    "fine_tuning": ("LoRA", "frozen", "adapters"),
+    "flax": ("Linen", "NNX", "BatchNorm", "dropout", "only=nnx.Param"),
+    "flax#fp8-layers": ("fp8", "Qwix", "Fp8DirectDotGeneralOp", "te.autocast"),
+    "gradient_penalty": ("WGAN", "hypergradients", "meta-learning"),
+    "install": ("pip", "CUDA", "Windows", "GPU"),
+    "install#which-recipe": (
         "bfloat16",
         "bf16",
         "float16",
         "fp16",
-        "CUDA",
         "tensor core",
         "V100",
         "T4",
         "TPU",
         "compute capability",
         "half_dtype",
+        "recipe",
     ),
+    "jax": ("jit", "NumPyro"),
     "logging": ("wandb", "W&B", "TensorBoard"),
-    "migration/index": ("migrate", "switch", "DreamerV3"),
-    "migration/keras": ("Keras", "R"),
+    "master_weights": ("master weights", "bf16 parameters", "remainders"),
+    "master_weights#without-masters": ("stochastic rounding", "torchao", "torchtitan"),
+    "migration/flax_dynamic_scale": ("DynamicScale",),
+    "migration/index": ("migrate", "switch"),
+    "migration/jmp": ("JMP",),
+    "migration/keras": ("Keras", "stateless_call"),
+    "migration/mindspore": ("MindSpore",),
     "migration/torch": ("PyTorch", "torch", "AMP", "GradScaler"),
-    "order": ("clip", "clipping", "gradient clipping", "mistakes"),
-    "performance": ("cost", "overhead", "slow", "speed"),
-    "recipes": ("remat", "jax.checkpoint", "examples", "gallery", "repeat"),
-    "reinforcement_learning": ("REINFORCE", "GRPO", "rollout"),
-    "several_losses": ("GAN", "two losses"),
-    "sharded": ("FSDP", "pmap", "shard_map"),
-    "skipping": ("spike", "guard", "rule", "skip", "skip step"),
-    "trust": ("trust", "tested"),
-    "using": (
-        "serving",
-        "inference",
-        "deploy",
-        "decoding",
-        "KV cache",
-        "export",
+    "order": ("clip", "gradient clipping", "weight decay", "schedule", "learning rate", "mistakes"),
+    "performance": ("cost", "overhead", "slow", "speed", "how fast"),
+    "recipes#compute-activations-again-remat": (
+        "remat",
+        "jax.checkpoint",
+        "checkpoint_dots",
+        "checkpoint_name",
+        "activation memory",
     ),
-    "why": ("underflow", "why loss scaling", "do I need loss scaling"),
+    "recipes#keep-the-state-in-host-memory-offload": ("offload", "pinned_host"),
+    "recipes#line-searches": ("L-BFGS", "lbfgs", "line search"),
+    "recipes#reinforcement-learning": (
+        "RL",
+        "PPO",
+        "REINFORCE",
+        "GRPO",
+        "Dreamer",
+        "rollout",
+        "rewards",
+    ),
+    "recipes#whole-programs": ("examples", "gallery"),
+    "several_losses": ("two losses", "several losses"),
+    "several_losses#a-gan": ("GAN",),
+    "sharded": ("pmap", "shard_map", "FSDP"),
+    "skipping": ("loss spike", "skip bad batch", "skip step", "guard", "rule"),
+    "testing": ("test", "assert", "pytest"),
+    "using": ("serving", "inference", "deploy"),
+    "using#decode-with-a-cache": ("decoding", "KV cache"),
+    "using#export": ("export",),
+    "why": ("why loss scaling", "do I need loss scaling"),
 }
 
 
@@ -226,17 +281,22 @@ class LinkNames(SphinxTransform):
 
 
 class FindWords(SphinxTransform):
-    """Puts a page first when one of its words is searched for, where the title has others."""
+    """Puts the section that answers a search first, where its title has other words."""
 
     default_priority = 400
 
     def apply(self, **kwargs: object) -> None:
-        """Give the page entries in the index, which the search ranks above titles."""
+        """Give the section entries in the index, which the search ranks above titles."""
         del kwargs
-        section = next(iter(self.document.findall(nodes.section)), None)
-        for word in WORDS.get(self.env.docname, ()) if section else ():
-            entry = ("single", word, section["ids"][0], "main", None)
-            section.insert(1, addnodes.index(entries=[entry]))
+        sections = list(self.document.findall(nodes.section))
+        for place, words in WORDS.items():
+            page, _, anchor = place.partition("#")
+            if page == self.env.docname and sections:
+                named = [section for section in sections if anchor in section["ids"]]
+                (section,) = named if anchor else sections[:1]
+                for word in words:
+                    entry = ("single", word, section["ids"][0], "main", None)
+                    section.insert(1, addnodes.index(entries=[entry]))
 
 
 class JoinPercents(SphinxTransform):
@@ -281,6 +341,62 @@ class LinkNotebooks(SphinxTransform):
             link.parent.insert(link.parent.index(link) + 1, [nodes.Text(", "), notebook])
 
 
+# Pages of earlier editions, and where their subject is now.
+REDIRECTS = {
+    "api/flax": "api/guards.html#flax",
+    "api/frameworks": "api/guards.html#flax",
+    "api/interop": "migration/index.html",
+    "api/keras": "api/guards.html#keras",
+    "api/optax": "api/guards.html",
+    "api/scaling": "api/guards.html",
+    "api/testing": "api/diagnostics.html",
+    "design": "install.html#what-is-stable",
+    "diagnostics_loss_scale": "diagnostics.html",
+    "distributed_fsdp": "distributed.html",
+    "distributed_processes": "distributed.html#several-processes",
+    "equinox": "jax.html#equinox",
+    "faq": "diagnostics.html#frequently-asked-questions",
+    "gallery": "recipes.html#whole-programs",
+    "gan": "several_losses.html#a-gan",
+    "glossary": "why.html",
+    "gpu": "install.html#gpu-and-tpu",
+    "hypergradients": "gradient_penalty.html#hypergradients",
+    "linen": "flax.html#linen",
+    "memory_order": "order.html",
+    "migration": "migration/index.html",
+    "migration/apply_if_finite": "migration/index.html#from-apply-if-finite",
+    "migration/checkpoints": "checkpoints.html",
+    "migration/deepspeed_megatron": "migration/mindspore.html#deepspeed-and-megatron-lm",
+    "migration/keras3": "migration/keras.html",
+    "migration/mpx_jaxamp": "migration/jmp.html#mpx-and-jaxamp",
+    "migration/tf_keras": "migration/keras.html#what-differs-from-tf-keras",
+    "mistakes": "order.html#silent-mistakes",
+    "nnx": "flax.html#nnx",
+    "numerics": "why.html#what-underflows",
+    "performance_background": "performance.html",
+    "performance_cpu": "performance.html#cpu",
+    "programs": "evidence.html#in-other-peoples-programs",
+    "reinforcement_learning": "recipes.html#reinforcement-learning",
+    "scale": "performance.html#at-scale",
+    "settings": "diagnostics.html#choose-settings",
+    "stability": "install.html#what-is-stable",
+    "stalled": "diagnostics.html#the-run-has-stalled",
+    "training": "evidence.html#what-training-learns",
+    "training_method": "evidence.html#what-training-learns",
+    "trust": "evidence.html",
+}
+MOVED = '<!doctype html><meta http-equiv="refresh" content="0; url={0}"><a href="{0}">Moved</a>\n'
+
+
+def write_redirects(app: Sphinx, exception: Exception | None) -> None:
+    """Let old addresses lead to the pages that replaced theirs."""
+    if exception is None and app.builder.format == "html":
+        for old, new in REDIRECTS.items():
+            path = Path(app.outdir) / f"{old}.html"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(MOVED.format("../" * old.count("/") + new))
+
+
 def write_notebooks(app: Sphinx, exception: Exception | None) -> None:
     """Put a notebook of each example into the site."""
     if exception is None and app.builder.format == "html":
@@ -307,5 +423,6 @@ def setup(app: Sphinx) -> None:
     app.add_transform(LinkNotebooks)
     app.add_transform(JoinPercents)
     app.connect("build-finished", write_notebooks)
+    app.connect("build-finished", write_redirects)
     app.connect("viewcode-follow-imported", source_of)
     app.connect("autodoc-process-docstring", keep_bars)

@@ -1,8 +1,8 @@
-"""Three ways that float16 training fails: how to find each cause, and how to fix it.
+"""Three ways in which float16 training fails, how to find each cause, and how to fix it.
 
 A network learns handwritten digits in float16. It fails for three reasons in turn: the gradients of
-a loss with a small weight round to zero, a layer overflows, and the data hold NaN. Each time, the
-example asks the library for the cause, and follows the answer.
+a loss with a small weight round to zero, a layer overflows, and the data contain NaN. Each time,
+the library finds the cause, and the example fixes it.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def draw(runs: dict[str, tuple], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> dict[str, tuple]:
-    """Show and fix three failures, draw a picture, and return the runs that fail and that work."""
+    """Show and fix three failures, draw a picture, and return the failed and the fixed runs."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--output", type=Path, default=Path("output/diagnose.png"))

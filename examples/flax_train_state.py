@@ -38,7 +38,7 @@ class Network(nn.Module):
 
 
 class State(TrainState):
-    """What training carries from one step to the next."""
+    """The state that training carries from one step to the next."""
 
     batch_stats: Any
     average: Any  # moving average of the parameters, for testing

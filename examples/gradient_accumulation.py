@@ -4,10 +4,10 @@
 overflow drops only that micro-batch, and the loss scale may change after each one. The order
 matters. With `MultiSteps` outside, an overflow would stay in its accumulator forever.
 
-`window`: the pure functions. The loss scale is constant within a window while the scaled gradients
-are summed. The window ends with one check, one update of the loss scale and one of the parameters.
-A bad micro-batch drops the whole window. The table counts skipped micro-batches for the first way
-and skipped windows for the second.
+`window`: the pure functions. The loss scale is constant within a window, while the scaled gradients
+are summed. At the end of the window, the sum is checked once, and the loss scale and the parameters
+are updated once. A bad micro-batch drops the whole window. The table counts skipped micro-batches
+for the first way, and skipped windows for the second.
 """
 
 import argparse
@@ -58,7 +58,7 @@ loss_and_grads = ols.value_and_grad(ols.autocast(loss_fn, jnp.float16))
 
 @jax.jit
 def wrapped(carry: Carry, window: Batch) -> Carry:
-    """Train on a window, with one step of the wrapper for each micro-batch."""
+    """Train on a window, with one call of the wrapper for each micro-batch."""
 
     def micro_step(carry: Carry, batch: Batch) -> tuple[Carry, None]:
         params, opt_state = carry
@@ -71,7 +71,7 @@ def wrapped(carry: Carry, window: Batch) -> Carry:
 
 @jax.jit
 def window(carry: Carry, window: Batch) -> Carry:
-    """Train on a window, with one step on the mean of the micro-batches' gradients."""
+    """Train on a window, with one step for the mean gradient of its micro-batches."""
     params, (scale_state, inner_state) = carry
 
     def accumulate(total: Any, batch: Batch) -> tuple[Any, None]:

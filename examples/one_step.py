@@ -1,7 +1,7 @@
 """One training step for float32, bfloat16 and float16: only the line of the optimizer differs.
 
-A network learns scikit-learn's digits. One batch of the run is broken: whatever the precision, the
-guard around the optimizer skips its step. float16 also needs loss scaling, which is the same guard.
+A network learns scikit-learn's digits. One batch of the run is broken. In any precision, the guard
+around the optimizer skips its step. float16 also needs loss scaling, which the guard can do too.
 """
 
 import argparse

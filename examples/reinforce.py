@@ -1,10 +1,10 @@
 """A policy learns from its own samples, in float32, bfloat16 and float16 with loss scaling.
 
-A small transformer learns to sort digits by REINFORCE. A digit in the right place earns 1, less the
-mean of all answers to the same prompt (the group baseline of GRPO). The policy is computed
-twice. Sampling decodes token by token with a key-value cache, and divides last in its attention, as
-fused kernels do. Training reads the whole sequence at once. Rounding makes their log-probabilities
-differ: the mismatch. It is that of one seed; docs/reinforcement_learning.md measures several.
+A small transformer learns to sort digits by REINFORCE. A digit in the right place earns 1, minus
+the mean over all answers to the same prompt (the group baseline of GRPO). The policy is computed
+twice. Sampling decodes token by token with a key-value cache, and its attention divides last, as in
+fused kernels. Training reads the whole sequence at once. Rounding makes their log-probabilities
+differ: the mismatch. It is that of one seed; docs/recipes.md measures several.
 """
 
 import argparse
@@ -32,7 +32,7 @@ FORMATS = {  # the dtype, the loss scale (None neither scales nor checks), and h
     "float16 + loss scaling": (jnp.float16, POLICY, {"color": "#0072b2", "lw": 2, "ls": "--"}),
 }
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
-# By default XLA keeps some bfloat16 results in float32, and not the same ones in both policies.
+# By default, XLA keeps some bfloat16 results in float32, and different ones in the two policies.
 ROUND = {"xla_allow_excess_precision": False}
 
 
@@ -61,7 +61,7 @@ def forward(
 
 
 def sample(params: dict, prompts: Any, key: Any, *, divides_last: bool = True) -> tuple:
-    """Return answers, and the log-probability of each of their tokens."""
+    """Return answers, and the log-probability of each token."""
     step_forward = partial(forward, params, divides_last=divides_last)
 
     def decode(carry: tuple, step: tuple) -> tuple:

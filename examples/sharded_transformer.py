@@ -4,8 +4,8 @@ A small transformer learns Python's own help pages, byte by byte. It computes in
 and Adam's moments are float32, sharded over all devices (FSDP). The loss scale starts too high, so
 the first steps overflow. They are skipped on all devices. The same command resumes an interrupted
 run from its last checkpoint, even with another number of processes or devices. To start several
-processes, give each the address of the first, how many there are, and its own number. Under Slurm,
-Open MPI or Kubernetes, or on a TPU pod, `--distributed` alone is enough.
+processes, give each the address of the first, the number of processes, and its own number. Under
+Slurm, Open MPI or Kubernetes, or on a TPU pod, `--distributed` without arguments is enough.
 
     python examples/sharded_transformer.py --distributed 10.0.0.1:1234 2 0
 """
@@ -70,11 +70,11 @@ def train_step(params: dict, opt_state: optax.OptState, windows: jax.Array) -> t
 
 
 def train(steps: int, checkpoints: Path) -> None:
-    """Train from the last checkpoint on, and print a table."""
+    """Train, starting from the last checkpoint, and print a table."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",), (jax.sharding.AxisType.Auto,))
     say = tqdm.write if jax.process_index() == 0 else lambda _: None
 
-    def draw(text: np.ndarray, step: int) -> jax.Array:  # JAX asks for this process's rows alone
+    def draw(text: np.ndarray, step: int) -> jax.Array:  # JAX asks only for local rows
         starts = np.random.default_rng(step).integers(0, len(text) - LENGTH, (BATCH, 1))
         windows, rows = text[starts + np.arange(LENGTH + 1)], jax.NamedSharding(mesh, jax.P("data"))
         return jax.make_array_from_callback(windows.shape, rows, windows.__getitem__)

@@ -2,8 +2,8 @@
 
 It predicts each word of scikit-learn's docstrings from the four words before it. The loss is a mean
 over the batch, so the gradient of a wrong word's logit is its probability over the batch size: 7e-9
-on average, with 8,192 words and batches of 16,384. float16 rounds that to zero. Nothing is scaled
-down. The three runs start from the same parameters and see the same batches.
+on average, with 8,192 words and batches of 16,384. float16 rounds that to zero. The loss itself is
+not scaled down. The three runs start from the same parameters and see the same batches.
 """
 
 import argparse
@@ -32,7 +32,7 @@ FORMATS = {  # the dtype, the loss scale (None neither scales nor checks), and h
 
 
 def load_data() -> np.ndarray:
-    """Return every five words in a row as numbers, `[positions, 5]`; 0 is any rare word."""
+    """Return all sequences of five words as numbers, `[positions, 5]`. Rare words are 0."""
     files = sorted(Path(sklearn.__file__).parent.rglob("*.py"))
     docstrings = re.findall('"""(.*?)"""', "".join(f.read_text("utf-8") for f in files), re.DOTALL)
     words = re.findall(r"\w+|[^\w\s]", "\n".join(docstrings))

@@ -1,11 +1,11 @@
-"""The order of transformations: those that are refused around others, and those warned of.
+"""Which wrappers may contain which: errors and warnings about their order.
 
-The order is read from the state, in which every transformation has a container of its own.
+The order is read from the state, where every transformation has its own container.
 """
 
 import collections
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +21,16 @@ from optax_lossscale._state import (
     subtrees,
 )
 from optax_lossscale._support.lines import warn, warn_once
+from optax_lossscale._support.transformation import Transformation
 from optax_lossscale._support.tree import HALF, KeyPath, PyTree, children, path_name
 
 
-class Guard(optax.GradientTransformationExtraArgs):
-    """An optimizer that decides about each step, and whose state says how: `applied`."""
+class Guard(Transformation[GuardState]):
+    """An optimizer that applies or skips each step, as `applied` reads from its state."""
 
 
-# By the type of its state, each wrapper that lets half-precision parameters take small updates.
-_FOR_PARAMETERS: dict[type[Any], str] = {
+# The wrappers that let half-precision parameters take small updates, by the types of their states.
+_FOR_PARAMETERS: dict[type, str] = {
     MasterWeightsState: "with_master_weights",
     StochasticRoundingState: "with_stochastic_rounding",
 }
@@ -37,7 +38,7 @@ ONE_GUARD = "`with_loss_scaling(inner, skip_if=rule)` or `with_skipping(inner, s
 
 
 def refuse_second_guard(argument: str, inner_state: PyTree, instead: str = ONE_GUARD) -> None:
-    """Refuse an optimizer that decides about steps inside of another that does."""
+    """Raise if an optimizer inside a guard skips steps itself."""
     for path, _ in subtrees(inner_state, LossScaleState):
         raise ValueError(
             f"`{argument}` must not decide about steps itself, got a LossScaleState at "
@@ -46,18 +47,17 @@ def refuse_second_guard(argument: str, inner_state: PyTree, instead: str = ONE_G
 
 
 def refuse_masters_inside(inner_state: PyTree) -> None:
-    """Refuse what must be around a state in bfloat16, or a second one, inside of it."""
+    """Raise if `with_bfloat16_state` contains itself, or a wrapper that must contain it."""
     for path, found in subtrees(inner_state, *_FOR_PARAMETERS, Bfloat16State):
         around = _FOR_PARAMETERS.get(type(found), "with_master_weights")
         raise ValueError(
-            f"`inner` must be the optimizer alone, got a {type(found).__name__} at "
-            f"{path_name(path)} of its state. Write it the other way round: "
-            f"`{around}(with_bfloat16_state(inner))`."
+            f"`inner` must be a plain optimizer, got a {type(found).__name__} at "
+            f"{path_name(path)} of its state. Write `{around}(with_bfloat16_state(inner))`."
         )
 
 
-def refuse_two_for_parameters(inner_state: PyTree, *kinds: type[Any]) -> None:
-    """Refuse a second wrapper for half-precision parameters inside of the first."""
+def refuse_two_for_parameters(inner_state: PyTree, *kinds: type) -> None:
+    """Raise if a wrapper for half-precision parameters contains another one."""
     for path, found in subtrees(inner_state, *kinds):
         raise ValueError(
             "`inner` must not keep masters or round parameters itself, got a "
@@ -67,27 +67,27 @@ def refuse_two_for_parameters(inner_state: PyTree, *kinds: type[Any]) -> None:
 
 
 def refuse_changed_updates(inner_state: PyTree) -> None:
-    """Refuse masters or rounded parameters whose updates another transformation may change."""
+    """Raise if a transformation may change the updates of masters or rounded parameters."""
     for path, found in subtrees(inner_state, *_FOR_PARAMETERS):
         wrapper = _FOR_PARAMETERS[type(found)]
         for container in _containers(inner_state, path):
             if not _hands_through(container):
                 raise ValueError(
-                    f"`inner` must leave the updates of `{wrapper}` as they are, got a "
-                    f"{type(found).__name__} at {path_name(path)} inside of a "
-                    f"{type(container.node).__name__}. Wrap all of it, decay and averages too: "
-                    f"`{wrapper}(inner)`."
+                    f"`inner` must not change the updates of `{wrapper}`, got a "
+                    f"{type(found).__name__} at {path_name(path)} inside a "
+                    f"{type(container.node).__name__}. Wrap everything, including decay and "
+                    f"averages: `{wrapper}(inner)`."
                 )
 
 
 def warn_of_half_precision(params: PyTree, inner_state: PyTree) -> None:
-    """Warn if parameters in half precision lose small updates, or injected numbers lose digits."""
+    """Warn if half-precision parameters lose small updates, or injected numbers lose digits."""
     half = _half_dtypes(params)
     if half and not any(subtrees(inner_state, *_FOR_PARAMETERS)):
         least = 4 / max(jnp.finfo(dtype).eps for dtype in half)
         warn(
             f"`params` are {' and '.join(half)}, and no float32 master weights are kept: an update "
-            f"below 1/{least:.0f} of a weight is lost. Wrap `with_master_weights(inner)`, or keep "
+            f"below 1/{least:.0f} of a weight is lost. Use `with_master_weights(inner)`, or keep "
             "the parameters in float32 and differentiate `autocast(loss_fn, dtype)`."
         )
     for injected in _injected(inner_state):
@@ -102,7 +102,7 @@ def warn_of_half_precision(params: PyTree, inner_state: PyTree) -> None:
 
 
 def warn_of_outside(opt_state: PyTree, given: set[str]) -> None:
-    """Warn if a state shows transformations outside the guard, once for each line to write."""
+    """Warn if a state shows transformations outside the guard, once per corrected line."""
     for path, _ in subtrees(opt_state, GuardState):
         for container in _containers(opt_state, path):
             if line := _belongs_inside(container):
@@ -117,20 +117,20 @@ def warn_of_outside(opt_state: PyTree, given: set[str]) -> None:
 
 
 class _Container(NamedTuple):
-    """A node of a state on the way to another state."""
+    """A node on the path to a state."""
 
     node: PyTree
-    key: Any  # of the child on the way
-    members: dict[Any, PyTree]  # all children
+    key: Hashable  # of the child on the path
+    members: dict[Hashable, PyTree]  # all children
     around: "_Container | None"
 
     def others(self) -> list[PyTree]:
-        """Return the members that are not on the way."""
+        """Return the members that are not on the path."""
         return [member for key, member in self.members.items() if key != self.key]
 
 
 def _containers(tree: PyTree, path: KeyPath) -> Iterator[_Container]:
-    """Yield the nodes on the way to a path, the outermost first."""
+    """Yield the nodes on a path, the outermost first."""
     container = None
     for key in path:
         members = {own: child for (own,), child in children(tree)[0]}
@@ -146,12 +146,12 @@ _HAND_THROUGH = (
 
 
 def _hands_through(container: _Container) -> bool:
-    """Return whether a container is known to leave the updates of a member as they are."""
+    """Return whether a container does not change the updates of its member."""
     is_last = _is_chain(container.node) and container.key == [*container.members][-1]
     return is_last or _is_partition(container) or isinstance(container.node, _HAND_THROUGH)
 
 
-# The line to write in place of a transformation around the guard, by the type of its state.
+# What to write inside the guard instead of a transformation around it, by the type of its state.
 _INSIDE = {
     optax.MultiStepsState: "optax.MultiSteps(inner, k)",
     optax.ApplyIfFiniteState: "inner",
@@ -162,7 +162,7 @@ _INSIDE = {
 
 
 def _belongs_inside(container: _Container) -> str | None:
-    """Return what to write inside of the guard in place of a container around it."""
+    """Return what to write inside the guard instead of a container around it."""
     node, others = container.node, container.others()
     if isinstance(node, optax.MaskedState):
         return None if _holds_groups(container.around) else "optax.masked(inner, mask)"
@@ -176,7 +176,7 @@ def _belongs_inside(container: _Container) -> str | None:
 
 
 def _is_chain(node: PyTree) -> bool:
-    return type(node) in (tuple, collections.OrderedDict)  # of `chain` and of `named_chain`
+    return type(node) in (tuple, collections.OrderedDict)  # from `chain` and `named_chain`
 
 
 def _is_partition(container: _Container) -> bool:
@@ -193,7 +193,7 @@ def _holds_groups(container: _Container | None) -> bool:
     return _is_partition(container) or (_is_chain(container.node) and all(masked))
 
 
-def _is_of_optax(state: Any) -> bool:
+def _is_of_optax(state: PyTree) -> bool:
     """Return whether a node is the state of a transformation, or of a chain of them."""
     if _is_chain(state):
         return all(map(_is_of_optax, jax.tree.leaves(state, is_leaf=lambda x: x is not state)))
@@ -206,7 +206,7 @@ def _half_dtypes(tree: PyTree) -> list[str]:
 
 
 def _injected(state: PyTree) -> Iterator[PyTree]:
-    """Yield the numbers that each `inject_hyperparams` keeps, also within another."""
+    """Yield the numbers that each `inject_hyperparams` keeps, including nested ones."""
     for _, found in subtrees(state, *_INJECTED):
         yield found.hyperparams
         yield from _injected(found.inner_state)

@@ -10,12 +10,12 @@ import numpy as np
 
 from optax_lossscale._state import LossScaleState, find, subtrees
 from optax_lossscale._support import checks
-from optax_lossscale._support.tree import FP8_KEY, KeyPath, PyTree, is_inexact, path_name
+from optax_lossscale._support.tree import KeyPath, PyTree, is_fp8_metadata, is_inexact, path_name
 
 __all__ = ["assert_scaled_once"]
 
-# Gradients are compared at one of these loss scales and at a quarter of it. The first one at which
-# they are finite is used: the larger it is, the fewer gradients round to zero.
+# Gradients are compared at one of these loss scales and at a quarter of it: at the largest one that
+# keeps them finite, since fewer gradients round to zero at large loss scales.
 _SCALES = tuple(2.0**power for power in range(24, -12, -4))
 
 _MISTAKES = {
@@ -30,14 +30,14 @@ def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any
 
     For each array, this measures k in `gradients ~ loss_scale**k`. 1 is correct. 0 means that the
     loss was not scaled, or the gradients were already unscaled. 2 means that the loss was scaled
-    twice. Adam's updates hide such a mistake, since Adam divides by the size of the gradients.
+    twice. Adam's updates hide such a mistake, since Adam divides by the magnitude of the gradients.
     Arrays of zeros are not checked.
 
     Args:
       grad_fn: The function whose gradients are measured. `grad_fn(state, *args)` returns the scaled
         gradients that are passed to `tx.update`.
       state: A `LossScaleState`, or any pytree that holds exactly one, such as a Flax TrainState.
-        `grad_fn` is given copies of it with other loss scales, of at most 2**24.
+        `grad_fn` is given copies of it with other loss scales, up to 2**24.
       *args: The other arguments of `grad_fn`.
 
     Raises:
@@ -84,7 +84,7 @@ def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any
     mistake = _MISTAKES.get(round(k)) if abs(k - round(k)) <= 0.25 else None
     mistake = mistake or "they depend on it in some other way. Look for an underflow in float16"
     raise AssertionError(
-        f"`grad_fn` must return gradients that grow with the loss scale to the power of 1, got "
+        f"`grad_fn` must return gradients proportional to `loss_scale**k` with k = 1, got "
         f"{k:.2f} at {name} ({len(wrong)} of {len(powers)} arrays are wrong): {mistake}."
     )
 
@@ -97,5 +97,5 @@ def _largest(grads: PyTree) -> dict[str, float]:
     return {
         path_name(path): float(np.max(np.abs(np.asarray(leaf).astype(np.complex128)), initial=0))
         for path, leaf in jax.tree_util.tree_leaves_with_path(grads)
-        if is_inexact(leaf) and FP8_KEY not in path
+        if is_inexact(leaf) and not is_fp8_metadata(path)
     }

@@ -312,8 +312,9 @@ TABLE = {
     "`['a'].loss_scale_state`, `['b'][0]`. ": lambda: calls(
         READERS, "opt_state", {"a": guard_state(), "b": [scale_state()]}
     ),
-    "ValueError: `state` must hold exactly one LossScaleState, got 0 in a ArrayImpl, found at: "
-    "nowhere. ": lambda: [lambda: ols.grad(jnp.sum)(ONE, ONE)],
+    "ValueError: `state` must hold exactly one LossScaleState, got 0 in a ArrayImpl. ": lambda: [
+        lambda: ols.grad(jnp.sum)(ONE, ONE)
+    ],
     # -- axes, optimizers, rules
     "TypeError: `{}` must be the name of a mapped axis": lambda: [
         *calls(unscale, "axis_name", 3, True, ["x"], ("x", 0), ONE, state=scale_state()),
@@ -360,7 +361,7 @@ TABLE = {
         *rows("SpikeState", lambda: skip(ols.Spike(), (optax.EmptyState(),), value=1.0)),
     ],
     'TypeError: `{}` must be "value", "grad_norm" or': lambda: calls(ols.Spike, "of", None, 3),
-    "ValueError: `{}` must exceed 1.5": lambda: calls(
+    "ValueError: `{}` must be greater than 1.5": lambda: calls(
         ols.Spike, "sigmas", -1.0, 0, 1.5, 1.5 + 1e-9
     ),
     "ValueError: `{}` must be at most `window`": lambda: calls(ols.Spike, "warmup", 5, window=4),
@@ -385,7 +386,7 @@ TABLE = {
         *rows("initial_scale", lambda: optimizer(dynamic=False)),
     ],
     "TypeError: `opt_state` must hold float32 masters": lambda: [lambda: master_step(PARAMS)],
-    "ValueError: `inner` must leave the updates of `{}` as they are": lambda: [
+    "ValueError: `inner` must not change the updates of `{}`": lambda: [
         (wrap.__name__, lambda init=init, wrap=wrap: init(wrap(SGD)))
         for wrap in FOR_PARAMETERS
         for init in (
@@ -401,7 +402,7 @@ TABLE = {
     "ValueError: `params` must not be float16 for stochastic rounding, got one at {}": lambda: [
         *rows("`['w']`", lambda: ROUNDED.init({"w": HALF})),
     ],
-    "ValueError: `inner` must be the optimizer alone, got a {}": lambda: [
+    "ValueError: `inner` must be a plain optimizer, got a {}": lambda: [
         *rows("StochasticRoundingState", lambda: ols.with_bfloat16_state(ROUNDED).init(PARAMS)),
         *rows("MasterWeightsState", lambda: ols.with_bfloat16_state(MASTERS).init(PARAMS)),
         *rows("Bfloat16State", lambda: ols.with_bfloat16_state(SMALL).init(PARAMS)),
@@ -444,7 +445,7 @@ TABLE = {
     ],
     "TypeError: `transform` must return ((loss, aux), grads)": lambda: [
         lambda x=x: differentiate(jnp.sum, transform=constant(constant(x)))
-        for x in (3.0, (1.0, 2.0), [(1.0, None), 2.0], ([1.0, None], 2.0), ((1.0, None),))
+        for x in (3.0, (1.0, 2.0), (jnp.ones(2), 2.0), ((1.0, None),))
     ],
     # -- arguments that are kept for later
     "TypeError: `{}` must be a function, got ": lambda: [

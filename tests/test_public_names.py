@@ -188,10 +188,10 @@ def test_modules_are_short_and_the_picture_names_each():
 
 # For the plain guard and README's stack, each in the plain forms and with `_xla`.
 MOST_TO_WALK = {
-    ("PLAIN", False): step_trace.Walk(functions=47, files=11, changes=100),
-    ("PLAIN", True): step_trace.Walk(functions=67, files=13, changes=150),
-    ("STACK", False): step_trace.Walk(functions=75, files=16, changes=150),
-    ("STACK", True): step_trace.Walk(functions=92, files=17, changes=260),
+    ("PLAIN", False): step_trace.Walk(functions=46, files=10, changes=58),
+    ("PLAIN", True): step_trace.Walk(functions=62, files=12, changes=92),
+    ("STACK", False): step_trace.Walk(functions=72, files=15, changes=115),
+    ("STACK", True): step_trace.Walk(functions=89, files=17, changes=189),
 }
 
 

@@ -67,8 +67,11 @@ def test_every_public_name_has_a_known_type(pyright, tmp_path):
     names = {".".join(path.parts).removesuffix(".__init__") for path in paths}
     assert modules == {name for name in names if "._" not in name}
     assert "site-packages" in completeness["pyTypedPath"]
-    unknown = [symbol["name"] for symbol in completeness["symbols"] if not symbol["isTypeKnown"]]
-    assert unknown == []
+    unknown = {symbol["name"] for symbol in completeness["symbols"] if not symbol["isTypeKnown"]}
+    # They return a subclass of a class of Optax, which has no `py.typed`, so pyright does not read
+    # the types of that class here. It does in the other test, as in an editor.
+    wrappers = {name for name in ols.__all__ if name.startswith("with_")}
+    assert {name.rpartition(".")[2] for name in unknown} == {*wrappers, "Guard", "Transformation"}
 
 
 def test_right_calls_have_their_types_and_wrong_ones_are_rejected(pyright, tmp_path):

@@ -1,8 +1,8 @@
-"""Write the long description of the wheel: README.md with links that work outside of the checkout.
+"""Write the long description of the wheel: README.md with links that work outside the checkout.
 
-A link to a file becomes the address of that file at the released version, below `Repository` of
-`[project.urls]`, as GitHub writes it. Without that address, the text of the link stays and pictures
-are left out.
+A link to a file becomes the address of that file at the released version, in GitHub's form, below
+`Repository` of `[project.urls]`. Without that address, links become plain text, and pictures are
+left out.
 """
 
 import re
@@ -15,7 +15,7 @@ LINK = re.compile(r"(!?)\[([^\]]+)\]\(([^)#]+)([^)]*)\)")
 
 
 class LongDescription(MetadataHookInterface):
-    """The hook of hatchling that sets `readme`, which pyproject.toml lists as dynamic."""
+    """A hatchling hook that sets `readme`, which pyproject.toml lists as dynamic."""
 
     def update(self, metadata: dict[str, Any]) -> None:
         """Set the long description."""

@@ -1,7 +1,7 @@
 """Draw the rooms of the package, its top-level modules and packages: `python tools/rooms.py`.
 
-An arrow leads from a room to one that it imports, behind those in between. Arrows that follow from
-others are left out.
+An arrow leads from each room to the rooms that it imports, behind the boxes. Arrows that follow
+from others are left out.
 """
 
 import ast
@@ -26,13 +26,13 @@ TEXT = '<text x="{:.0f}" y="{:.0f}"{}>{}</text>'
 
 
 def modules(package: Path) -> dict[str, Path]:
-    """Return the path of each module by its name in the package, such as `_loss_scale.scale`."""
+    """Return the path of each module, by its name in the package: `_loss_scale.scale`."""
     paths = {p: p.relative_to(package).with_suffix("").parts for p in sorted(package.rglob("*.py"))}
     return {".".join(p for p in parts if p != "__init__"): path for path, parts in paths.items()}
 
 
 def arrows(package: Path) -> dict[str, set[str]]:
-    """Return the other rooms that each room imports; the room "" is the package's `__init__.py`."""
+    """Return the rooms that each room imports. The room "" is the package's `__init__.py`."""
     found: dict[str, set[str]] = {name.partition(".")[0]: set() for name in modules(package)}
     for importer, path in modules(package).items():
         nodes = [*ast.walk(ast.parse(path.read_text("utf-8")))]
@@ -45,7 +45,7 @@ def arrows(package: Path) -> dict[str, set[str]]:
 
 
 def draw(package: Path) -> str:
-    """Return the picture, each room below all that import it. A circle is a `CycleError`."""
+    """Return the picture, with each room below all that import it. A cycle is a `CycleError`."""
     imported, below, span, shapes = arrows(package), {}, {}, []
     order = [*graphlib.TopologicalSorter(imported).static_order()]
     for room in order:

@@ -1,7 +1,7 @@
-"""Count what a reader of one training step walks through: `python tools/step_trace.py`.
+"""Count the code that a reader of one training step has to follow: `python tools/step_trace.py`.
 
-A step is traced under `jax.jit`. Counted are the functions of the package that run, lambdas and
-comprehensions apart, their files, and the changes of file from one call to the next.
+A step is traced under `jax.jit`. The tool counts the functions of the package that run, without
+lambdas and comprehensions; their files; and how often one call and the next are in different files.
 """
 
 import itertools
@@ -26,7 +26,7 @@ STACK = ols.with_loss_scaling(
 
 
 class Walk(NamedTuple):
-    """What one traced step makes a reader walk."""
+    """The functions, files and changes of file in one traced step."""
 
     functions: int
     files: int
@@ -34,7 +34,7 @@ class Walk(NamedTuple):
 
 
 def walk(tx: optax.GradientTransformationExtraArgs, *, dtype: Any = jnp.float32) -> Walk:
-    """Return what the trace of one step of an optimizer walks through."""
+    """Return the counts for one traced step of an optimizer."""
     params = {"w": jnp.ones((3, 3), dtype), "b": jnp.ones(3, dtype)}
     loss_and_grads = ols.value_and_grad(
         lambda p: sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in p.values())

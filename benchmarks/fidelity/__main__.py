@@ -2,10 +2,9 @@
 
     python -m benchmarks.fidelity --pages docs
 
-Each part of the pages is measured anew: `fidelity`, `parameters` and `edge` of training.md,
-`memory`, `state` and `optimizers` of bfloat16_state.md, `rounding` and `continued` of
-master_weights.md, `spikes` of skipping.md, and `reinforce` of
-reinforcement_learning.md.
+Each part of the pages is measured anew: `fidelity` of evidence.md, `edge` of why.md, `memory`,
+`state` and `optimizers` of bfloat16_state.md, `parameters`, `rounding` and `continued` of
+master_weights.md, `spikes` of skipping.md, and `reinforce` of recipes.md.
 """
 
 import shutil
@@ -27,21 +26,21 @@ def fidelity(*, quick: bool) -> page.Report:
 
 # The page of each part, and what measures it.
 PARTS: dict[str, tuple[str, Callable[..., page.Report]]] = {
-    "fidelity": ("training", fidelity),
-    "parameters": ("training", parameters.measure),
-    "edge": ("training", edge.measure),
+    "fidelity": ("evidence", fidelity),
+    "parameters": ("master_weights", parameters.measure),
+    "edge": ("why", edge.measure),
     "memory": ("bfloat16_state", state.memory),
     "state": ("bfloat16_state", state.measure),
     "optimizers": ("bfloat16_state", state.measure_each),
     "rounding": ("master_weights", rounding.wander),
     "continued": ("master_weights", rounding.going_on),
     "spikes": ("skipping", spikes.measure),
-    "reinforce": ("reinforcement_learning", reinforcement.measure),
+    "reinforce": ("recipes", reinforcement.measure),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure the parts, print them, and write each to its page as soon as it is there."""
+    """Measure the parts, print them, and write each to its page as soon as it is measured."""
     parser = page.parser("benchmarks.fidelity", __doc__)
     add = parser.add_argument
     add("--only", nargs="+", choices=PARTS, default=[*PARTS], help="the parts to measure")

@@ -1,4 +1,4 @@
-"""Where float16 alone begins to fail: the word model at other sizes and with another optimizer."""
+"""Where plain float16 begins to fail: the word model with other sizes and another optimizer."""
 
 from typing import Any
 
@@ -8,15 +8,15 @@ import optax
 
 from benchmarks.fidelity.tasks import Params, Task, words
 from benchmarks.fidelity.training import FLOAT16, FLOAT32, fit, make_train
-from benchmarks.page import Report, table
+from benchmarks.page import Report, items
 
 VOCABULARIES = 512, 2048, 8192
 BATCHES = 1024, 4096, 16384
-OPTIMIZERS = {"Adam": None, "SGD with momentum": optax.sgd(1.0, momentum=0.9)}  # None: the task's
+OPTIMIZERS = {"Adam": None, "SGD": optax.sgd(1.0, momentum=0.9)}  # None: the task's
 
 
 def learned(vocabulary: int) -> Params:
-    """Return the parameters after a short training in float32, in batches of 1024."""
+    """Return the parameters after a short training in float32, with batches of 1024."""
     task = words(vocabulary=vocabulary, batch=1024)
     keys = jax.random.split(jax.random.key(1), task.steps)
     params = task.init(jax.random.key(0))
@@ -24,7 +24,7 @@ def learned(vocabulary: int) -> Params:
 
 
 def lost_share(params: Params, task: Task) -> float:
-    """Return the share of the output layer's gradient entries that are zero in float16 only."""
+    """Return the share of entries in the output layer's gradient that are zero only in float16."""
 
     @jax.jit
     def lost(params: Params, data: Any) -> jax.Array:
@@ -39,21 +39,20 @@ def lost_share(params: Params, task: Task) -> float:
 
 
 def behind(batch: int, tx: Any) -> float:
-    """Return the test loss after training in float16, less that after training in float32."""
+    """Return the test loss after training in float16 minus the test loss in float32."""
     task = words(batch=batch, tx=tx)
     rounded, exact = (make_train(task, way)(0)["curve"][-1] for way in (FLOAT16, FLOAT32))
     return rounded - exact
 
 
 def measure(*, quick: bool) -> Report:
-    """Return the table: what float16 loses of the gradient, and how training ends, by batch."""
+    """Return a list: what float16 loses of the gradient, and how training ends, by batch."""
     vocabularies, batches = ((512,), (64,)) if quick else (VOCABULARIES, BATCHES)
     params = {vocabulary: learned(vocabulary) for vocabulary in vocabularies}
     rows = []
     for batch in batches:
-        lost = (lost_share(each, words(vocabulary=v, batch=batch)) for v, each in params.items())
-        ends = (behind(batch, tx) for tx in OPTIMIZERS.values())
-        cells = *(f"{100 * x:.1f} %" for x in lost), *(f"{x:+.3f}" for x in ends)
-        rows.append([f"{batch:,}", *cells])
-    head = ["batch", *(f"lost, {number:,} words" for number in vocabularies), *OPTIMIZERS]
-    return Report(table(head, rows, ()))
+        lost = {v: lost_share(each, words(vocabulary=v, batch=batch)) for v, each in params.items()}
+        cells = {f"({v:,})": f"{100 * share:.1f} %" for v, share in lost.items()}
+        cells |= {name: f"{behind(batch, tx):+.3f}" for name, tx in OPTIMIZERS.items()}
+        rows.append(items(f"batch {batch:,}", cells))
+    return Report("\n".join(rows))

@@ -7,9 +7,9 @@ import numpy as np
 import optax_lossscale as ols
 from benchmarks.fidelity.tasks import Task, all_tasks
 from benchmarks.fidelity.training import facts, fit
-from benchmarks.page import Report, compared, table
+from benchmarks.page import Report, compared, items
 
-# The dtype of the parameters, and what keeps the rest of them.
+# The dtype of the parameters, and the wrapper that keeps their other bits.
 WAYS = {
     "float32 parameters": (jnp.float32, lambda tx: tx),
     "masters": (jnp.bfloat16, ols.with_master_weights),
@@ -38,9 +38,10 @@ def train(task: Task, way: str, seed: int) -> float:
 
 
 def measure(*, quick: bool) -> Report:
-    """Return the table of all tasks: float32's result, and the differences from it."""
+    """Return a list of all tasks: the differences from float32's result."""
     seeds, rows = range(2 if quick else 4), []
     for task in all_tasks(NAMES, quick=quick):
         ends = {way: np.array([train(task, way, seed) for seed in seeds]) for way in WAYS}
-        rows.append(compared(facts(task), ends))
-    return Report(table(["task", *WAYS], rows))
+        title, _, *others = compared(facts(task), ends)
+        rows.append(items(title, dict(zip(list(WAYS)[1:], others, strict=True))))
+    return Report("\n".join(rows))

@@ -1,4 +1,4 @@
-"""The results: the table of docs/training.md, and its pictures."""
+"""The results: the table of docs/evidence.md, and its pictures."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +27,7 @@ def final(task: Results, way: str) -> np.ndarray:
 
 
 def difference(task: Results, way: str) -> Interval:
-    """Return the difference from float32, paired by seed. It is NaN where training failed."""
+    """Return the difference from float32, paired by seed. It is NaN if training failed."""
     return interval(final(task, way) - final(task, FLOAT32))
 
 
@@ -45,19 +45,17 @@ def block(results: Results) -> str:
 
 
 def span(values: Sequence[float]) -> str:
-    """Return the range of the values, or the value if all are the same."""
+    """Return the range of the values, or one value if all are equal."""
     low, high = min(values), max(values)
     return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
 
 def notes(results: Results) -> str:
-    """Describe the intervals, the machine, the versions and the sizes."""
-    tasks = results["tasks"]
-    sizes = [f"{t['name']} {t['parameters']:,} parameters, {t['steps']} steps" for t in tasks]
+    """Describe the intervals, the machine and the versions."""
     return (
-        "Float32's result, and the others' differences from it with the same seed: means with "
-        f"95 % confidence intervals over {len(tasks[0]['runs'][FLOAT32])} seeds, by "
-        f"Student's t. {results['environment']}. Sizes: {'; '.join(sizes)}."
+        f"Means with 95 % confidence intervals over {len(results['tasks'][0]['runs'][FLOAT32])} "
+        "seeds; beside float32, differences from it. "
+        f"{results['environment']}."
     )
 
 
@@ -94,7 +92,7 @@ def _draw_curves(ax: Axes, task: Results) -> None:
 
 def _draw_zeros(ax: Axes, task: Results) -> None:
     """Draw the share of zero entries by layer, where it is 1 % or more."""
-    # Parameters that are NaN have gradients that mean nothing.
+    # The gradients of NaN parameters mean nothing.
     ways = [way for way in (FLOAT32, FLOAT16, SCALED) if np.isfinite(difference(task, way).mean)]
     runs = task["runs"]
     shares = {

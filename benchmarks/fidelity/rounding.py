@@ -1,4 +1,4 @@
-"""Parameters rounded stochastically: how far weights wander, and what it costs near a minimum."""
+"""Stochastically rounded parameters: how far they wander, and what that costs near a minimum."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,13 +13,13 @@ import optax_lossscale as ols
 from benchmarks.fidelity.state import autoencoder
 from benchmarks.fidelity.tasks import Task
 from benchmarks.fidelity.training import fit
-from benchmarks.page import Report, environment, interval, table
+from benchmarks.page import Report, environment, interval, items, table
 
 BFLOAT16_STEP = 2.0**-7  # between 1 and 2
 
 
 def nearest(inner: Any) -> optax.GradientTransformation:
-    """Optimize bfloat16 parameters in float32, and let them be rounded to the nearest."""
+    """Optimize bfloat16 parameters in float32, and round them to nearest."""
     wide = lambda params: ols.cast(params, jnp.float32)  # noqa: E731
     return optax.GradientTransformation(
         lambda params: inner.init(wide(params)),
@@ -27,7 +27,7 @@ def nearest(inner: Any) -> optax.GradientTransformation:
     )
 
 
-# The dtype of the parameters, what makes the optimizer, and how its curve is drawn.
+# The dtype of the parameters, the function that wraps the optimizer, and the style of its curve.
 WAYS: dict[str, tuple[Any, Callable[[Any], Any], dict[str, Any]]] = {
     "float32": (jnp.float32, lambda tx: tx, {"color": "#999999", "linewidth": 5}),
     "remainders": (
@@ -46,9 +46,9 @@ OPTIMIZERS = {
 
 
 def distances(tx: Any, way: str, *, weights: int, steps: int) -> np.ndarray:
-    """Return the root mean square of the distances from the minimum, in bfloat16 steps, 50 times.
+    """Return the root mean square distance from the minimum, in bfloat16 steps, at 50 times.
 
-    Each weight has its own minimum between 1.25 and 1.75. Gradients are distances, plus noise.
+    Each weight has its own minimum between 1.25 and 1.75. Gradients are distances plus noise.
     """
     dtype, wrap, _ = WAYS[way]
     start, target, noise = jax.random.split(jax.random.key(0), 3)
@@ -74,7 +74,7 @@ def distances(tx: Any, way: str, *, weights: int, steps: int) -> np.ndarray:
 
 
 def wander(*, quick: bool) -> Report:
-    """Return the distance from the minimum after training, and its picture."""
+    """Return the distances from the minimum after training, with a picture."""
     size = {"weights": 16, "steps": 100} if quick else {"weights": 512, "steps": 20_000}
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     rows = []
@@ -97,7 +97,7 @@ def wander(*, quick: bool) -> Report:
 
 
 def estimate(params: Any, momentum: Any) -> jax.Array:
-    """Return what rounding adds to the loss in equilibrium, as the page computes it."""
+    """Return how much rounding adds to the loss in equilibrium, by the formula on the page."""
 
     def of(w: jax.Array, m: jax.Array) -> jax.Array:
         ulp = 2.0 ** (jnp.floor(jnp.log2(jnp.maximum(jnp.abs(w), 1e-30))) - 7)
@@ -107,7 +107,7 @@ def estimate(params: Any, momentum: Any) -> jax.Array:
 
 
 def going_on(*, quick: bool) -> Report:
-    """Return what going on from one trained model costs, by the rate, beside the estimate."""
+    """Return the cost of continuing from a trained model at several rates, with the estimate."""
     seeds = range(2 if quick else 4)
     steps = 10 if quick else 2000
     task = autoencoder(features=64, steps=steps)
@@ -129,13 +129,12 @@ def going_on(*, quick: bool) -> Report:
         plain = ends.pop("float32")
         cells = [interval(100 * (end / plain - 1)) for end in ends.values()]
         more = ["{:+.2f} ± {:.2f}".format(*cell) for cell in cells]
-        rows.append([f"{rate:.0e}", f"{plain.mean():.5f}", *more, f"{100 * added / loss:+.2f}"])
-        print(*rows[-1], flush=True)
-    head = ["rate", "float32's loss", "remainders, %", "stochastic, %", "estimate, %"]
+        rows.append(items(f"rate {rate:.0e}", dict(zip(ends, more, strict=True))))
+        print(rows[-1], flush=True)
     about = environment("jax", "jaxlib", "optax", "scikit-learn")
     size = f"AdamW on a small autoencoder: {steps:,} steps, then as many"
-    notes = f"{size}; {len(seeds)} seeds. {about}."
-    return Report(f"{table(head, rows)}\n\n{notes}")
+    notes = f"The estimate is {100 * added / loss:+.2f}. {size}; {len(seeds)} seeds. {about}."
+    return Report("\n".join(rows) + f"\n\n{notes}")
 
 
 def continued(task: Task, rate: float, way: str, params: Any, seeds: range) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The tasks: ordinary training at loss weight 1, on data that come with scikit-learn."""
+"""The tasks: ordinary training with unweighted losses, on data that come with scikit-learn."""
 
 import ast
 import collections
@@ -27,7 +27,7 @@ Data = Any
 
 
 class Task(NamedTuple):
-    """A task, and how its result is measured."""
+    """A task, and how to measure its result."""
 
     name: str
     metric: str
@@ -40,12 +40,12 @@ class Task(NamedTuple):
     evaluate: Callable[[Params, Data], jax.Array]  # in float32
 
     def loss_with(self, data: Data, dtype: Any) -> Callable[[Params, jax.Array], jax.Array]:
-        """Return the loss of parameters and a step's key."""
+        """Return a loss as a function of the parameters and a step's key."""
         return lambda params, key: self.loss_fn(params, data, key, dtype)
 
 
 def all_tasks(names: Sequence[str] = (), *, quick: bool = False) -> list[Task]:
-    """Return the tasks of these names, or all; if `quick`, smaller ones for a few steps."""
+    """Return the tasks with these names, or all of them. If `quick`, they are small and short."""
     chosen = [task for name, task in TASKS.items() if not names or name in names]
     tasks = [make(**smaller if quick else {}) for make, smaller in chosen]
     return [task._replace(steps=4) if quick else task for task in tasks]
@@ -66,7 +66,7 @@ def words(*, vocabulary: int = 4096, batch: int = 16384, tx: Any = None) -> Task
         return {"embedding": embedding, **init_layers(second, sizes)}
 
     def mean_loss(params: Params, text: jax.Array, places: jax.Array, dtype: Any) -> jax.Array:
-        """Return the mean for the words at these places."""
+        """Return the mean for the words at these positions."""
         before = text[places[:, None] - jnp.arange(context, 0, -1)]
         x = ols.cast(params["embedding"], dtype)[before].reshape(len(places), -1)
         logits = perceptron([params["hidden"], params["output"]], x, dtype, jnp.tanh)
@@ -117,7 +117,7 @@ def photograph(*, shrink: int = 1) -> Task:
 
 
 def diabetes() -> Task:
-    """Predict how far the disease has gone after a year; the loss is a sum, in the data's units."""
+    """Predict the progress of diabetes after a year. The loss is a sum, in the data's units."""
     inputs, targets = load_diabetes(return_X_y=True, scaled=False)
     split = train_test_split(inputs, targets, test_size=0.2, random_state=0)
     train, test, train_targets, test_targets = split
@@ -168,7 +168,7 @@ def supervised(
     batch: int = 0,
     **about: Any,
 ) -> Task:
-    """Return the task of a perceptron, on data to train and to test on, all of it or in batches."""
+    """Return the task of a perceptron, given training and test data, with or without batches."""
     sizes = {f"layer {i}": pair for i, pair in enumerate(itertools.pairwise(widths), start=1)}
 
     def outputs(params: Params, inputs: jax.Array, dtype: Any) -> jax.Array:
@@ -190,7 +190,7 @@ def supervised(
 
 
 def init_layers(key: jax.Array, sizes: dict[str, tuple[int, int]]) -> Params:
-    """Return weights and biases in float32, for layers of these names and sizes."""
+    """Return float32 weights and biases for layers with these names and sizes."""
     draw = jax.nn.initializers.lecun_normal()
     keys = jax.random.split(key, len(sizes))
     return {
@@ -295,7 +295,7 @@ def characters(*, blocks: int = 2, batch: int = 16, context: int = 64) -> Task:
 
 @functools.cache
 def corpus() -> tuple[str, str]:
-    """Return scikit-learn's docstrings in ASCII: to train on, and to test on (every tenth file)."""
+    """Return scikit-learn's docstrings in ASCII, for training and testing (every tenth file)."""
     root = Path(sklearn.__file__).parent
     paths = [path for path in root.rglob("*.py") if "tests" not in path.relative_to(root).parts]
     texts = ["\n\n".join(docstrings(path)) for path in sorted(paths)]
@@ -314,7 +314,7 @@ def docstrings(path: Path) -> list[str]:
     return list(filter(None, found))
 
 
-# Each task, and what makes it small enough for a check.
+# Each task, and the arguments that make it small enough for a check.
 TASKS = {
     "words": (words, {"vocabulary": 512, "batch": 256}),
     "photograph": (photograph, {"shrink": 16}),

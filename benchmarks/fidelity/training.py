@@ -1,4 +1,4 @@
-"""The ways to train, and how to run one."""
+"""The formats to train in, and functions that train."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,8 +15,8 @@ from benchmarks.page import environment
 
 # The dtype of the forward and backward passes, and the loss scale. `None` neither scales nor
 # checks. The default growth interval is 2000 finite steps, longer than these runs. With 25, the
-# scale climbs until steps overflow and are skipped, far more often than in long training. The
-# default lower bound is 1, and a summed loss needs less.
+# scale grows until steps overflow and are skipped, far more often than in long training. A summed
+# loss needs a lower bound below the default of 1.
 FLOAT32, BFLOAT16, FLOAT16, SCALED = "float32", "bfloat16", "float16", "float16 + loss scaling"
 WAYS = {
     FLOAT32: (jnp.float32, None),
@@ -29,9 +29,9 @@ WAYS = {
 def fit(
     tx: Any, loss_fn: Callable[..., jax.Array], params: Params, steps: Any, dtype: Any = jnp.float32
 ) -> tuple[tuple[Params, optax.OptState], jax.Array]:
-    """Train with what `loss_fn` takes in each step; return parameters, state and the losses.
+    """Minimize `loss_fn(params, step)` for each of `steps`. Return parameters, state and losses.
 
-    Gradients are of `dtype`, whatever that of the parameters is.
+    Gradients have dtype `dtype`, whatever the dtype of the parameters is.
     """
     tx = optax.with_extra_args_support(tx)
 
@@ -78,7 +78,7 @@ def make_train(task: Task, way: str) -> Callable[[int], dict[str, Any]]:
         (_, opt_state), (curve, zeros) = jax.lax.scan(train_chunk, (params, opt_state), starts)
         return {
             "curve": curve,  # the metric at each evaluation
-            # Of the first gradient, relative to the exact one's norm.
+            # of the first gradient, relative to the norm of the exact one
             "first_error": optax.tree.norm(errors) / optax.tree.norm(exact),
             # Of each layer's gradient entries, over all steps.
             "zero_shares": jax.tree.map(jnp.mean, zeros),
@@ -90,7 +90,7 @@ def make_train(task: Task, way: str) -> Callable[[int], dict[str, Any]]:
 
 
 def measure(tasks: Sequence[Task], seeds: int) -> dict[str, Any]:
-    """Train every task in every way from every seed."""
+    """Train every task in every format from every seed."""
     stored = []
     for task in tasks:
         runs: dict[str, list] = {way: [] for way in WAYS}
@@ -108,7 +108,7 @@ def measure(tasks: Sequence[Task], seeds: int) -> dict[str, Any]:
 
 
 def facts(task: Task) -> dict[str, Any]:
-    """Return what describes a task beside its results."""
+    """Return the facts that describe a task next to its results."""
     names = "name", "metric", "decimals", "steps"
     shapes = jax.eval_shape(lambda: task.init(jax.random.key(0)))
     parameters = sum(leaf.size for leaf in jax.tree.leaves(shapes))

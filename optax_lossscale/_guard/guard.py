@@ -1,8 +1,6 @@
-"""The guard around an optimizer: each step is either applied, or leaves no trace.
+"""The guard around an optimizer, which applies or skips each step: `with_loss_scaling`.
 
-It checks the gradients and the loss once, asks the rules, decides once for all devices, takes the
-new state or keeps the old one, and counts: `with_loss_scaling`, and without a loss scale
-`with_skipping`.
+`with_skipping` is the same guard without a loss scale.
 """
 
 import copy
@@ -39,7 +37,8 @@ from optax_lossscale._state import (
     typed,
 )
 from optax_lossscale._support import checks
-from optax_lossscale._support.choose import agree, all_true
+from optax_lossscale._support.agreement import agree
+from optax_lossscale._support.choose import all_true
 from optax_lossscale._support.notes import add_other_leaf
 from optax_lossscale._support.rule import Rule, SkipIf
 from optax_lossscale._support.tree import AxisName, Flag, PyTree, is_inexact, unscaled
@@ -51,24 +50,25 @@ def with_loss_scaling(
     *,
     skip_if: SkipIf = None,
     axis_name: AxisName | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> Guard:
     """Wrap an optimizer with loss scaling.
 
-    At each step the gradients are unscaled and checked. If all are finite, the inner optimizer is
-    applied to them, bit for bit as to `grads * (1 / loss_scale)`. Otherwise the step is skipped:
-    the inner state is bitwise unchanged, and the updates are negative zeros, since `p + -0.0` is
-    `p` for every normal `p`. A skip is a selection with `jnp.where`: a step stays one compiled
-    program, and the derivative is that of a step that was never taken. Then the policy updates the
-    loss scale. `applied(opt_state)` says whether the step was applied.
+    Each step unscales and checks the gradients. If all are finite, the inner optimizer is applied
+    to them, bit for bit as to `grads * (1 / loss_scale)`. Otherwise the step is skipped: the inner
+    state is bitwise unchanged, and the updates are negative zeros, since `p + -0.0` is `p` for
+    every normal `p`. A skip is a selection with `jnp.where`, so the step stays one compiled program
+    and has the derivative of a step that was never taken. Then the policy updates the loss scale.
+    `applied(opt_state)` returns whether the step was applied.
 
     Wrap the whole optimizer, once. Clipping, gradient accumulation, weight decay, averages and
-    master weights inside see true gradients and are unchanged by a skipped step. `optax.MultiSteps`
-    above all belongs inside: outside, a single overflow stays in its accumulator forever.
+    master weights inside the guard see true gradients, and a skipped step does not change them.
+    `optax.MultiSteps` in particular belongs inside: outside, a single overflow stays in its
+    accumulator forever.
 
-    The extra arguments of `update` are in true units and passed on to `inner`, unchanged, but for
-    `grad`, which line searches take: it must be the gradients themselves, the same arrays, and is
-    unscaled with them. If `value` is given, Optax's name for the loss, a loss that is NaN or
-    infinite skips the step too, and the policy can tell a bad batch from an overflow: see
+    The extra arguments of `update` are in true units and reach `inner` unchanged, except `grad`,
+    which line searches take. It must be the gradients themselves (the same arrays), and is unscaled
+    with them. If you pass the loss as `value`, as Optax calls it, a loss that is NaN or infinite
+    skips the step too, and the policy can tell a bad batch from an overflow: see
     `DynamicLossScale`.
 
     Under `jax.jit` the inner update is traced on its own, as in a nested `jax.jit`: values that it
@@ -76,21 +76,22 @@ def with_loss_scaling(
 
     Args:
       inner: Any Optax optimizer, or an `optax.MultiSteps`.
-      loss_scale: `"dynamic"`, a number (fixed), a policy, or what else `as_loss_scale` takes.
-      skip_if: A rule that skips steps which are finite, such as `Spike()`, or a sequence of rules:
-        see `with_skipping`. Such a step does not lower the loss scale. With a rule, steps that are
-        not finite are skipped under every policy.
-      axis_name: The mapped axis, or a tuple of them, over which all must skip together. See
+      loss_scale: `"dynamic"`, a number (fixed), a policy, or anything else that `as_loss_scale`
+        takes.
+      skip_if: A rule that skips finite steps, such as `Spike()`, or a sequence of rules; see
+        `with_skipping`. Such a step does not lower the loss scale. With a rule, steps that are not
+        finite are skipped under every policy.
+      axis_name: The mapped axis, or a tuple of them, whose devices skip steps together. See
         `unscale_and_check`.
 
     Returns:
-      A gradient transformation whose `update` takes gradients of the scaled loss (see `scale_loss`
-      and `value_and_grad`) and whose state is a `GuardState`.
+      A gradient transformation. Its `update` takes gradients of the scaled loss (see `scale_loss`
+      and `value_and_grad`), and its state is a `GuardState`.
 
     Raises:
-      TypeError: If an argument is of the wrong type, the state that `update` is given included;
+      TypeError: If an argument has the wrong type, including the state that `update` is given;
         from `update`, if a rule lacks an extra argument or does not return a boolean.
-      ValueError: From `init`, if `inner` has a loss scale or skips steps already; from `update`, if
+      ValueError: From `init`, if `inner` already has a loss scale or skips steps; from `update`, if
         `grad` is not the gradients themselves, or another extra argument has one of their arrays.
 
     Warns:
@@ -116,32 +117,33 @@ def with_skipping(
     skip_if: SkipIf = None,
     *,
     axis_name: AxisName | None = None,
-) -> optax.GradientTransformationExtraArgs:
-    """Skip a step if its gradients or its loss are not finite, or if a rule says so.
+) -> Guard:
+    """Skip each step whose gradients or loss are not finite, and those that a rule names.
 
-    It is the guard of `with_loss_scaling` without the loss scale, for bfloat16 and float32. Unlike
-    `optax.apply_if_finite`, it copies no state and never gives up. With a loss scale, give the rule
-    to that guard: `with_loss_scaling(inner, skip_if=rule)`.
+    This is the guard of `with_loss_scaling` without a loss scale, for bfloat16 and float32. Unlike
+    `optax.apply_if_finite`, it copies no state and never gives up. If you need a loss scale, give
+    the rule to that guard: `with_loss_scaling(inner, skip_if=rule)`.
 
-    Args:
-      inner: Any Optax optimizer, or an `optax.MultiSteps`.
-      skip_if: The rule that says which finite steps to skip, see below, or a sequence of rules, any
-        of which may skip a step. None for no rule.
-      axis_name: The mapped axis, or a tuple of them, over which all must skip together. A rule's
-        answer counts if it is true on any member; a measure is averaged. See `unscale_and_check`.
-
-    Returns:
-      A gradient transformation whose state is a `GuardState` with a loss scale of 1. The
-      gradients keep their dtype. The loss is the extra argument `value`; where it is given, it must
-      be finite, too. A state that was restored from a guard with a loss scale works: the first step
-      divides by that loss scale, and leaves 1.
+    A rule is a function `(grads, params, **extra_args) -> bool[]`, or a `Rule`: an object that
+    judges one number, such as `Spike`. It is traceable, sees true gradients, and returns True to
+    skip the step. On a step that is not finite, its answer is ignored and its state does not
+    change; it may see NaN there, or zeros if it has a loop or a callback.
 
     It raises and warns as `with_loss_scaling` does.
 
-    A rule is traceable, sees true gradients, and True skips the step. On a step that is not finite,
-    its answer is ignored, and its state is unchanged; it may see NaN there, or zeros if it has a
-    loop or a callback. It is a function `(grads, params, **extra_args) -> bool[]`, or a `Rule`, an
-    object that judges one number, such as `Spike`.
+    Args:
+      inner: Any Optax optimizer, or an `optax.MultiSteps`.
+      skip_if: A rule that selects finite steps to skip, or a sequence of rules, any of which may
+        skip a step. None for no rule.
+      axis_name: The mapped axis, or a tuple of them, whose devices skip steps together. A step is
+        skipped if a rule returns True on any device; what a `Rule` measures is averaged. See
+        `unscale_and_check`.
+
+    Returns:
+      A gradient transformation whose state is a `GuardState` with a loss scale of 1. The gradients
+      keep their dtype. If `update` is given the loss, as the extra argument `value`, it must be
+      finite too. A state restored from a guard with a loss scale works: the first step divides by
+      that loss scale and sets it to 1.
 
     Examples:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
@@ -162,13 +164,14 @@ def _guard(
     axis_name: AxisName | None,
     *,
     is_scaled: bool,
-) -> optax.GradientTransformationExtraArgs:
+) -> Guard:
     inner = checks.read_optimizer("inner", inner)
     checks.require_axis_name(axis_name)
     if rules and isinstance(policy, FixedLossScale) and not policy.skip_nonfinite:
         # A rule brings the check with it. A subclass may have an `__init__` of its own.
         policy = copy.copy(policy)
         object.__setattr__(policy, "skip_nonfinite", True)  # it is frozen
+    settings = Settings(inner, policy, rules, axis_name, is_scaled)
     warnings_given: set[str] = set()
 
     def init_fn(params: optax.Params) -> GuardState:
@@ -184,31 +187,53 @@ def _guard(
         return GuardState(init(policy), rule_states, inner_state)
 
     def update_fn(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
     ) -> tuple[optax.Updates, GuardState]:
-        state = checks.read_state(state, GuardState)
-        scale_state = find(LossScaleState, "state", state.loss_scale_state)
         if "loss" in extra_args and "value" not in extra_args:
             warn_of_loss(rules, warnings_given)
-        checks.require_rule_states(state.rule_states, rules)
-        grads = unscaled(updates, loss_scale_of(scale_state), keep_dtypes=not is_scaled)
-        extra_args = _in_true_units(extra_args, updates, grads, is_scaled=is_scaled)
-        if policy.skip_nonfinite or rules:
-            decision = decide(
-                rules, state.rule_states, grads, params, extra_args, axis_name=axis_name
-            )
-        else:  # nothing is checked
-            decision = Decision(np.True_, np.True_, np.True_, ())
-        updates, inner_state = step_where(
-            decision.applied, inner, grads, state.inner_state, params, extra_args=extra_args
-        )
-        new = policy.update(scale_state, decision.grads_finite, loss_finite=decision.loss_finite)
-        scale_state = count_step(typed(new), scale_state, decision.applied)
-        if not is_scaled:  # a state restored from a guard that scales
-            scale_state = scale_state._replace(loss_scale=jnp.ones((), jnp.float32))
-        return updates, GuardState(scale_state, decision.rule_states, inner_state)
+        state = checks.read_state(state, GuardState)
+        return guarded_step(settings, updates, state, params, extra_args)
 
     return Guard(init_fn, update_fn)
+
+
+class Settings(NamedTuple):
+    """What a guard was made with."""
+
+    inner: optax.GradientTransformationExtraArgs
+    policy: LossScale
+    rules: tuple[Rule, ...]
+    axis_name: AxisName | None
+    is_scaled: bool
+
+
+def guarded_step(
+    settings: Settings,
+    updates: optax.Updates,
+    state: GuardState,
+    params: optax.Params | None,
+    extra_args: dict[str, Any],
+) -> tuple[optax.Updates, GuardState]:
+    """Unscale the gradients, decide about the step, and apply or skip it."""
+    scale_state = find(LossScaleState, "state", state.loss_scale_state)
+    checks.require_rule_states(state.rule_states, settings.rules)
+    is_scaled = settings.is_scaled
+    grads = unscaled(updates, loss_scale_of(scale_state), keep_dtypes=not is_scaled)
+    extra_args = _in_true_units(extra_args, updates, grads, is_scaled=is_scaled)
+    decision = decide(settings, state.rule_states, grads, params, extra_args)
+    updates, inner_state = step_where(
+        decision.applied, settings.inner, grads, state.inner_state, params, extra_args=extra_args
+    )
+    new = settings.policy.update(
+        scale_state, decision.grads_finite, loss_finite=decision.loss_finite
+    )
+    scale_state = count_step(typed(new), scale_state, decision.applied)
+    if not is_scaled:  # the state may have been restored from a guard that scales
+        scale_state = scale_state._replace(loss_scale=jnp.ones((), jnp.float32))
+    return updates, GuardState(scale_state, decision.rule_states, inner_state)
 
 
 class Decision(NamedTuple):
@@ -221,21 +246,24 @@ class Decision(NamedTuple):
 
 
 def decide(
-    rules: tuple[Rule, ...],
+    settings: Settings,
     rule_states: tuple[PyTree, ...],
     grads: optax.Updates,
     params: optax.Params | None,
     extra_args: dict[str, Any],
-    *,
-    axis_name: AxisName | None,
 ) -> Decision:
     """Check the gradients and the loss, and ask the rules."""
+    rules = settings.rules
+    if not (settings.policy.skip_nonfinite or rules):
+        return Decision(np.True_, np.True_, np.True_, ())
     value = extra_args.get("value")
     checks.require_numbers("value", value)
     flags = [all_finite(grads), all_finite(value)]
     finite_here = flags[0] & flags[1]
     measures = [measure(rule, finite_here, grads, params, extra_args) for rule in rules]
-    (grads_finite, loss_finite), measures = agree(flags, axis_name, measures)
+    if settings.axis_name is not None:
+        flags, measures = agree(settings.axis_name, flags, measures)
+    grads_finite, loss_finite = flags
     finite = grads_finite & loss_finite
     judged = [judge(*each, finite) for each in zip(rules, rule_states, measures, strict=True)]
     applied = all_true([finite, *(~skip for skip, _ in judged)])
@@ -243,13 +271,13 @@ def decide(
 
 
 def _in_true_units(
-    extra_args: dict[str, Any], given: PyTree, grads: PyTree, *, is_scaled: bool
+    extra_args: dict[str, Any], scaled: optax.Updates, grads: optax.Updates, *, is_scaled: bool
 ) -> dict[str, Any]:
-    """Return the extra arguments with true gradients for `grad`, if it is the gradients given.
+    """Return the extra arguments, with `grads` for `grad` if that is the `scaled` gradients.
 
-    Line searches of Optax are called with `grad=grads`. Arrays are told by identity.
+    Optax's line searches are called with `grad=grads`. Arrays are compared by identity.
     """
-    leaves = jax.tree.leaves(given)  # the arrays themselves, even in Variables of flax.nnx
+    leaves = jax.tree.leaves(scaled)
     grad_leaves, grad_def = jax.tree.flatten(extra_args.get("grad"))
     is_same = len(grad_leaves) == len(leaves) and all(map(operator.is_, grad_leaves, leaves))
     has_grad = extra_args.get("grad") is not None
@@ -257,14 +285,16 @@ def _in_true_units(
         extra_args = {**extra_args, "grad": grad_def.unflatten(jax.tree.leaves(grads))}
     elif has_grad and is_scaled:
         raise ValueError(
-            "`grad` must be the gradients themselves, got other arrays, whose loss scale is not "
-            "known. Pass the same arrays twice, inside one jitted step: "
+            "`grad` must be the gradients themselves, got other arrays, which may or may not be "
+            "scaled. Pass the same arrays twice, inside one jitted step: "
             "`tx.update(grads, state, params, value=loss, grad=grads, value_fn=f)`."
         )
-    scaled = {id(leaf) for leaf in leaves if is_scaled and is_inexact(leaf)}
+    if not is_scaled:
+        return extra_args
+    scaled_arrays = {id(leaf) for leaf in leaves if is_inexact(leaf)}
     for name, arg in extra_args.items():
-        held = (id(leaf) in scaled for leaf in jax.tree.leaves(arg))
-        if name not in ("grad", "value") and any(held):
+        is_found = any(id(leaf) in scaled_arrays for leaf in jax.tree.leaves(arg))
+        if is_found and name not in ("grad", "value"):
             raise ValueError(
                 f"`{name}` must be in true units, got an array of the scaled gradients. Unscale it "
                 "with `unscale_and_check`, or call it `grad` if it is all of the gradients."

@@ -1,21 +1,28 @@
-"""Take an optimizer's step, or keep its state bit for bit."""
+"""Take an optimizer's step, or keep the old state bit for bit."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_lossscale import _xla
 from optax_lossscale._state import MasterWeightsState, StochasticRoundingState, subtrees
 from optax_lossscale._support import checks
-from optax_lossscale._support.choose import constant_if_skipped, zeros_if_skipped
+from optax_lossscale._support.choose import (
+    constant_if_skipped,
+    safe_extra_args,
+    zeros_if_skipped,
+)
 from optax_lossscale._support.notes import add_likely_causes, add_small_parameters
 from optax_lossscale._support.tree import (
     ARRAYS,
     Flag,
     KeyPath,
+    Leaf,
+    PyTree,
     Tree,
     as_array,
     is_inexact,
@@ -32,12 +39,12 @@ def step_where(
     *,
     extra_args: dict[str, Any],
 ) -> tuple[optax.Updates, optax.OptState]:
-    """Update with `inner` if `applied` is true, else return updates of -0.0 and the old state."""
+    """Update with `inner` if `applied` is true; otherwise return updates of -0.0 and `state`."""
     state = jax.tree.map(as_array, state)
-    extra_args = {name: zeros_if_skipped(applied, arg) for name, arg in extra_args.items()}
+    extra_args = safe_extra_args(applied, extra_args)
     params = constant_if_skipped(applied, params)
 
-    def step(grads: Any, state: Any) -> tuple[Any, Any]:
+    def step(grads: optax.Updates, state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
         try:
             updates, new_state = inner.update(grads, state, params, **extra_args)
             return updates, _like(state, new_state)
@@ -49,9 +56,9 @@ def step_where(
 
     updates, state = run_where(applied, step, grads, state)
 
-    def negative_zero_if_skipped(leaf: Any) -> Any:
-        is_integer = isinstance(leaf, ARRAYS) and jnp.issubdtype(leaf.dtype, jnp.integer)
-        if not (is_inexact(leaf) or is_integer):
+    def negative_zero_if_skipped(leaf: Leaf) -> Leaf:
+        is_numeric = isinstance(leaf, ARRAYS) and jnp.issubdtype(leaf.dtype, np.number)
+        if not (is_numeric or isinstance(leaf, (float, complex))):
             return leaf
         array = jnp.asarray(leaf)
         return jnp.where(applied, array, -jax.lax.full_like(array, 0))
@@ -61,10 +68,10 @@ def step_where(
 
 def run_where(
     applied: Flag,
-    step: Callable[[Any, Any], tuple[Any, Any]],
-    grads: Any,
-    state: Any,
-) -> tuple[Any, Any]:
+    step: Callable[[optax.Updates, PyTree], tuple[PyTree, PyTree]],
+    grads: optax.Updates,
+    state: PyTree,
+) -> tuple[PyTree, PyTree]:
     """Return `step(grads, state)`, with the old state if `applied` is false.
 
     If it is false, `step` is called with zeros instead of `grads`: given NaN, a line search may
@@ -80,13 +87,17 @@ def run_where(
     zeros = zeros_if_skipped(applied, grads)
     out, new_state = step(zeros, constant_if_skipped(applied, state))
 
-    def choose(new: Any, old: Any) -> Any:
-        return jnp.where(applied, new, old) if isinstance(old, jax.Array) else new
+    kept = jax.tree.map(
+        lambda new, old: jnp.where(applied, new, old) if isinstance(old, jax.Array) else new,
+        new_state,
+        state,
+    )
+    return out, kept
 
-    return out, jax.tree.map(choose, new_state, state)
 
-
-def safe_call(applied: Flag, fun: Callable[[Any], Any], grads: Any) -> Any:
+def safe_call(
+    applied: Flag, fun: Callable[[optax.Updates], PyTree], grads: optax.Updates
+) -> PyTree:
     """Return `fun(grads)`, or an undefined result if `applied` is false. See `run_where`."""
     out, _ = run_where(applied, lambda grads, none: (fun(grads), none), grads, ())
     return out
@@ -103,7 +114,7 @@ def _like(old: Tree, new: Tree) -> Tree:
     )
     checks.require_same_structure("inner", new, old, remedy)
 
-    def cast(path: KeyPath, old_leaf: Any, new_leaf: Any) -> Any:
+    def cast(path: KeyPath, old_leaf: PyTree, new_leaf: Leaf) -> Leaf:
         if not isinstance(old_leaf, jax.Array):
             checks.require_same(path, new_leaf, old_leaf)
             return new_leaf
@@ -111,7 +122,7 @@ def _like(old: Tree, new: Tree) -> Tree:
             return new_leaf
         if is_inexact(new_leaf) and not jnp.issubdtype(old_leaf.dtype, jnp.inexact):
             raise TypeError(
-                f"`inner` must not replace integers in its state by floating-point numbers, got "
+                f"`inner` must not replace integers in its state with floating-point numbers, got "
                 f"{jnp.result_type(new_leaf)} for {old_leaf.dtype} at {path_name(path)}. Let its "
                 "`init` return floating-point numbers."
             )

@@ -1,4 +1,4 @@
-"""Rules that skip finite steps: functions, objects that judge a measure, and `Spike`."""
+"""Rules, which skip finite steps: functions, objects that judge a measure, and `Spike`."""
 
 import dataclasses
 import inspect
@@ -11,25 +11,25 @@ import optax
 
 from optax_lossscale._guard.keep import safe_call
 from optax_lossscale._loss_scale.policies import LossScale
-from optax_lossscale._state import SpikeState, increment, relative_statistics, repaired
+from optax_lossscale._state import SpikeState, increment, repaired, spike_statistics, unit_of
 from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import as_float32
-from optax_lossscale._support.choose import tree_where, zeros_if_skipped
+from optax_lossscale._support.choose import safe_extra_args, tree_where, zeros_if_skipped
 from optax_lossscale._support.lines import warn_once
 from optax_lossscale._support.notes import add_note
-from optax_lossscale._support.rule import Rule
+from optax_lossscale._support.rule import Rule, SkipIf
 from optax_lossscale._support.tree import (
-    FP8_KEY,
     PyTree,
     as_array,
     at_least_float32,
+    is_fp8_metadata,
     is_inexact,
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class StatelessRule:
-    """A function as a rule: it measures 1 where it skips."""
+    """A function as a rule, which measures 1 if the function returns True."""
 
     function: Callable[..., Any]
 
@@ -37,24 +37,24 @@ class StatelessRule:
         del params
         return optax.EmptyState()
 
-    def measure(self, grads: Any, params: Any, **extra_args: Any) -> jax.Array:
+    def measure(self, grads: PyTree, params: PyTree, **extra_args: Any) -> jax.Array:
         checks.require_extra_args("skip_if", self.function, grads, params, **extra_args)
         skips = checks.read_flag("skip_if", self.function(grads, params, **extra_args))
         return skips.astype(jnp.float32)
 
-    def judge(self, state: Any, measure: jax.Array) -> tuple[jax.Array, optax.EmptyState]:
+    def judge(self, state: PyTree, measure: jax.Array) -> tuple[jax.Array, optax.EmptyState]:
         return measure > 0, checks.read_state(state, optax.EmptyState, "state.rule_states")
 
 
-def as_rules(skip_if: Any) -> tuple[Rule, ...]:
+def as_rules(skip_if: SkipIf) -> tuple[Rule, ...]:
     """Return the rules in `skip_if`: a rule, a sequence of them, or None."""
     if skip_if is None:
         return ()
-    # A string and an optimizer of Optax are sequences, too.
+    # A string and an optimizer are sequences too, but not of rules.
     is_one = isinstance(skip_if, (str, optax.GradientTransformation, Rule))
-    is_several = isinstance(skip_if, Sequence) and not is_one
+    given = skip_if if isinstance(skip_if, Sequence) and not is_one else [skip_if]
     rules: list[Rule] = []
-    for rule in skip_if if is_several else (skip_if,):
+    for rule in given:
         if isinstance(rule, Rule) and not isinstance(rule, type):
             rules.append(rule)
         elif callable(rule) and not isinstance(rule, (type, optax.MultiSteps)):
@@ -70,20 +70,20 @@ def as_rules(skip_if: Any) -> tuple[Rule, ...]:
 
 
 def warn_of_loss(rules: tuple[Rule, ...], given: set[str]) -> None:
-    """Warn of the extra argument `loss`, which Optax calls `value`, unless a rule asks for it."""
+    """Warn that Optax calls the extra argument `loss` `value`, unless a rule asks for `loss`."""
     if not any(map(_asks_for_loss, rules)):
         warn_once(
-            "`loss` is an extra argument, and is not checked: a step whose loss is NaN may be "
+            "`loss` is an extra argument that nothing checks: a step whose loss is NaN may be "
             "applied. Optax calls the loss `value`: `tx.update(grads, state, params, value=loss)`.",
             given,
         )
 
 
-def _asks_for_loss(rule: Any) -> bool:
+def _asks_for_loss(rule: Rule) -> bool:
     fun = rule.function if isinstance(rule, StatelessRule) else rule.measure
     try:
         named = inspect.signature(fun).parameters
-    except (TypeError, ValueError):  # of some functions written in C
+    except (TypeError, ValueError):  # some functions written in C have no signature
         named = {}
     return "loss" in named or getattr(rule, "of", None) == "loss"
 
@@ -95,24 +95,21 @@ def measure(
     params: optax.Params | None,
     extra_args: dict[str, Any],
 ) -> jax.Array:
-    """Return what a rule measures, and 0 on a step that is not finite. `float32[]`."""
-    safe_args = {name: zeros_if_skipped(finite, arg) for name, arg in extra_args.items()}
+    """Return what a rule measures, or 0 if the step is not finite. `float32[]`."""
+    safe_args = safe_extra_args(finite, extra_args)
 
-    def measure_of(grads: optax.Updates) -> jax.Array:
-        measure = rule.measure(grads, params, **safe_args)
-        name, remedy = f"{type(rule).__name__}.measure", "Return one number: a mean."
-        checks.require_scalar(name, measure, remedy)
-        return jnp.asarray(measure, jnp.float32)
-
-    # A measure of finite gradients may overflow, which is a skip and no error.
+    # The measure of finite gradients may overflow. That skips the step, and is not an error.
     with jax.debug_nans(False), jax.debug_infs(False):
-        return zeros_if_skipped(finite, safe_call(finite, measure_of, grads))
+        measure = safe_call(finite, lambda grads: rule.measure(grads, params, **safe_args), grads)
+        name, remedy = f"{type(rule).__name__}.measure", "Return one number, such as a mean."
+        checks.require_scalar(name, measure, remedy)
+        return zeros_if_skipped(finite, jnp.asarray(measure, jnp.float32))
 
 
 def judge(
     rule: Rule, state: PyTree, measure: jax.Array, finite: jax.Array
 ) -> tuple[jax.Array, PyTree]:
-    """Return whether a rule skips the step, and its state after a step that is finite."""
+    """Return whether a rule skips the step, and its new state, or the old one if not `finite`."""
     old = jax.tree.map(as_array, state)
     with jax.debug_nans(False), jax.debug_infs(False):
         skip, new = rule.judge(old, measure)
@@ -120,37 +117,39 @@ def judge(
     try:
         new = tree_where(finite, new, old)
     except Exception as error:
-        add_note(error, f"It is in the state of {rule!r}: `judge` must return one like `init`.")
+        add_note(error, f"This is the state of {rule!r}: `judge` must return one like `init`.")
         raise
-    # A memory decides, and decisions have no derivative.
+    # The state only serves decisions, and decisions have no derivative.
     return skip, jax.lax.stop_gradient(new)
 
 
 @dataclasses.dataclass(frozen=True)
 class Spike:
-    """Skip a step whose loss, or another measure, is far above that of the steps before it.
+    """Skip a step whose loss, or another measure, is far above its recent values.
 
     A step is skipped if its measure exceeds the mean of the remembered values by more than `sigmas`
-    of their standard deviations. A measure that is not finite is skipped, and not remembered.
+    standard deviations. A measure that is not finite is skipped, and not remembered.
 
-    A skipped value is remembered as `mean + 2 / 3 * sigmas * deviation`. So a single spike hardly
-    widens the window: the next step is skipped above 6.4 deviations. And a new level is learned,
-    after 20 steps if it lies 20 deviations higher, and after about the window if far above.
+    A skipped value is remembered as `mean + 2 / 3 * sigmas * deviation`, so one spike barely raises
+    the threshold: the next step is skipped above 6.4 deviations. A new level is still learned:
+    after 20 steps if it is 20 deviations higher, and after about `window` steps if it is far above.
 
     Args:
       of: What is measured: `"value"`, the loss; `"grad_norm"`, the Euclidean norm of all gradients,
-        whose square must be a float32; or the name of another extra argument of `update`, a scalar.
-      window: The number of remembered values. At least 2.
-      sigmas: More than 1.5: fewer would remember a spike below one deviation, and never learn.
-      warmup: Values that are remembered before the first one is skipped; None for half of the
-        window. Between 1 and `window`.
-      max_consecutive_skipped: Spikes skipped in a row after which the next value is accepted, and
-        remembered as it is; None for no such bound.
+        whose square must fit a float32; or the name of another extra argument of `update`, a
+        scalar.
+      window: How many values are remembered. At least 2.
+      sigmas: How many standard deviations above the mean a spike is. More than 1.5: with less, a
+        spike would be remembered below one deviation, and a new level never learned.
+      warmup: How many values are remembered before a step may be skipped, from 1 to `window`. None
+        for half of the window.
+      max_consecutive_skipped: How many spikes in a row are skipped before a value is accepted, and
+        remembered unchanged. None for no limit.
 
     Raises:
-      TypeError: If an argument is of the wrong type, or `update` lacks the extra argument `of`.
+      TypeError: If an argument has the wrong type, or `update` lacks the extra argument `of`.
       ValueError: If an argument is out of bounds; from `update`, if the measure is not a scalar, or
-        the state belongs to another `window`.
+        the state was made with another `window`.
 
     Examples:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
@@ -179,7 +178,8 @@ class Spike:
         window = checks.read_count("window", self.window, least=2)
         if as_float32(checks.read_number("sigmas", self.sigmas)) <= 1.5:
             raise ValueError(
-                f"`sigmas` must exceed 1.5, got {self.sigmas}: fewer never widen the window."
+                f"`sigmas` must be greater than 1.5, got {self.sigmas}. With less, a new level of "
+                "the loss would never be learned."
             )
         if self.warmup is not None and checks.read_count("warmup", self.warmup) > window:
             raise ValueError(f"`warmup` must be at most `window`, got {self.warmup} for {window}.")
@@ -192,14 +192,14 @@ class Spike:
         held, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)  # a buffer for each
         return SpikeState(jnp.zeros(self.window, jnp.float32), held, skipped)
 
-    def measure(self, grads: optax.Updates, params: Any = None, **extra_args: Any) -> jax.Array:
+    def measure(self, grads: PyTree, params: PyTree = None, **extra_args: Any) -> jax.Array:
         """Return the loss, the norm or the extra argument that is compared. `float32[]`."""
         del params
         if self.of == "grad_norm":
             arrays = [
                 at_least_float32(leaf)
                 for path, leaf in jax.tree_util.tree_leaves_with_path(grads)
-                if is_inexact(leaf) and FP8_KEY not in path
+                if is_inexact(leaf) and not is_fp8_metadata(path)
             ]
             return jnp.asarray(optax.tree.norm(arrays), jnp.float32)
         value = extra_args.get(self.of)
@@ -214,34 +214,34 @@ class Spike:
     def judge(self, state: SpikeState, measure: jax.Array) -> tuple[jax.Array, SpikeState]:
         """Return whether a measure is too high, and the state that remembers it."""
         checks.read_state(state, SpikeState, "state.rule_states")
-        # Numbers of NumPy would widen the state, where JAX has 64 bits.
+        # With 64-bit types enabled in JAX, NumPy's numbers would widen the state.
         window, sigmas = int(self.window), float(self.sigmas)
         if state.values.shape != (window,):
             raise ValueError(
                 f"`state.rule_states` must hold a window of shape {(window,)} for {self}, got "
-                f"{state.values.shape}. Start anew with its `init` if the window has changed. "
-                "Under `jax.shard_map`, give `rule_states` the spec `P()`: it must not be sharded."
+                f"{state.values.shape}. If the window has changed, start with a new state from its "
+                "`init`. Under `jax.shard_map`, give `rule_states` the spec `P()`."
             )
         state = repaired(state)
-        mean, deviation, magnitude = relative_statistics(state)
-        # Equal values have no deviation, but their mean is rounded.
+        unit = unit_of(state)
+        mean, deviation = spike_statistics(state._replace(values=state.values / unit))
+        # The deviation of equal values is 0, but their mean is rounded.
         rounding = jnp.finfo(jnp.float32).eps * jnp.abs(mean)
         warmup = window // 2 if self.warmup is None else int(self.warmup)
-        is_high = measure / magnitude > mean + sigmas * jnp.maximum(deviation, rounding)
+        is_high = measure / unit > mean + sigmas * jnp.maximum(deviation, rounding)
         is_spike = (state.held >= warmup) & is_high
         if self.max_consecutive_skipped is not None:
             is_spike &= state.consecutive_skipped < int(self.max_consecutive_skipped)
-        as_spike = (mean + sigmas * 2 / 3 * deviation) * magnitude
-        # Equal values have none to remember a spike by, so it is remembered whole.
+        # A spike above equal values is remembered unchanged: they have no deviation to use.
+        as_spike = (mean + sigmas * 2 / 3 * deviation) * unit
         remembered = jnp.where(is_spike & (deviation > 0), as_spike, measure)
         after = SpikeState(
             values=jnp.concatenate([state.values[1:], remembered[None]]),
             held=jnp.minimum(state.held + 1, window),
             consecutive_skipped=jnp.where(is_spike, increment(state.consecutive_skipped), 0),
         )
-        is_number = jnp.isfinite(measure)
-        keep_or_move = lambda new, old: jnp.where(is_number, new, old)  # noqa: E731
-        return is_spike | ~is_number, jax.tree.map(keep_or_move, after, state)
+        is_finite = jnp.isfinite(measure)
+        return is_spike | ~is_finite, tree_where(is_finite, after, state)
 
 
-Spike.__module__ = "optax_lossscale"  # the name in pickles, as of its state
+Spike.__module__ = "optax_lossscale"  # pickles name it there, as they do its state

@@ -29,28 +29,29 @@ def value_and_grad(
     """Differentiate a scaled loss, and return its value unscaled.
 
     Args:
-      fun: The loss function, as for `jax.value_and_grad`. It is unaware of loss scaling. With
-        `autocast(loss_fn, jnp.float16)`, its matrix products run in float16.
+      fun: The loss function, as for `jax.value_and_grad`. It need not know about loss scaling.
+        With `autocast(loss_fn, jnp.float16)`, its matrix products run in float16.
       argnums: Which arguments of `fun` to differentiate with respect to.
       has_aux: Whether `fun` returns `(loss, aux)`.
-      transform: What differentiates: `jax.value_and_grad`, `flax.nnx.value_and_grad`,
-        `equinox.filter_value_and_grad`, or another that takes `has_aux`.
+      transform: The function that differentiates: `jax.value_and_grad`,
+        `flax.nnx.value_and_grad`, `equinox.filter_value_and_grad`, or another one that takes
+        `has_aux`.
       **kwargs: Passed on to `transform`.
 
     Returns:
       `f(state, *args, **kwargs) -> (value, grads)`, where `state` is a `LossScaleState` or an
-      optimizer's state that holds exactly one. `value` is the result of `fun`, unscaled, with the
-      aux if there is one. `grads` are still scaled, for `tx.update` and `unscale_and_check`.
+      optimizer's state that holds exactly one. `value` is what `fun` returned, unscaled, including
+      the aux if there is one. `grads` are still scaled, for `tx.update` and `unscale_and_check`.
 
     Raises:
-      TypeError: If the loss is not floating-point; if `fun` returns no pair with `has_aux`; if
-        `transform` does not return what `jax.value_and_grad` does.
+      TypeError: If the loss is not floating-point; with `has_aux`, if `fun` does not return a pair;
+        if `transform` does not return what `jax.value_and_grad` does.
       ValueError: If `state` holds no `LossScaleState`, or several.
 
     Warns:
-      UserWarning: Once per message, if transformations are outside the guard in an
-        optimizer's state; `loss_scale_state(opt_state)` in its place is silent. Once, if the loss
-        is bfloat16. If the loss is float16: see `scale_loss`.
+      UserWarning: Once per message: if the optimizer's state shows transformations outside the
+        guard (pass `loss_scale_state(opt_state)` to silence it); if the loss is bfloat16. If the
+        loss is a float16 scalar: see `scale_loss`.
 
     Examples:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -58,11 +59,11 @@ def value_and_grad(
       >>> loss_and_grads(ols.init(8), jnp.array([1.0, 2.0]))
       (Array(5., dtype=float32), Array([16., 32.], dtype=float32))
     """
-    checks.require_function("fun", fun, "Give the loss function itself, not its result.")
+    checks.require_function("fun", fun, "Pass the loss function itself, not its result.")
     checks.require_function("transform", transform, "Use `jax.value_and_grad`, its default.")
     has_aux = checks.read_bool("has_aux", has_aux)
-    is_of_jax = transform is jax.value_and_grad  # another one may take other things
-    positions = checks.read_argnums(argnums) if is_of_jax else ()
+    # Another transform may take other `argnums`.
+    positions = checks.read_argnums(argnums) if transform is jax.value_and_grad else ()
     if argnums != 0:  # the default of every transform; Equinox's does not take the argument
         kwargs["argnums"] = argnums
     warnings_given: set[str] = set()
@@ -85,22 +86,26 @@ def value_and_grad(
                 warn_once(_BFLOAT16_LOSS, warnings_given)
             return result, value
 
-        differentiated = _transformed(transform, scaled_loss, has_aux=True, **kwargs)
+        try:
+            differentiated = transform(scaled_loss, has_aux=True, **kwargs)
+        except TypeError as error:
+            raise TypeError(
+                f"`transform` must take a function and {', '.join(['has_aux', *kwargs])}, as "
+                f"`jax.value_and_grad` does, got {transform!r}: {error}."
+            ) from error
         try:
             result = differentiated(*args, **kwds)
         except TypeError:
-            if is_of_jax:
-                chosen = [args[number] for number in positions if -len(args) <= number < len(args)]
-                checks.require_no_functions(chosen)
+            checks.require_no_functions(args, positions)
             raise
         match result:
-            case tuple((tuple((_, value)), grads)):
+            case ((_, value), grads):
                 return value, grads
-            case _:  # as of `jax.grad`, which returns gradients and aux
+            case _:  # `jax.grad` returns gradients and aux
                 raise TypeError(
                     "`transform` must return ((loss, aux), grads), as `jax.value_and_grad` does, "
-                    f"got {result!r} of {transform!r}. Pass the function that returns the value "
-                    "too."
+                    f"got {result!r} from {transform!r}. Pass the function that also returns the "
+                    "value."
                 )
 
     return _with_signature_of(fun, scaled_value_and_grad)
@@ -114,16 +119,16 @@ def grad(
     transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
     **kwargs: Any,
 ) -> Callable[Concatenate[PyTree, P], Any]:
-    """Differentiate a scaled loss: `value_and_grad` without the value.
+    """Differentiate a scaled loss, and return only the gradients.
 
-    It takes, raises and warns as `value_and_grad` does.
+    It raises and warns as `value_and_grad` does.
 
     Args:
       fun: The loss function, as for `jax.grad`.
       argnums: Which arguments of `fun` to differentiate with respect to.
       has_aux: Whether `fun` returns `(loss, aux)`.
-      transform: What differentiates and returns the value too: `jax.value_and_grad`,
-        `flax.nnx.value_and_grad`, `equinox.filter_value_and_grad`.
+      transform: The function that differentiates and also returns the value, as in
+        `value_and_grad`.
       **kwargs: Passed on to `transform`.
 
     Returns:
@@ -144,32 +149,20 @@ def grad(
 
 
 _BFLOAT16_LOSS = (
-    "The loss is bfloat16, which has three digits: most likely, nothing is computed in float32. "
+    "The loss is bfloat16, which has three digits. Probably nothing is computed in float32. "
     "Compute the loss in float32, for example from `logits.astype(jnp.float32)`, or differentiate "
     "`autocast(loss_fn, jnp.bfloat16)`."
 )
 
 
-def _transformed(
-    transform: Callable[..., Callable[..., Any]], fun: Callable[..., Any], **kwargs: Any
-) -> Callable[..., Any]:
-    try:
-        return transform(fun, **kwargs)
-    except TypeError as error:
-        raise TypeError(
-            f"`transform` must take a function and {', '.join(kwargs)}, as `jax.value_and_grad` "
-            f"does, got {transform!r}: {error}."
-        ) from error
-
-
 def _with_signature_of(fun: Callable[..., Any], function: Any) -> Callable[..., Any]:
-    """Return `function` with the signature of `fun` behind a state.
+    """Return `function` with the signature of `fun` after a state.
 
-    `jax.jit` finds the positions of `static_argnames` there.
+    `jax.jit` looks up the positions of `static_argnames` in the signature.
     """
     try:
         parameters = inspect.signature(fun).parameters
-    except (TypeError, ValueError):  # of some functions written in C
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return function
     name = "opt_state" if "state" in parameters else "state"
     while name in parameters:

@@ -1,9 +1,9 @@
-"""Policies: their interface, the two of this library and their rule, and what names one."""
+"""Policies, which update the loss scale: their interface, the two of this library, `update`."""
 
 import dataclasses
 import functools
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
 
 import jax
@@ -17,13 +17,13 @@ from optax_lossscale._support.bounds import SMALLEST_SCALE, as_float32
 
 @runtime_checkable
 class LossScale(Protocol):
-    """The interface of a policy: any hashable object with these members, pure and traceable."""
+    """The interface of a policy: a hashable object with these members, pure and traceable."""
 
     @property
     def skip_nonfinite(self) -> bool:
         """Whether a step that is not finite is skipped.
 
-        If false, and there is no rule (`skip_if`), `update` always receives `grads_finite=True`.
+        If false, and without a rule (`skip_if`), `update` always receives `grads_finite=True`.
         """
         ...
 
@@ -34,15 +34,15 @@ class LossScale(Protocol):
     def update(
         self, state: LossScaleState, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True
     ) -> LossScaleState:
-        """Return the state after a step, of the same type, shapes and dtypes.
+        """Return the state after a step, with the same type, shapes and dtypes.
 
-        Skipped steps are counted afterwards, by `optax_lossscale.update` and the guard.
+        It need not count skipped steps: `optax_lossscale.update` and the guard do it afterwards.
         """
         ...
 
 
 class _Policy:
-    """The plain data that describe a policy, and the way back."""
+    """A policy that can be saved as plain data."""
 
     def get_config(self) -> dict[str, Any]:
         """Return the class name and the hyper-parameters as a JSON-compatible dict.
@@ -56,7 +56,7 @@ class _Policy:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Build the policy that `get_config` described; what is missing takes its default.
+        """Build the policy that `get_config` described. Missing hyper-parameters take defaults.
 
         Raises:
           TypeError: If `config` is not a mapping.
@@ -68,9 +68,7 @@ class _Policy:
           100
         """
         if not isinstance(config, Mapping):
-            raise TypeError(
-                f"`config` must be a dict from `get_config`, got {config!r}. See `as_loss_scale`."
-            )
+            raise TypeError(f"`config` must be a dict from `get_config`, got {config!r}.")
         hyperparams = {**config}
         class_name = hyperparams.pop("class_name", cls.__name__)
         unknown = sorted({*hyperparams} - {*cls.__dataclass_fields__}, key=str)  # pyright: ignore[reportAttributeAccessIssue]
@@ -81,10 +79,10 @@ class _Policy:
             )
         return cls(**hyperparams)
 
-    def _check_each(self, **kinds: Callable[[str, Any], object]) -> None:
-        """Check each hyper-parameter, and keep it as a Python number or bool."""
-        for name, check in kinds.items():
-            object.__setattr__(self, name, check(name, getattr(self, name)))  # it is frozen
+    def _keep(self, **hyperparams: float | bool) -> None:
+        """Keep the hyper-parameters as these Python numbers and bools."""
+        for name, value in hyperparams.items():
+            object.__setattr__(self, name, value)  # the dataclass is frozen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,13 +90,13 @@ class FixedLossScale(_Policy):
     """A constant loss scale.
 
     Args:
-      scale: A number in [2**-126, 2**126]; a power of two makes scaling and unscaling exact.
-      skip_nonfinite: Whether a step that is not finite is skipped. If false, and there is no rule
+      scale: The loss scale, from 2**-126 to 2**126. A power of two makes scaling exact.
+      skip_nonfinite: Whether a step that is not finite is skipped. If false, and without a rule
         (`skip_if`), nothing is checked or counted and every step is applied, as in TensorFlow's
         `FixedLossScale` and with MindSpore's `drop_overflow_update=False`.
 
     Raises:
-      TypeError: If an argument is of the wrong type.
+      TypeError: If an argument has the wrong type.
       ValueError: If `scale` is out of bounds.
 
     Examples:
@@ -114,7 +112,10 @@ class FixedLossScale(_Policy):
 
     def __post_init__(self) -> None:
         """Check the hyper-parameters."""
-        self._check_each(scale=checks.read_scale, skip_nonfinite=checks.read_bool)
+        self._keep(
+            scale=checks.read_scale("scale", self.scale),
+            skip_nonfinite=checks.read_bool("skip_nonfinite", self.skip_nonfinite),
+        )
 
     def init(self) -> LossScaleState:
         """Return the state before the first step."""
@@ -123,7 +124,7 @@ class FixedLossScale(_Policy):
     def update(
         self, state: LossScaleState, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True
     ) -> LossScaleState:
-        """Count the step; the loss scale is unchanged. See `update` for the arguments."""
+        """Count the step. The loss scale does not change. `update` describes the arguments."""
         state = typed(state)
         grads_finite = checks.read_flag("grads_finite", grads_finite)
         loss_finite = checks.read_flag("loss_finite", loss_finite)
@@ -153,28 +154,28 @@ class DynamicLossScale(_Policy):
                                loss_scale = min(loss_scale * growth_factor, max_scale)
                                growth_count = 0; overflow_count = 0
 
-    The first two skip the step and count it. The last applies it, unless a rule (`skip_if`) skips
-    it. A loss scale out of its bounds is clamped into them first, NaN to `min_scale`. Powers of two
-    make scaling and unscaling exact; other values work.
+    The first two cases skip the step and count it. The last one applies it, unless a rule
+    (`skip_if`) skips it. A loss scale that is out of bounds is clamped first, and NaN becomes
+    `min_scale`. Powers of two make scaling and unscaling exact; other values work.
 
     Args:
-      initial_scale: The loss scale of the first step. The first steps are skipped if it is too
-        large, and gradients underflow until it has grown if it is too small.
-      growth_interval: Finite steps in a row after which the loss scale grows. Smaller numbers
-        follow the gradients faster, and skip more steps: about one in `growth_interval`.
-      growth_factor: Greater than 1.
-      backoff_factor: Between 0 and 1.
-      min_scale: The least loss scale. Below 1 for gradients that overflow even unscaled.
-      max_scale: The greatest loss scale.
-      hysteresis: Overflows after which the loss scale backs off. Each skips its step.
-      consecutive_hysteresis: Whether each finite step resets the count of overflows (Apex, NeMo),
-        and not growth alone (Megatron-LM, DeepSpeed's default).
-      loss_patience: Skipped steps in a row at which a loss that is not finite counts as an
-        overflow. Before that, the batch is most likely bad, which a smaller loss scale does not
-        fix. It does where the loss itself depends on the loss scale, as in a gradient penalty.
+      initial_scale: The loss scale of the first step. If it is too large, the first steps are
+        skipped; if it is too small, gradients underflow until it has grown.
+      growth_interval: After how many consecutive finite steps the loss scale grows. A smaller
+        interval follows the gradients faster, and skips more steps: about one per interval.
+      growth_factor: What the loss scale is multiplied by when it grows. Greater than 1.
+      backoff_factor: What it is multiplied by after an overflow. Between 0 and 1.
+      min_scale: The smallest loss scale. It may be below 1, for gradients that overflow unscaled.
+      max_scale: The largest loss scale.
+      hysteresis: After how many overflows the loss scale backs off. Each one skips its step.
+      consecutive_hysteresis: Whether every finite step resets the count of overflows (as in Apex
+        and NeMo), instead of only growth (as in Megatron-LM, and in DeepSpeed by default).
+      loss_patience: At how many consecutive skipped steps a loss that is not finite counts as an
+        overflow. Before that, the batch is probably bad, which a smaller loss scale does not fix.
+        It fixes a loss that itself depends on the loss scale, as with a gradient penalty.
 
     Raises:
-      TypeError: If a hyper-parameter is of the wrong type.
+      TypeError: If a hyper-parameter has the wrong type.
       ValueError: Unless 2**-126 <= min_scale <= initial_scale <= max_scale <= 2**126, growth_factor
         > 1, 0 < backoff_factor < 1, and growth_interval, hysteresis, loss_patience >= 1.
 
@@ -207,13 +208,20 @@ class DynamicLossScale(_Policy):
 
     def __post_init__(self) -> None:
         """Check the hyper-parameters."""
-        self._check_each(
-            **dict.fromkeys(("initial_scale", "min_scale", "max_scale"), checks.read_scale),
-            **dict.fromkeys(("growth_interval", "hysteresis", "loss_patience"), checks.read_count),
-            **dict.fromkeys(("growth_factor", "backoff_factor"), checks.read_number),
-            consecutive_hysteresis=checks.read_bool,
+        self._keep(
+            initial_scale=checks.read_scale("initial_scale", self.initial_scale),
+            growth_interval=checks.read_count("growth_interval", self.growth_interval),
+            growth_factor=checks.read_number("growth_factor", self.growth_factor),
+            backoff_factor=checks.read_number("backoff_factor", self.backoff_factor),
+            min_scale=checks.read_scale("min_scale", self.min_scale),
+            max_scale=checks.read_scale("max_scale", self.max_scale),
+            hysteresis=checks.read_count("hysteresis", self.hysteresis),
+            consecutive_hysteresis=checks.read_bool(
+                "consecutive_hysteresis", self.consecutive_hysteresis
+            ),
+            loss_patience=checks.read_count("loss_patience", self.loss_patience),
         )
-        # Compared in float32, where 1 + 1e-9 is 1 and the loss scale would never grow.
+        # Compare in float32, where 1 + 1e-9 is 1, so that the loss scale would never grow.
         if not as_float32(self.growth_factor) > 1:
             raise ValueError(f"`growth_factor` must be greater than 1, got {self.growth_factor}.")
         if not SMALLEST_SCALE <= as_float32(self.backoff_factor) < 1:
@@ -233,14 +241,14 @@ class DynamicLossScale(_Policy):
     def update(
         self, state: LossScaleState, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True
     ) -> LossScaleState:
-        """Apply the rule above once. See `update` for the arguments."""
+        """Apply the rule above once. `update` describes the arguments."""
         state = typed(state)
         grads_finite = checks.read_flag("grads_finite", grads_finite)
         loss_finite = checks.read_flag("loss_finite", loss_finite)
         applied = grads_finite & loss_finite
         skipped = increment(state.consecutive_skipped)
         is_forgiven = ~loss_finite & (skipped < self.loss_patience)
-        # A loss scale that is NaN or out of bounds recovers.
+        # So that a loss scale that is NaN or out of bounds recovers.
         scale = jnp.clip(state.loss_scale, self.min_scale, self.max_scale)
         state = state._replace(loss_scale=jnp.where(jnp.isnan(scale), self.min_scale, scale))
 
@@ -262,20 +270,20 @@ class DynamicLossScale(_Policy):
         )
 
     def _after_finite(self, state: LossScaleState) -> LossScaleState:
-        """Return the state after a step that is finite."""
+        """Return the state after a finite step."""
         growth_count = increment(state.growth_count)
         grown = jnp.minimum(state.loss_scale * self.growth_factor, self.max_scale)
         grows = growth_count >= self.growth_interval
-        refills = grows | self.consecutive_hysteresis
+        resets = grows | self.consecutive_hysteresis
         return state._replace(
             loss_scale=jnp.where(grows, grown, state.loss_scale),
             growth_count=jnp.where(grows, 0, growth_count),
-            overflow_count=jnp.where(refills, 0, state.overflow_count),
+            overflow_count=jnp.where(resets, 0, state.overflow_count),
         )
 
 
 for _public in (FixedLossScale, DynamicLossScale):
-    _public.__module__ = "optax_lossscale"  # the name in pickles, as of the states
+    _public.__module__ = "optax_lossscale"  # pickles name it there, as they do the states
 
 
 #: Everything that `as_loss_scale` turns into a policy.
@@ -288,14 +296,14 @@ def as_loss_scale(loss_scale: LossScaleLike) -> LossScale:
     Args:
       loss_scale: One of
 
-        * a policy, which is returned as it is;
+        * a policy, which is returned unchanged;
         * `"dynamic"`: `DynamicLossScale` with its defaults;
         * an int or a float: `FixedLossScale` with that loss scale;
-        * `None`: a loss scale of 1 with nothing checked, in a state of the same shape;
+        * `None`: a loss scale of 1 and no check, with the same kind of state;
         * a dict from `get_config`.
 
     Raises:
-      TypeError: If `loss_scale` is anything else, bool included.
+      TypeError: If `loss_scale` is anything else, including a bool.
       ValueError: If it is another string, a dict of another class, or out of bounds.
 
     Examples:
@@ -318,14 +326,14 @@ def as_loss_scale(loss_scale: LossScaleLike) -> LossScale:
                 return cls.from_config(loss_scale)
         raise ValueError(
             "`loss_scale` must name a class in ['DynamicLossScale', 'FixedLossScale'], got "
-            f"class_name={class_name!r}. Call `from_config` of your own class instead."
+            f"class_name={class_name!r}. For a class of your own, call its `from_config`."
         )
     if isinstance(loss_scale, numbers.Real) and not isinstance(loss_scale, bool):
         return FixedLossScale(checks.read_scale("loss_scale", loss_scale))
     raise (ValueError if isinstance(loss_scale, str) else TypeError)(
         "`loss_scale` must be a policy (FixedLossScale, DynamicLossScale, or an object with "
         '`init`, `update` and `skip_nonfinite`), "dynamic", an int or a float, None, or a dict '
-        f"from `get_config`; got {loss_scale!r}. A rule such as `Spike()` is given as `skip_if=`."
+        f"from `get_config`; got {loss_scale!r}. Pass a rule such as `Spike()` as `skip_if=`."
     )
 
 
@@ -350,21 +358,21 @@ def update(
     *,
     loss_finite: ArrayLike = True,
 ) -> LossScaleState:
-    """Apply the policy's rule once, after each step, and count the step if it was skipped.
+    """Update the loss scale after a step, and count the step if it was skipped.
 
     Args:
       state: The state that the loss was scaled with.
       grads_finite: Whether every gradient is finite, from `unscale_and_check`. `bool[]`.
       policy: The policy that `state` was made with, `"dynamic"`, a dict from `get_config`, or None
-        where `state` is that of `init(None)`.
+        if `state` came from `init(None)`.
       loss_finite: Whether the loss is finite; see `loss_patience` of `DynamicLossScale`. `bool[]`.
 
     Returns:
-      The state to scale the next loss with, of the same type.
+      The state to scale the next loss with.
 
     Raises:
       TypeError: If `state` is not a `LossScaleState`, a flag is not boolean, or `policy` is a
-        number: `FixedLossScale(x)` is the policy of a loss scale that never moves.
+        number: write `FixedLossScale(x)` for a loss scale that never changes.
       ValueError: If a flag is not a scalar.
 
     Examples:

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from optax_lossscale import _xla
 from optax_lossscale._state import LossScaleState, find, loss_scale_of
 from optax_lossscale._support import checks
-from optax_lossscale._support.choose import agree, all_true
+from optax_lossscale._support.agreement import agree
+from optax_lossscale._support.choose import all_true
 from optax_lossscale._support.lines import warn
 from optax_lossscale._support.tree import (
     ARRAYS,
@@ -28,8 +29,9 @@ def scale_loss(loss: Tree, state: PyTree) -> Tree:
     """Multiply the loss by the loss scale.
 
     Args:
-      loss: A loss, or a pytree of them, of any floating-point dtype and shape. Those smaller than
-        float32 are promoted to it before the product; float32 and float64 keep their dtype.
+      loss: A loss, or a pytree of losses, with any floating-point dtype and shape. float16 and
+        bfloat16 are promoted to float32 before the multiplication; float32 and float64 keep their
+        dtype.
       state: A `LossScaleState`, or an optimizer's state that holds exactly one.
 
     Returns:
@@ -41,7 +43,7 @@ def scale_loss(loss: Tree, state: PyTree) -> Tree:
 
     Warns:
       UserWarning: If a loss is a float16 scalar: the backward pass then starts from the loss scale
-        in float16, where all above 65504 is infinite. Compute the loss in float32.
+        in float16, which is infinite above 65504. Compute the loss in float32.
 
     Examples:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -52,14 +54,15 @@ def scale_loss(loss: Tree, state: PyTree) -> Tree:
 
 
 def scaled(loss: Tree, loss_scale: jax.Array) -> Tree:
-    """Multiply the loss by a number, `float32[]`."""
+    """Multiply the loss by `loss_scale`, `float32[]`."""
     if any(
         isinstance(leaf, ARRAYS) and leaf.dtype == jnp.float16 and not leaf.shape
         for leaf in jax.tree.leaves(loss)
     ):
         warn(
-            "The loss is float16, and so is the loss scale in the backward pass: infinite above "
-            "65504. Compute the loss in float32, for example from `logits.astype(jnp.float32)`."
+            "The loss is float16, and so is the loss scale in the backward pass, where it is "
+            "infinite above 65504. Compute the loss in float32, for example from "
+            "`logits.astype(jnp.float32)`."
         )
 
     def scale(path: KeyPath, leaf: Any) -> jax.Array:
@@ -79,25 +82,25 @@ def scaled(loss: Tree, loss_scale: jax.Array) -> Tree:
 def unscale_and_check(
     grads: Tree, state: PyTree, *, axis_name: AxisName | None = None
 ) -> tuple[Tree, jax.Array]:
-    """Divide the gradients by the loss scale and say whether they are all finite.
+    """Divide the gradients by the loss scale, and check that they are all finite.
 
-    The gradients are multiplied by the float32 reciprocal of the loss scale. That is exact for
-    powers of two, and otherwise within one unit in the last place of float32, for float64 gradients
-    too.
+    The gradients are multiplied by the float32 reciprocal of the loss scale. This is exact for
+    powers of two, and otherwise within one unit in the last place of float32, even for float64
+    gradients.
 
     Args:
       grads: Gradients of a loss that was scaled with `state`. Leaves without floating-point or
-        complex numbers are returned unchanged, and so is all under a dict key
+        complex numbers are returned unchanged. So is everything under a dict key
         `_overwrite_with_gradient`: the state of Flax's fp8 layers, which was never scaled.
       state: The `LossScaleState` that the loss was scaled with, not the updated one, or an
         optimizer's state that holds exactly one.
-      axis_name: The mapped axis, or a tuple of them, over which the replicas or shards must agree
-        (`jax.pmap`, `jax.shard_map`, `jax.vmap`). Under plain `jax.jit`, arrays are global.
+      axis_name: The mapped axis, or a tuple of them, over which replicas or shards must agree
+        (`jax.pmap`, `jax.shard_map`, `jax.vmap`). Plain `jax.jit` needs none: arrays are global.
 
     Returns:
-      The true gradients, in float32 where their dtype was smaller and in their own otherwise, and
-      whether all are finite, as they came and unscaled. `bool[]`. If the loss scale is out of
-      [2**-126, 2**126], they are NaN.
+      `(grads, grads_finite)`. The gradients are true, in their own dtype, or in float32 if that is
+      smaller. They are NaN if the loss scale is not between 2**-126 and 2**126. `grads_finite`,
+      `bool[]`, is whether every gradient is finite, both before and after unscaling.
 
     Raises:
       TypeError: If `axis_name` cannot be the name of an axis.
@@ -112,18 +115,20 @@ def unscale_and_check(
     checks.require_axis_name(axis_name)
     loss_scale = loss_scale_of(find(LossScaleState, "state", state))
     grads = unscaled(grads, loss_scale)
-    (grads_finite,), _ = agree([all_finite(grads)], axis_name)
+    grads_finite = all_finite(grads)
+    if axis_name is not None:
+        (grads_finite,), _ = agree(axis_name, [grads_finite])
     return grads, grads_finite
 
 
 def all_finite(tree: PyTree) -> jax.Array:
     """Return whether every number in `tree` is finite.
 
-    The check is exact: it looks at each element, never at a sum, which finite values can overflow.
+    The check is exact: it reads each element, and uses no sum, which finite values can overflow.
 
     Args:
       tree: Any pytree. Leaves without floating-point or complex numbers (`None`, integers,
-        booleans, float0, PRNG keys, objects that are not arrays) count as finite, as empty ones do.
+        booleans, float0, PRNG keys, objects that are not arrays) count as finite. So do empty ones.
 
     Returns:
       Whether every number is finite. `bool[]`.

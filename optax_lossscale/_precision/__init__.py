@@ -1,1 +1,1 @@
-"""Half precision: matrix products, casts, master weights, the state of an optimizer."""
+"""Half precision: matrix products, casts, master weights and optimizer state."""

@@ -31,7 +31,7 @@ from optax_lossscale._support.jaxprs import (
     without_constants,
 )
 from optax_lossscale._support.lines import warn_once
-from optax_lossscale._support.tree import HALF, split
+from optax_lossscale._support.tree import HALF, Leaf, split
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -49,44 +49,49 @@ def autocast(fun: Callable[P, Result], dtype: DTypeLike) -> Callable[P, Result]:
     Each is converted where it is used, so that the cotangents of all its uses are added in float32.
     Gradients have the dtypes of the arguments.
 
-    A product runs in `dtype` if it has at least 8 rows, 8 columns and a contraction over 8; batch
-    dimensions do not count. A convolution needs 8 output positions over all examples, 8 output
-    channels and 8 weights for each channel. So outer and inner products, a matrix times a vector,
-    and products of coordinates stay in float32. Its operands are float32 or half precision, at
-    least one and the result are float32, and its precision is the default one. Neither operand is
-    made of constants only, as an identity, a triangle of ones and Fourier matrices are. To keep
-    another product in float32, use JAX's own settings: `precision="highest"`, or
-    `with jax.default_matmul_precision("highest"):`.
+    A product runs in `dtype` if it meets all of these conditions:
 
-    The functions of `jax.jit`, `jax.checkpoint`, `scan`, `cond`, `shard_map` and `pmap` are
-    followed. A `while_loop` is left alone, since its end may depend on digits that half precision
-    does not have. So are functions with a derivative or batching rule of their own (`custom_vjp`,
+    - Its rows, columns and contracted length are at least 8 each. Batch dimensions do not count. A
+      convolution needs 8 output positions in the whole batch, 8 output channels, and 8 weights for
+      each channel. So outer and inner products, products of a matrix and a vector, and products of
+      3-D coordinates stay in float32.
+    - Its operands are float32 or half precision, and at least one is float32. Its result is
+      float32.
+    - Its precision is the default one. To keep a product in float32, use JAX's own settings:
+      `precision="highest"`, or `with jax.default_matmul_precision("highest"):`.
+    - Neither operand is computed only from constants in the code, as an identity, a triangle of
+      ones or a Fourier matrix is.
+
+    Products inside `jax.jit`, `jax.checkpoint`, `scan`, `cond`, `shard_map` and `pmap` are cast
+    too. A `while_loop` is left alone, since its end may depend on digits that half precision does
+    not have. So are functions with custom derivative or batching rules (`custom_vjp`,
     `custom_jvp`), Pallas kernels and foreign calls: cast their arguments yourself. The backward
-    pass of a `scan` repeats plain arithmetic instead of keeping its results.
+    pass of a `scan` recomputes cheap arithmetic instead of storing its results.
 
     Args:
-      fun: The loss or the model. It is pure and traceable, as for `jax.checkpoint`: no Python `if`
-        on values, and nothing written to a closure. Pass parameters, random keys and modules of
-        `flax.nnx` as arguments. Write `autocast(jax.vmap(f))`: a `vmap` outside hides the batch. Do
-        not wrap a training step: inside, no optimizer sees which arrays are stored in half
+      fun: The loss or the model. It must be pure and traceable, as for `jax.checkpoint`: no Python
+        `if` on values, and nothing written to a closure. Pass parameters, random keys and modules
+        of `flax.nnx` as arguments. Write `autocast(jax.vmap(f))`: a `vmap` outside hides the batch.
+        Do not wrap a training step: inside, an optimizer cannot see which arrays are stored in half
         precision.
       dtype: `jnp.float16`, `jnp.bfloat16`, or `jnp.float32`, which casts no product. If one
         `autocast` is inside another, the inner one decides.
 
     Returns:
-      A function of the same signature, which traces `fun` once in each call. Results are float32.
-      Only a result that is an argument comes back as it was stored, and so does each `Variable` of
+      A function with the same signature. Each call traces `fun` once. Results are float32, except
+      that a result that is an argument keeps its stored dtype, as does each `Variable` of
       `flax.nnx`. Only JAX arrays are traced; everything else is passed through.
 
     Raises:
-      TypeError: If `fun` cannot be called, or `dtype` is another dtype.
-      ValueError: If `fun` updates an optimizer that keeps arrays in half precision, and is given
-        some: `with_master_weights`, `with_stochastic_rounding` or `with_bfloat16_state`.
+      TypeError: If `fun` cannot be called, or `dtype` is not one of these three.
+      ValueError: If `fun` has half-precision arguments and updates an optimizer that stores arrays
+        in half precision: `with_master_weights`, `with_stochastic_rounding` or
+        `with_bfloat16_state`.
 
     Warns:
       UserWarning: Once, if less than half of the floating-point operations in products run in
         `dtype` or a narrower one. The message names the line of the largest other product, and the
-        reason. Once, if `fun` closes over arrays in half precision, which it cannot read as
+        reason. Once, if `fun` closes over arrays in half precision, which `autocast` cannot read as
         float32.
 
     Examples:
@@ -142,9 +147,9 @@ def _evaluated(edit: Callable[[Jaxpr], Jaxpr], fun: Callable[..., Any]) -> Calla
     """
 
     def run(*args: Any) -> Any:
-        as_stored: dict[int, Any] = {}  # NumPy's arrays by the identity of what `fun` reads
+        as_stored: dict[int, Leaf] = {}  # NumPy arrays by the `id` of the array that `fun` reads
 
-        def in_float32(leaf: Any) -> Any:
+        def in_float32(leaf: Leaf) -> Leaf:
             if not isinstance(leaf, (np.ndarray, np.generic)) or leaf.dtype not in HALF:
                 return leaf
             wide = leaf.astype(np.float32)
@@ -155,25 +160,25 @@ def _evaluated(edit: Callable[[Jaxpr], Jaxpr], fun: Callable[..., Any]) -> Calla
         halves = [x for x in arrays if x.dtype in HALF]
         join_results: list[Callable[..., Any]] = []
 
-        def on_arrays(arrays: list[jax.Array]) -> list[jax.Array]:
+        def call_with_arrays(arrays: list[jax.Array]) -> list[jax.Array]:
             read = [x.astype(jnp.float32) if x.dtype in HALF else x for x in arrays]
             results, join = split(fun(*join_args(read)), _is_jax_array)
             join_results.append(join)
             return results
 
         with checks.hidden_storage() if halves or as_stored else contextlib.nullcontext():
-            jaxpr = jax.make_jaxpr(on_arrays)(arrays)
+            jaxpr = jax.make_jaxpr(call_with_arrays)(arrays)
         if halves:
             jaxpr = with_stored_inputs(jaxpr, len(halves))
         jaxpr = edit(jaxpr)
-        # Not `jaxpr_as_fun`: inside it, `jax.debug_nans` is off.
+        # Not `jaxpr_as_fun`, which turns `jax.debug_nans` off.
         results = eval_jaxpr(without_constants(jaxpr), jaxpr.consts, *arrays)
         return jax.tree.map(lambda x: as_stored.get(id(x), x), join_results[0](results))
 
     return run
 
 
-def _is_jax_array(leaf: Any) -> bool:
+def _is_jax_array(leaf: Leaf) -> bool:
     return isinstance(leaf, jax.Array)
 
 
@@ -186,15 +191,15 @@ def _warn_of_closed_over_halves(jaxpr: Jaxpr, given: set[str]) -> None:
     arrays = f"{len(halves)} arrays in half precision, the largest" if halves[1:] else "an array,"
     warn_once(
         f"`fun` closes over {arrays} {jax.typeof(largest).str_short()}. `autocast` cannot read "
-        "what is closed over as float32, so computations with it run in half precision. Pass it as "
-        "an argument: `functools.partial` closes over its arguments, too.",
+        "closed-over arrays as float32, so computations with them run in half precision. Pass them "
+        "as arguments. `functools.partial` closes over its arguments too.",
         given,
         key="closed over",
     )
 
 
 def _warn_of_products(jaxpr: Jaxpr, dtype: np.dtype, given: set[str]) -> None:
-    """Warn if most operations of products run in a wider dtype than `dtype`."""
+    """Warn if most operations in products run in a wider dtype than `dtype`."""
     products = products_of(jaxpr)
     others = [product for product in products if _itemsize(product) > dtype.itemsize]
     total, elsewhere = total_flops(products), total_flops(others)
@@ -204,7 +209,7 @@ def _warn_of_products(jaxpr: Jaxpr, dtype: np.dtype, given: set[str]) -> None:
     source = largest.source()
     warn_once(
         f"Only {1 - elsewhere / total:.0%} of the floating-point operations in the matrix products "
-        f"of `fun` run in {dtype} or in a narrower dtype. The largest other product is of "
+        f"of `fun` run in {dtype} or in a narrower dtype. The largest other product runs in "
         f"{largest.dtype}{source and f', at {source}'}. {_reason(largest)} "
         "`diagnostics.precision_report(autocast(fun, dtype), ...)` counts all products.",
         given,
@@ -213,7 +218,7 @@ def _warn_of_products(jaxpr: Jaxpr, dtype: np.dtype, given: set[str]) -> None:
 
 
 def _itemsize(product: Product) -> int:
-    """Return the bytes of a number that a product computes with, forward or backward."""
+    """Return the item size of the widest dtype that a product needs, forward or backward."""
     eqn = product.equations[0]
     is_half = all(x.aval.dtype in HALF for x in eqn.invars[:2])
     # The cotangent of a float32 result makes both backward products float32.
@@ -223,7 +228,7 @@ def _itemsize(product: Product) -> int:
 def _reason(product: Product) -> str:
     """Return why a product does not run in half precision."""
     eqn, *around = product.equations
-    # What no other reason keeps in float32 has a fixed operand.
+    # If no other reason applies, one operand is fixed.
     return next(filter(None, map(reason_not_to_follow, around)), None) or reason_not_to_cast(
         eqn, has_fixed_operand=True
     )

@@ -1,7 +1,6 @@
 """Cast the floating-point arrays of a tree."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ from optax_lossscale._state import LossScaleState, read_as
 from optax_lossscale._support import checks
 from optax_lossscale._support.lines import warn_of_keep
 from optax_lossscale._support.nnx import is_nnx
-from optax_lossscale._support.tree import ARRAYS, FP8_KEY, KeyPath, Tree
+from optax_lossscale._support.tree import ARRAYS, KeyPath, Leaf, PyTree, Tree, is_fp8_metadata
 
 
 def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = None) -> Tree:
@@ -47,14 +46,14 @@ def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = N
     paths: list[str] = []
     kept: list[str] = []
 
-    def convert(path: KeyPath, leaf: Any) -> Any:
+    def convert(path: KeyPath, leaf: Leaf) -> Leaf:
         if is_nnx(leaf, "Module", "Metric"):
             raise TypeError(
                 f"`tree` must not hold a stateful flax.nnx object, got {type(leaf).__name__}. Only "
                 "the copy would be updated. Cast `nnx.state(model)`, and merge it."
             )
         is_floating = isinstance(leaf, ARRAYS) and jnp.issubdtype(leaf.dtype, jnp.floating)
-        if not is_floating or FP8_KEY in path:
+        if not is_floating or is_fp8_metadata(path):
             return leaf
         paths.append(jax.tree_util.keystr(path))
         if keep is not None and keep(paths[-1]):
@@ -62,8 +61,8 @@ def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = N
             return leaf
         return jnp.asarray(leaf, dtype)
 
-    def stays_whole(node: Any) -> bool:
-        # Random streams have nothing to cast, and a copy would repeat their random numbers.
+    def stays_whole(node: PyTree) -> bool:
+        # Random streams hold nothing to cast, and a copy would repeat their random numbers.
         is_state = read_as((LossScaleState,), node) is not None
         return is_state or is_nnx(node, "Module", "Metric", "Rngs", "RngStream")
 

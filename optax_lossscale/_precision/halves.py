@@ -48,23 +48,24 @@ def join(param: jax.Array, remainder: jax.Array) -> jax.Array:
     return with_derivative_of(param.astype(jnp.float32), whole)
 
 
-def start(param: jax.Array, kept: jax.Array) -> jax.Array:
+def current_master(param: jax.Array, kept: jax.Array) -> jax.Array:
     """Return the master weight, or the parameter if it was replaced since the last step."""
     if kept.dtype == jnp.int16:
         return join(param, kept)
     # Compare bits. If this compared numbers, XLA:GPU would remove the cast to half precision and
-    # back (jaxlib 0.10.2, by its default `xla_allow_excess_precision`), and XLA:CPU would compare
-    # in float32 and write that to memory.
+    # back (jaxlib 0.10.2, by its default `xla_allow_excess_precision`), and XLA:CPU would write
+    # both sides to memory in float32.
     rounded = kept.astype(param.dtype)
     is_its_own = (bits(rounded) == bits(param)) | (is_zero(rounded) & is_zero(param))
     return jnp.where(is_its_own, kept, param.astype(jnp.float32))
 
 
 def move_remainder(new: jax.Array, param: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the remainder of a new master weight, and the update of `param` to its bfloat16."""
+    """Return the remainder of a new master weight, and the update of `param` to its upper half."""
     word = jax.lax.bitcast_convert_type(new, jnp.int32)
     remainder = jnp.where(jnp.isnan(new), 0, word).astype(jnp.int16)  # NaN must stay NaN
-    # Of all forms that were tried, XLA:TPU fuses only this one into one loop (libtpu 0.0.42).
+    # Of the forms that were tried, this is the only one that XLA:TPU fuses into one loop (libtpu
+    # 0.0.42).
     upper = jax.lax.bitcast_convert_type(word - remainder.astype(jnp.int32), jnp.float32)
     rounded = with_derivative_of(new, upper)
     return remainder, _update_to(new, rounded, rounded == 0, param)
@@ -76,10 +77,10 @@ def move_master(new: jax.Array, param: jax.Array) -> tuple[jax.Array, jax.Array]
         largest = jnp.finfo(jnp.float16).max.astype(jnp.float32)
         new = jnp.where(jax.lax.is_finite(new), jax.lax.clamp(-largest, new, largest), new)
     half = new.astype(param.dtype)
-    # A `where` between the casts stops XLA:GPU from removing both (see `start`).
-    is_nothing = is_zero(half)
-    rounded = jnp.where(is_nothing, jnp.ones_like(half), half).astype(jnp.float32)
-    return new, _update_to(new, rounded, is_nothing, param)
+    # A `where` between the casts stops XLA:GPU from removing both (see `current_master`).
+    rounds_to_zero = is_zero(half)
+    rounded = jnp.where(rounds_to_zero, jnp.ones_like(half), half).astype(jnp.float32)
+    return new, _update_to(new, rounded, rounds_to_zero, param)
 
 
 def _update_to(
@@ -96,17 +97,17 @@ def _update_to(
     any           infinite or NaN           `-0.0`: no update makes it finite
     ============  ========================  =====================================================
     """
-    start = param.astype(jnp.float32)
-    end = jnp.where(rounds_to_zero, new, rounded)
-    is_there = rounds_to_zero & is_zero(param) & (jnp.signbit(new) == jnp.signbit(start))
-    stays = is_there | ~jax.lax.is_finite(start)
-    return jnp.where(stays, jnp.full_like(start, -0.0), end - start)
+    old = param.astype(jnp.float32)
+    target = jnp.where(rounds_to_zero, new, rounded)
+    is_same_zero = rounds_to_zero & is_zero(param) & (jnp.signbit(new) == jnp.signbit(old))
+    is_unchanged = is_same_zero | ~jax.lax.is_finite(old)
+    return jnp.where(is_unchanged, jnp.full_like(old, -0.0), target - old)
 
 
 def array_seed(name: str) -> int:
-    """Return the number that gives the array of this name its own random bits.
+    """Return the seed for the random bits of the array of this name.
 
-    It is the same in every process, which `hash(name)` is not.
+    It is the same in every process, unlike `hash(name)`.
     """
     return zlib.crc32(name.encode())
 
@@ -114,51 +115,52 @@ def array_seed(name: str) -> int:
 def rounded_at_random(x: jax.Array, count: jax.Array, seed: int) -> jax.Array:
     """Round each element to one of the two nearest bfloat16 numbers at random, without bias.
 
-    The random bits are chosen by the step's `count`, the array's `seed` and each element's index.
+    The random bits depend on the step's `count`, the array's `seed` and each element's index.
     """
     x = x.astype(jnp.float32)
     return _rounded(x, _neighbor(x, count, seed)).astype(jnp.bfloat16)
 
 
 def update_at_random(new: jax.Array, param: jax.Array, count: jax.Array, seed: int) -> jax.Array:
-    """Return the update that takes a bfloat16 `param` to one of the two neighbors of `new`.
+    """Return the update that makes a bfloat16 `param` equal to one of the two neighbors of `new`.
 
-    The sum is that neighbor to the bit. `new` is the float32 sum of `param` and an update, so where
-    they cancel it has few digits, and elsewhere the neighbor has the greater part of the sum.
+    Adding it gives exactly that neighbor. `new` is the float32 sum of `param` and an update, so it
+    has few digits where the two cancel, and elsewhere the neighbor is the larger part of the sum.
     """
-    start = param.astype(jnp.float32)
-    end = _neighbor(new, count, seed)
-    # Half of a number that was rounded to zero, so that the sum is a zero of its sign.
-    end = jnp.where(end == 0, jax.lax.stop_gradient(new) / 2, end)
+    old = param.astype(jnp.float32)
+    target = _neighbor(new, count, seed)
+    # If a number rounds to zero, aim at half of it, so that the sum is a zero of the same sign.
+    target = jnp.where(target == 0, jax.lax.stop_gradient(new) / 2, target)
     # A zero that did not change keeps its sign, even if 0.0 was added to -0.0.
-    end = _rounded(new, jnp.where(new == start, start, end))
-    # `-(start - end)` is -0.0 where the two are equal, and leaves a zero of either sign unchanged.
-    # No addition leads back from infinity.
-    return jnp.where(jax.lax.is_finite(start), -(start - end), jnp.full_like(start, -0.0))
+    target = _rounded(new, jnp.where(new == old, old, target))
+    # `-(old - target)` is -0.0 if the two are equal, and leaves a zero of either sign unchanged.
+    # No update makes an infinite parameter finite.
+    return jnp.where(jax.lax.is_finite(old), -(old - target), jnp.full_like(old, -0.0))
 
 
 def _rounded(x: jax.Array, value: jax.Array) -> jax.Array:
-    """Return `value` differentiated as if it were `x`, or `x` if that is not finite."""
+    """Return `value` differentiated as if it were `x`, or `x` if `x` is not finite."""
     value = jax.lax.stop_gradient(value)
     zero = jax.lax.stop_gradient(x) - x  # has the derivative, as in `with_derivative_of`
     return jnp.where(jax.lax.is_finite(x), value - zero, x)
 
 
 def _neighbor(x: jax.Array, count: jax.Array, seed: int) -> jax.Array:
-    """Return one of the two nearest bfloat16 numbers of finite numbers, in float32."""
-    # Random bits are added below, and carry into the upper half with a probability proportional to
-    # the lower half. The largest bfloat16 has a lower half of zero, so it never becomes infinite.
+    """Return, in float32, one of the two bfloat16 numbers nearest to each finite number."""
+    # Adding random bits to the lower half carries into the upper half with a probability
+    # proportional to the lower half. The lower half of the largest bfloat16 is zero, so it never
+    # becomes infinite.
     largest = jnp.finfo(jnp.bfloat16).max.astype(jnp.float32)
     word = jax.lax.bitcast_convert_type(jax.lax.clamp(-largest, x, largest), jnp.uint32)
-    # The random bits are a hash, so none are stored or read. XLA:GPU (jaxlib 0.10.2) would hash
-    # `count` by itself in a kernel for each array (38 kernels instead of 15), so mix it into the
-    # elements. It would also compute indices that arrays of one shape share in another kernel, so
-    # start each array at a different index.
-    start = np.uint32(seed)
-    index = jnp.full(x.shape, start)
+    # The random bits are hashes, so none are stored or read. XLA:GPU (jaxlib 0.10.2) would hash a
+    # scalar `count` in a separate kernel for each array (38 kernels instead of 15), so add it to
+    # every element. If arrays of one shape shared their indices, XLA:GPU would compute these in a
+    # separate kernel too, so each array's indices start at its seed.
+    first = np.uint32(seed)
+    index = jnp.full(x.shape, first)
     for axis, size in enumerate(x.shape):
         index = index * size + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-    word += _mixed(_mixed(index) + start + count) >> 16
+    word += _mixed(_mixed(index) + first + count) >> 16
     return jax.lax.bitcast_convert_type(word & np.uint32(0xFFFF0000), jnp.float32)
 
 

@@ -1,7 +1,7 @@
-"""Float32 master weights of parameters in half precision."""
+"""Float32 master weights for half-precision parameters."""
 
-import sys
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Hashable
 from typing import Any, TypeAlias
 
 import jax
@@ -11,12 +11,13 @@ import optax
 from optax_lossscale._order import refuse_two_for_parameters
 from optax_lossscale._precision import halves
 from optax_lossscale._state import MasterWeightsState, StochasticRoundingState, find
-from optax_lossscale._support import checks
-from optax_lossscale._support.nnx import is_nnx
+from optax_lossscale._support import checks, nnx
 from optax_lossscale._support.notes import add_likely_causes
+from optax_lossscale._support.transformation import Transformation
 from optax_lossscale._support.tree import (
     HALF,
     KeyPath,
+    Leaf,
     PyTree,
     Tree,
     at_least_float32,
@@ -28,40 +29,42 @@ from optax_lossscale._support.tree import (
 
 def with_master_weights(
     inner: optax.GradientTransformation | optax.MultiSteps, *, remainders: bool = False
-) -> optax.GradientTransformationExtraArgs:
-    """Keep float32 masters of float16 and bfloat16 parameters, and optimize those.
+) -> Transformation[MasterWeightsState]:
+    """Optimize float32 master copies of float16 and bfloat16 parameters.
 
-    An update below half the distance between two float16 numbers is lost: 1000 steps of -1e-4 leave
-    a float16 weight of 1.0 where it is. With masters it adds up. The inner optimizer sees float32
-    masters and float32 gradients, and after each step the parameters are the masters, rounded:
-    `optax.apply_updates(params, updates)` is `master.astype(param.dtype)`. Others have no master.
+    A float16 weight of 1.0 does not change in 1,000 steps of -1e-4: each update is smaller than
+    half the distance to the next float16 number, and rounds away. In a float32 master, such updates
+    add up. The inner optimizer sees the masters and float32 gradients. After each step, the
+    parameters are the rounded masters: `optax.apply_updates(params, updates)` equals
+    `master.astype(param.dtype)`. Parameters with other dtypes have no master.
 
-    The masters follow the parameters. Where a parameter is not its rounded master, since it was
-    loaded, averaged or edited after the last step, the step starts from the parameter.
+    If a parameter was loaded, averaged or edited since the last step, it no longer equals its
+    rounded master. The next step then starts from the parameter.
 
-    It belongs inside of a guard, and around all else, so that nothing changes its updates:
+    It belongs inside a guard and around everything else, so that nothing changes its updates:
     `with_loss_scaling(with_master_weights(optax.chain(...)))`.
 
-    Two cases differ from float32. If one step shrinks a weight to under 1/8192 of its size (1/65536
-    in bfloat16), but not to zero, one float32 addition cannot reach it: the master takes what the
-    parameter became, off by at most 2**-23 of the old weight. And the master of a float16 parameter
-    stays within plus and minus 65504, since no addition leads back from infinity.
+    Training differs from float32 in two cases. If one step shrinks a weight to less than 1/8192 of
+    its size (1/65536 in bfloat16), but not to zero, adding the float32 update to the parameter does
+    not give the rounded master exactly. The next step starts from the parameter, which is off by at
+    most 2**-23 of the old weight. And the master of a float16 parameter is clipped to between
+    -65504 and 65504, because no update makes an infinite parameter finite again.
 
     Args:
       inner: Any Optax optimizer, or an `optax.MultiSteps`.
-      remainders: Whether to keep only the lower half of a bfloat16 parameter's master, in two bytes
-        for four. The parameter is the upper half: a bfloat16 number is a float32 without its last
-        sixteen bits. Together they are the same master, bit for bit, rounded to the nearest, ties
-        away from zero. A parameter that was replaced keeps the lower half that was there.
+      remainders: Whether to store only the lower 16 bits of a bfloat16 parameter's master, in two
+        bytes instead of four. The parameter holds the rest, and both together are the exact master.
+        Parameters are then rounded to nearest with ties away from zero, not to even. If a parameter
+        is replaced, its old lower bits are kept.
 
     Returns:
       A gradient transformation whose `update` needs `params`, and whose state is a
       `MasterWeightsState`.
 
     Raises:
-      TypeError: If an argument is of the wrong type, the state that `update` is given included.
+      TypeError: If an argument has the wrong type, including the state that `update` is given.
       ValueError: From `init`, if `inner` rounds parameters stochastically. From `update`, without
-        `params`, or with others than those that `init` was given.
+        `params`, or if their structure or shapes differ from the ones that `init` was given.
 
     Examples:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
@@ -81,7 +84,7 @@ def with_master_weights(
     inner = checks.read_optimizer("inner", inner)
     remainders = checks.read_bool("remainders", remainders)
 
-    def master(param: Any) -> Any:
+    def master(param: Leaf) -> PyTree:
         if not _is_half(param):
             return optax.MaskedNode()
         if remainders and param.dtype == jnp.bfloat16:
@@ -96,7 +99,10 @@ def with_master_weights(
         return MasterWeightsState(jax.tree.map(master, params), inner_state)
 
     def update_fn(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
     ) -> tuple[optax.Updates, MasterWeightsState]:
         checks.refuse_hidden_storage("with_master_weights")
         masters, inner_state = checks.read_state(state, MasterWeightsState)
@@ -124,7 +130,7 @@ def with_master_weights(
         state = MasterWeightsState(masters_def.unflatten(new_masters.values()), inner_state)
         return params_def.unflatten(moves.values()), state
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return Transformation(init_fn, update_fn)
 
 
 def master_weights(opt_state: PyTree, params: Tree) -> Tree:
@@ -132,15 +138,17 @@ def master_weights(opt_state: PyTree, params: Tree) -> Tree:
 
     Args:
       opt_state: A `MasterWeightsState`, or an optimizer's state that holds exactly one.
-      params: The parameters that it belongs to, in any container: as in training, the state of a
-        `flax.nnx` model, or the model itself. It may hold other arrays, too.
+      params: The current parameters, in any container: the one used in training, the state of a
+        `flax.nnx` model, or the model itself. It may hold other arrays besides.
 
     Returns:
-      `params`, with the float32 master of each leaf that has one: from where the next step starts.
+      `params`, with the float32 master in place of each parameter that has one. The next step
+      starts from these values.
 
     Raises:
-      TypeError: If a master, or the parameter that it belongs to, is of another dtype.
-      ValueError: If `opt_state` holds no `MasterWeightsState`, or several, or one of others.
+      TypeError: If a parameter or its master has an unexpected dtype.
+      ValueError: If `opt_state` holds no `MasterWeightsState`, several, or one that was initialized
+        with other parameters.
 
     Examples:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
@@ -152,13 +160,11 @@ def master_weights(opt_state: PyTree, params: Tree) -> Tree:
       >>> ols.master_weights(opt_state, optax.apply_updates(params, updates))
       {'norm': Array(0.9999, dtype=float32), 'w': Array(0.9999, dtype=float32)}
     """
-    if is_nnx(params, "Module"):  # of which a Variable may occur twice
-        nnx: Any = sys.modules["flax.nnx"]
-        graph, arrays = nnx.split(params)
-        return nnx.merge(graph, master_weights(opt_state, arrays))
+    if nnx.is_nnx(params, "Module"):  # it may contain one Variable twice, and its state does not
+        return nnx.with_state(params, functools.partial(master_weights, opt_state))
     masters = find(MasterWeightsState, "opt_state", opt_state).master_weights
     if has_fp8_metadata(params) and not has_fp8_metadata(masters):
-        # Flax's TrainState shows its optimizer the parameters alone.
+        # Flax's TrainState passes only the trained parameters to its optimizer.
         variables: Any = params
         trained = master_weights(opt_state, variables["params"])
         return type(variables)({**variables, "params": trained})
@@ -168,46 +174,37 @@ def master_weights(opt_state: PyTree, params: Tree) -> Tree:
     return jax.tree.structure(params).unflatten(leaves)
 
 
-def _is_half(param: Any) -> bool:
+def _is_half(param: Leaf) -> bool:
     return getattr(param, "dtype", None) in HALF
 
 
-def _is_missing(master: Any) -> bool:
+def _is_missing(master: PyTree) -> bool:
     return isinstance(master, optax.MaskedNode)
 
 
-# The keys of a leaf, without their kinds, so that they are the same in any container.
-_Name: TypeAlias = tuple[Any, ...]
+# The keys on the path to a leaf, as plain values.
+_Name: TypeAlias = tuple[Hashable, ...]
 
 
 def _by_name(
-    tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
-) -> dict[_Name, tuple[KeyPath, Any]]:
-    """Return the paths and the leaves of a tree by their names, in order."""
+    tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None
+) -> dict[_Name, tuple[KeyPath, Leaf]]:
+    """Return each leaf of a tree and its path, by name, in order."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
-    return {_name(path): (path, leaf) for path, leaf in leaves}
-
-
-def _name(path: KeyPath) -> _Name:
-    """Return the keys of a path, in any container.
-
-    The array in an `nnx.Variable` is at `.value`, in the parameters or in the masters: a last key
-    of this name is left out everywhere, which makes no two leaves the same.
-    """
-    keys = [getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))) for key in path]
-    return tuple(keys[:-1] if keys[-1:] == ["value"] else keys)
+    # Sometimes only the parameters or only the masters are in Variables.
+    return {nnx.plain_keys(path): (path, leaf) for path, leaf in leaves}
 
 
 def _weights(
-    masters: dict[_Name, tuple[KeyPath, Any]],
-    params: dict[_Name, tuple[KeyPath, Any]],
+    masters: dict[_Name, tuple[KeyPath, Leaf]],
+    params: dict[_Name, tuple[KeyPath, Leaf]],
     *,
     others: bool = False,
 ) -> dict[_Name, jax.Array]:
-    """Return where a step starts, by the name of each parameter that has a master.
+    """Return the current master weights by name.
 
-    A `MaskedNode` among the masters says that one parameter has none, or all below. With `others`,
-    `params` may hold arrays of which `masters` does not know.
+    A `MaskedNode` among the masters means that the parameter there, or every parameter below, has
+    no master. With `others`, `params` may hold arrays that `masters` does not cover.
     """
     weights: dict[_Name, jax.Array] = {}
     for name, (path, master) in masters.items():
@@ -222,7 +219,7 @@ def _weights(
                 "`opt_state` must hold float32 masters, or int16 remainders of bfloat16, got "
                 f"{master.dtype} for {param.dtype} at {path_name(where)}. {_INITIALIZED}"
             )
-        weights[name] = halves.start(param, master)
+        weights[name] = halves.current_master(param, master)
     missing = {name for name, (_, master) in masters.items() if _is_missing(master)}
     for name, (path, _) in params.items() if not others else ():
         above = (name[:end] for end in range(len(name) + 1))

@@ -1,7 +1,7 @@
 """The rule of `autocast`: which matrix products of a program run in half precision, and how.
 
-A program is edited equation by equation. Only products change: their operands are converted before
-them, and their results after them.
+A program is edited equation by equation. Only products change: their operands are converted to half
+precision, and their results back to float32.
 """
 
 import operator
@@ -12,17 +12,17 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Var
+from jax.extend.core import Literal, Var
 
 from optax_lossscale._precision.residuals import with_fewer_residuals
 from optax_lossscale._support.jaxprs import (
     SHORTEST,
+    Atom,
     Equation,
     Jaxpr,
     conversion,
     holds_equations,
     inner_jaxprs,
-    is_literal,
     is_move,
     memoized,
     operands_of_scan,
@@ -32,7 +32,7 @@ from optax_lossscale._support.jaxprs import (
 from optax_lossscale._support.lines import is_users
 from optax_lossscale._support.primitives import DEVICE_MAPS, PLAIN_CALLS, PRODUCTS
 
-# The scope of an inner `autocast` to float32. No user has it by accident.
+# The named scope of an inner `autocast` to float32. No scope of a user has this name.
 UNCAST_SCOPE = "optax_lossscale.autocast_float32"
 _FOLLOWED = PLAIN_CALLS | DEVICE_MAPS | {"scan", "cond"}
 _DEFAULT_PRECISION = (None, (jax.lax.Precision.DEFAULT, jax.lax.Precision.DEFAULT))
@@ -49,7 +49,7 @@ def reason_not_to_follow(eqn: Equation) -> str:
     if name == "while":
         return (
             "It is inside a `while_loop`, whose end may depend on digits that half precision does "
-            "not have. Wrap what the loop calls in `autocast`."
+            "not have. Wrap the functions that the loop calls in `autocast`."
         )
     infos = [inner.debug_info for inner in inner_jaxprs(eqn)]
     names = [
@@ -87,7 +87,7 @@ def reason_not_to_cast(eqn: Equation, *, has_fixed_operand: bool) -> str:
     if has_fixed_operand:
         return (
             "One operand depends on no argument of `fun`, and on no array that `fun` closes over. "
-            "Data that a constant matrix moves stays exact: to cast it, cast the operands yourself."
+            "Products with constants stay exact. To cast this one, cast its operands yourself."
         )
     return ""
 
@@ -97,7 +97,7 @@ def _is_uncast(eqn: Equation) -> bool:
 
 
 def with_products_in(dtype: np.dtype, jaxpr: Jaxpr) -> Jaxpr:
-    """Return a program of the same type with its products in `dtype`, itself if it has none."""
+    """Return a program with its products in `dtype`, or the same object if nothing changes."""
     return _with_products_in(jaxpr, dtype, (False,) * len(without_constants(jaxpr).invars))
 
 
@@ -119,7 +119,7 @@ class _Edit:
         self.dtype, self.jaxpr = dtype, jaxpr
         self.fixed = _fixed_variables(jaxpr, is_fixed)
         self.named = _named_variables(jaxpr)
-        self.halves: dict[Var, Var] = {}  # of results that are converted back behind their names
+        self.halves: dict[Var, Var] = {}  # of results that are converted back after their names
 
     def edited(self) -> list[Equation]:
         return [new for eqn in self.jaxpr.eqns for new in self.edited_equation(eqn)]
@@ -131,14 +131,14 @@ class _Edit:
             return [eqn] if stays else self.edited_product(eqn)
         if eqn.primitive.name in _FOLLOWED:
             return [eqn if reason_not_to_follow(eqn) else self.edited_functions(eqn)]
-        if eqn.invars and not is_literal(eqn.invars[0]) and eqn.invars[0] in self.halves:
+        if eqn.invars and not isinstance(eqn.invars[0], Literal) and eqn.invars[0] in self.halves:
             return self.converted_back(eqn.replace(invars=[self.halves[eqn.invars[0]]]))
         return [eqn]
 
     def edited_functions(self, eqn: Equation) -> Equation:
         is_fixed = _fixed_inputs(eqn, self.fixed)
 
-        def edit(param: Any) -> Any:
+        def edit(param: Jaxpr | object) -> Jaxpr | object:
             if type(param) is tuple:  # the branches of a conditional
                 new = tuple(map(edit, param))
                 return param if all(map(operator.is_, new, param)) else new
@@ -170,9 +170,10 @@ class _Edit:
         ]
 
     def converted_back(self, eqn: Equation) -> list[Equation]:
-        """Return an equation with its result in `dtype`, and the conversion of it to float32.
+        """Return an equation with its result in `dtype`, and the conversion back to float32.
 
-        A result that is going to be named is converted behind its name.
+        If a `checkpoint_name` follows, the conversion comes after it, so that the name saves the
+        half-precision array.
         """
         (result,) = eqn.outvars
         half = self.half(result)
@@ -182,21 +183,21 @@ class _Edit:
             return [eqn]
         return [eqn, conversion(half, result, beside=eqn)]
 
-    def half(self, atom: Any) -> Var:
+    def half(self, atom: Atom) -> Var:
         return Var(atom.aval.update(dtype=self.dtype, weak_type=False))
 
 
-def _is_fixed(atom: Any, fixed: AbstractSet[Var]) -> bool:
-    # An array in the code counts as closed over, since a batch in NumPy does.
-    return atom.aval.shape == () if is_literal(atom) else atom in fixed
+def _is_fixed(atom: Atom, fixed: AbstractSet[Var]) -> bool:
+    # A literal array counts as closed over, since it may be a batch in NumPy.
+    return not np.shape(atom.val) if isinstance(atom, Literal) else atom in fixed
 
 
 @memoized
 def _fixed_variables(jaxpr: Jaxpr, is_fixed: tuple[bool, ...]) -> frozenset[Var]:
     """Return the variables that depend on no argument and on no array that `fun` closes over.
 
-    `is_fixed` says which inputs are such variables. A product with one of them is no layer: it cuts
-    into patches, sums by a triangle of ones, or transforms by Fourier's numbers.
+    `is_fixed` marks the inputs that are such variables. A product with one of them is not a layer:
+    it extracts patches, sums with a triangle of ones, or applies a Fourier transform.
     """
     fixed = {x for x, yes in zip(jaxpr.invars, is_fixed, strict=True) if yes}
     for eqn in jaxpr.eqns:
@@ -213,7 +214,7 @@ def _fixed_variables(jaxpr: Jaxpr, is_fixed: tuple[bool, ...]) -> frozenset[Var]
 
 
 def _fixed_inputs(eqn: Equation, fixed: AbstractSet[Var]) -> tuple[bool, ...]:
-    """Return which inputs of the functions of an equation are fixed. What a loop carries is not."""
+    """Return, for each input of an equation's functions, whether it is fixed. Carries are not."""
     is_fixed = [_is_fixed(x, fixed) for x in eqn.invars]
     if eqn.primitive.name == "cond":
         return tuple(is_fixed[1:])
@@ -224,12 +225,12 @@ def _fixed_inputs(eqn: Equation, fixed: AbstractSet[Var]) -> tuple[bool, ...]:
 
 
 def _named_variables(jaxpr: Jaxpr) -> set[Var]:
-    """Return the variables whose only use is a `checkpoint_name`, directly or behind moves."""
+    """Return the variables whose only use is a `checkpoint_name`, directly or after moves."""
     atoms = [x for eqn in jaxpr.eqns for x in eqn.invars] + jaxpr.outvars
-    uses = Counter(x for x in atoms if not is_literal(x))
+    uses = Counter(x for x in atoms if not isinstance(x, Literal))
     named: set[Var] = set()
     for eqn in reversed(jaxpr.eqns):
-        is_on_the_way = is_move(eqn) and len(eqn.invars) == 1 and eqn.outvars[0] in named
-        if eqn.primitive.name == "name" or is_on_the_way:
-            named.update(x for x in eqn.invars if not is_literal(x) and uses[x] == 1)
+        leads_to_name = is_move(eqn) and len(eqn.invars) == 1 and eqn.outvars[0] in named
+        if eqn.primitive.name == "name" or leads_to_name:
+            named.update(x for x in eqn.invars if not isinstance(x, Literal) and uses[x] == 1)
     return named

@@ -1,9 +1,9 @@
-"""What the backward pass of a scan keeps.
+"""Residuals of a scan: what it keeps for its backward pass.
 
 JAX stacks every value that the derivative of a scan's body reads: for a norm, softmax or activation
-in float32, several arrays in float32. Here the backward pass repeats moves and plain arithmetic
-from what it keeps anyway: the results of matrix products in half precision, of kernels, reductions
-and elementary functions. The gradients are the same.
+in float32, several float32 arrays. Here the backward pass recomputes moves and cheap arithmetic
+from values that are kept anyway: the results of half-precision products, kernels, reductions and
+elementary functions. The gradients are the same.
 """
 
 import functools
@@ -11,14 +11,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Var
+from jax.extend.core import Literal, Var
 
 from optax_lossscale._support.jaxprs import (
+    Atom,
     Equation,
     Jaxpr,
+    all_equations,
     has_effects,
-    inner_jaxprs,
-    is_literal,
     memoized,
     read_by,
     with_edit,
@@ -28,21 +28,22 @@ from optax_lossscale._support.primitives import ARITHMETIC, COMPARISONS
 
 @memoized
 def with_fewer_residuals(body: Jaxpr, constants: int) -> Jaxpr:
-    """Return the body of a scan with the same results, which keeps less for its backward pass.
+    """Return the body of a scan with the same results and fewer residuals.
 
     Args:
-      body: The body, with or without the arrays that it closes over.
-      constants: How many of its inputs are constants of the loop. What depends only on them is
-        computed before the loop, as JAX does without this.
+      body: The body, with or without its constants.
+      constants: The number of its first inputs that are the same in every step. JAX computes
+        whatever depends only on them before the loop, with this edit too.
     """
     return with_edit(lambda inner: _checkpointed(inner, constants), body)
 
 
 def _is_kept(primitive: Any, *avals: Any, **_: Any) -> bool:
-    """Return whether the backward pass keeps a result: the policy of `jax.checkpoint`.
+    """Return whether a result is kept for the backward pass. A policy for `jax.checkpoint`.
 
-    Comparing floats makes one byte of eight or more. An elementary function that was computed again
-    would make a recurrent network 1.3 times slower (jaxlib 0.10.2, CPU).
+    A comparison of floats is kept: it needs one byte, and its operands at least eight. Elementary
+    functions are kept: recomputing them makes a recurrent network 1.3 times slower (jaxlib 0.10.2,
+    CPU).
     """
     if primitive.name in COMPARISONS:
         return bool(jnp.issubdtype(avals[0].dtype, jnp.floating))
@@ -86,27 +87,26 @@ def _checkpointed(jaxpr: Jaxpr, constants: int) -> Jaxpr:
     return jaxpr.replace(eqns=[*once, eqn], outvars=outvars)
 
 
-def _is_variable(atom: Any) -> bool:
-    return not is_literal(atom)
+def _is_variable(atom: Atom) -> bool:
+    return not isinstance(atom, Literal)
 
 
 @functools.cache
 def _checkpoint() -> Equation:
-    """Return an equation with the primitive of `jax.checkpoint`, not public in jax 0.7."""
+    """Return an equation with the primitive of `jax.checkpoint`, which jax 0.7 does not export."""
     fun = jax.checkpoint(jnp.sin, policy=_is_kept, prevent_cse=False)
     (eqn,) = jax.make_jaxpr(fun)(jnp.float32(0)).eqns
     return eqn
 
 
 def _is_left_alone(jaxpr: Jaxpr) -> bool:
-    """Return whether a program decides what is kept, has references, or has a `while_loop`.
+    """Return whether a program has a checkpoint policy, references, or a `while_loop`.
 
-    A policy cannot keep the results of a `while_loop`: JAX would run it twice (jax 0.7 to 0.12).
+    No policy can keep the results of a `while_loop`: JAX would run it twice (jax 0.7 to 0.12).
     """
     return any(
         eqn.params.get("policy", _is_kept) is not _is_kept
         or eqn.primitive.name == "while"
         or any("Ref" in type(x.aval).__name__ for x in eqn.outvars)
-        or any(map(_is_left_alone, inner_jaxprs(eqn)))
-        for eqn in jaxpr.eqns
+        for eqn in all_equations(jaxpr)
     )

@@ -1,4 +1,4 @@
-"""Bfloat16 parameters without master weights, rounded stochastically at each step."""
+"""Stochastic rounding of bfloat16 parameters, instead of master weights."""
 
 from typing import Any
 
@@ -12,29 +12,33 @@ from optax_lossscale._state import MasterWeightsState, StochasticRoundingState
 from optax_lossscale._support import checks
 from optax_lossscale._support.nnx import named_leaves
 from optax_lossscale._support.notes import add_likely_causes
-from optax_lossscale._support.tree import at_least_float32, in_dtype, path_name
+from optax_lossscale._support.transformation import Transformation
+from optax_lossscale._support.tree import Leaf, PyTree, at_least_float32, in_dtype, path_name
 
 
 def with_stochastic_rounding(
     inner: optax.GradientTransformation | optax.MultiSteps,
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation[StochasticRoundingState]:
     """Train bfloat16 parameters without master weights, by rounding each step stochastically.
 
-    Rounded to nearest, an update below 1/512 of a weight is lost, however often it comes. Here the
-    new float32 weight becomes one of its two bfloat16 neighbors, by chance, so that its expectation
-    is the weight itself: 1000 steps of -1e-4 take 1.0 to about 0.9. The inner optimizer sees
-    float32 parameters and float32 gradients, and `optax.apply_updates(params, updates)` is that
-    neighbor. A weight that the inner optimizer does not change keeps its bits. Parameters of other
-    dtypes are optimized as by `inner`. Derivatives pass through as if nothing was rounded.
+    Rounding to nearest loses every update below 1/512 of a weight, however many there are. Here,
+    the new float32 weight is rounded at random to one of its two bfloat16 neighbors, and its
+    expected value is the weight itself: 1,000 steps of -1e-4 change 1.0 to about 0.9. The inner
+    optimizer sees float32 parameters and float32 gradients, and
+    `optax.apply_updates(params, updates)` equals that neighbor. A weight that the inner optimizer
+    does not change keeps its bits. Parameters with other dtypes get the updates of `inner`.
+    Derivatives ignore the rounding.
 
-    It takes no memory: with `with_stochastic_rounding(with_bfloat16_state(optax.adamw(1e-3)))`, a
-    parameter and its state take 6 bytes. But it is not exact. After long training at a constant
-    learning rate, however small, weights wander around a minimum by about two bfloat16 steps.
+    It needs no extra memory: a parameter and its state take 6 bytes with
+    `with_stochastic_rounding(with_bfloat16_state(optax.adamw(1e-3)))`. But it is not exact. After
+    long training at a constant learning rate, however small, weights wander around a minimum by
+    about two bfloat16 steps.
     `with_master_weights(inner, remainders=True)` is exact and takes two bytes more.
 
     The random bits depend on the step's number, the parameter's path and the element's index: the
-    same state gives the same step, on any number of devices under `jax.jit`. Inside `jax.shard_map`
-    each shard counts its own elements, and under `jax.vmap` all members get the same bits.
+    same state gives the same step, on any number of devices under `jax.jit`. Inside
+    `jax.shard_map`, each shard counts its own elements, and under `jax.vmap` all instances get the
+    same bits.
 
     It belongs inside a guard and around everything else, so that nothing changes its updates:
     `with_skipping(with_stochastic_rounding(optax.chain(...)))`.
@@ -78,14 +82,18 @@ def with_stochastic_rounding(
         return StochasticRoundingState(jnp.zeros((), jnp.uint32), inner_state)
 
     def update_fn(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
     ) -> tuple[optax.Updates, StochasticRoundingState]:
         checks.refuse_hidden_storage("with_stochastic_rounding")
         count, inner_state = checks.read_state(state, StochasticRoundingState)
         for name, given in (("updates", updates), ("params", params)):
             if given is None:
                 raise ValueError(f"`{name}` must be given: `update(grads, state, params)`.")
-        # The new count, so that the old one has one reader, and XLA overwrites it in place.
+        # Only the new count is used below. So the old one is read once, and XLA overwrites it in
+        # place.
         count = jnp.asarray(count, jnp.uint32) + 1
         wide = _in_float32(params)
         grads = jax.tree.map(at_least_float32, updates)
@@ -99,19 +107,19 @@ def with_stochastic_rounding(
         for i, (name, _, param) in enumerate(named_leaves(params)):
             if _is_bfloat16(param):
                 new = jnp.asarray(optax.apply_updates(weights[i], moves[i]), jnp.float32)
-                # No array in an optimizer's state has a path that starts with a word.
+                # Paths in an optimizer's state do not start with a word, so no seed is shared.
                 seed = array_seed("params" + name)
                 moves[i] = update_at_random(new, param, count, seed)
         return params_def.unflatten(moves), StochasticRoundingState(count, inner_state)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return Transformation(init_fn, update_fn)
 
 
-def _is_bfloat16(param: Any) -> bool:
+def _is_bfloat16(param: Leaf) -> bool:
     return getattr(param, "dtype", None) == jnp.bfloat16
 
 
-def _in_float32(params: optax.Params) -> optax.Params:
+def _in_float32(params: PyTree) -> PyTree:
     return jax.tree.map(lambda x: in_dtype(x, jnp.float32) if _is_bfloat16(x) else x, params)
 
 

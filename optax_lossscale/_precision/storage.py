@@ -2,22 +2,23 @@
 
 Each is converted once, in the function that uses it, so that the cotangents of its uses are added
 in float32 and rounded once. If its only use is a call or a loop over its rows, it is converted
-inside: a stack of layers is never float32 as a whole, and its gradient is written as it is stored.
+inside. So a stack of layers is never in float32 as a whole, and its gradient is written in the
+dtype that it is stored in.
 """
 
 from collections import Counter
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
-from jax.extend.core import Var
+from jax.extend.core import Literal, Var
 
 from optax_lossscale._support.jaxprs import (
+    Atom,
     Equation,
     Jaxpr,
     conversion,
     holds_equations,
     inner_jaxprs,
-    is_literal,
     is_move,
     memoized,
     operands_of_scan,
@@ -28,10 +29,10 @@ from optax_lossscale._support.primitives import PLAIN_CALLS
 
 
 def with_stored_inputs(jaxpr: Jaxpr, number: int) -> Jaxpr:
-    """Return a traced program that converts stored inputs to float32 where it uses them.
+    """Return a traced program that converts its stored inputs to float32 where it uses them.
 
-    Its first equations, of this number, convert them. A result that is such an input is returned
-    as it is stored.
+    The first `number` equations of `jaxpr` are these conversions. If such an input is a result, it
+    is returned in the dtype that it is stored in.
     """
     return with_edit(lambda inner: _with_moved_conversions(inner, number), jaxpr)
 
@@ -42,13 +43,13 @@ def _with_moved_conversions(jaxpr: Jaxpr, number: int) -> Jaxpr:
     in_float32 = jaxpr.replace(invars=[wide.get(x, x) for x in jaxpr.invars], eqns=rest)
     results = list(jaxpr.outvars)
     stops: list[Equation] = []
-    for place, returned in enumerate(_returned_inputs(in_float32)):
+    for index, returned in enumerate(_returned_inputs(in_float32)):
         if returned is None or jaxpr.invars[returned.position] not in wide:
             continue
-        results[place] = stored = jaxpr.invars[returned.position]
+        results[index] = stored = jaxpr.invars[returned.position]
         if returned.stop:
-            results[place] = Var(stored.aval)
-            stops.append(returned.stop.replace(invars=[stored], outvars=[results[place]]))
+            results[index] = Var(stored.aval)
+            stops.append(returned.stop.replace(invars=[stored], outvars=[results[index]]))
     in_float32 = in_float32.replace(outvars=results, eqns=[*rest, *stops])
     return _with_inputs(in_float32, jaxpr.invars)
 
@@ -57,15 +58,15 @@ class _Returned(NamedTuple):
     """An input that a function returns."""
 
     position: int  # among the inputs
-    stop: Equation | None  # a `stop_gradient` on the way, if any
+    stop: Equation | None  # a `stop_gradient` between input and result, if any
 
 
 def _returned_inputs(jaxpr: Jaxpr) -> list[_Returned | None]:
-    """Return for each result which input it is, through calls, or None if it is computed."""
-    known = {x: _Returned(place, None) for place, x in enumerate(jaxpr.invars)}
+    """Return, for each result, the input that it is, or None. Calls are followed."""
+    known = {x: _Returned(position, None) for position, x in enumerate(jaxpr.invars)}
 
-    def find(atom: Any) -> _Returned | None:
-        return None if is_literal(atom) else known.get(atom)
+    def find(atom: Atom) -> _Returned | None:
+        return None if isinstance(atom, Literal) else known.get(atom)
 
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
@@ -74,51 +75,51 @@ def _returned_inputs(jaxpr: Jaxpr) -> list[_Returned | None]:
         if name not in _ENTERED:
             continue
         (inner,) = inner_jaxprs(eqn)
-        for place, returned in enumerate(_returned_inputs(inner)):
+        for index, returned in enumerate(_returned_inputs(inner)):
             source = find(eqn.invars[returned.position]) if returned else None
-            if returned and source and _is_whole(eqn, returned.position, place):
-                known[eqn.outvars[place]] = source._replace(stop=returned.stop or source.stop)
+            if returned and source and _is_whole(eqn, returned.position, index):
+                known[eqn.outvars[index]] = source._replace(stop=returned.stop or source.stop)
     return [find(result) for result in jaxpr.outvars]
 
 
 def _is_whole(call: Equation, operand: int, result: int) -> bool:
-    """Return whether a call that returns an operand returns the caller's array."""
+    """Return whether a call that returns this operand returns the same array to its caller."""
     if call.primitive.name != "shard_map":
         return True
     return call.params["in_specs"][operand] == call.params["out_specs"][result]
 
 
-# What takes an operand in half precision and converts it inside.
+# Calls that can convert an operand inside.
 _ENTERED = PLAIN_CALLS | {"shard_map"}
-# By operand, the dtype that it is stored in, or None if it is passed unchanged.
+# For each operand, the dtype that it is stored in, or None if it is passed unchanged.
 _Stored: TypeAlias = tuple[np.dtype | None, ...]
 
 
 @memoized
 def _with_stored_operands(jaxpr: Jaxpr, stored: _Stored) -> Jaxpr:
-    """Return a function of float32 inputs that takes some of them in other dtypes."""
+    """Return a function that takes some of its float32 inputs in the dtypes they are stored in."""
     pairs = list(zip(without_constants(jaxpr).invars, stored, strict=True))
     inputs = [x if dtype is None else Var(x.aval.update(dtype=dtype)) for x, dtype in pairs]
     return with_edit(lambda inner: _with_inputs(inner, inputs), jaxpr)
 
 
-def _with_inputs(jaxpr: Jaxpr, inputs: list[Any]) -> Jaxpr:
-    """Return a function with other inputs, which it converts to the dtypes of its own."""
+def _with_inputs(jaxpr: Jaxpr, inputs: list[Atom]) -> Jaxpr:
+    """Return a function that takes `inputs`, and converts them to the dtypes of its old inputs."""
     stored = {x: y for x, y in zip(jaxpr.invars, inputs, strict=True) if x is not y}
     atoms = [x for eqn in jaxpr.eqns for x in eqn.invars] + jaxpr.outvars
-    uses = Counter(x for x in atoms if not is_literal(x))
+    uses = Counter(x for x in atoms if not isinstance(x, Literal))
     converted: set[Var] = set()
     eqns: list[Equation] = []
 
-    def convert(atoms: list[Any], beside: Equation) -> None:
+    def convert(atoms: list[Atom], beside: Equation) -> None:
         for x in atoms:
-            if not is_literal(x) and x in stored and x not in converted:
+            if not isinstance(x, Literal) and x in stored and x not in converted:
                 converted.add(x)
                 eqns.append(conversion(stored[x], x, beside))
 
     for eqn in jaxpr.eqns:
         as_stored = [
-            stored[x] if not is_literal(x) and x in stored and uses[x] == 1 else None
+            stored[x] if not isinstance(x, Literal) and x in stored and uses[x] == 1 else None
             for x in eqn.invars
         ]
         first = _first_entered(eqn)
@@ -146,8 +147,8 @@ def _first_entered(eqn: Equation) -> int:
     return 0 if name in _ENTERED else len(eqn.invars)
 
 
-def _entered(eqn: Equation, as_entered: list[Any]) -> Equation:
-    """Return a call or a loop that takes the operands given here in the dtypes they have."""
+def _entered(eqn: Equation, as_entered: list[Atom]) -> Equation:
+    """Return a call or loop that takes the operands in `as_entered`, and converts them inside."""
     dtypes = tuple(x and x.aval.dtype for x in as_entered)
     params = {
         key: _with_stored_operands(param, dtypes) if holds_equations(param) else param

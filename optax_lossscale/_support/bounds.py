@@ -1,4 +1,4 @@
-"""Bounds of numbers: of a loss scale, and of a count."""
+"""Bounds of loss scales and counts."""
 
 import numpy as np
 
@@ -10,6 +10,6 @@ INT32_MAX = int(np.iinfo(np.int32).max)
 
 
 def as_float32(value: float) -> float:
-    """Return the float32 next to `value`."""
+    """Return `value` rounded to float32."""
     with np.errstate(over="ignore", under="ignore"):
         return float(np.float32(value))

@@ -1,6 +1,6 @@
-"""Every check of an argument, worded once: each raises where silence would corrupt or mislead.
+"""Checks of arguments. Each one raises an error where silence would corrupt or mislead.
 
-`require_…` returns nothing; `read_…` returns the value in the form in which it is used.
+`require_…` returns nothing. `read_…` returns the value in the form that the caller uses.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ from optax_lossscale._support.tree import (
     ARRAYS,
     AxisName,
     KeyPath,
+    Leaf,
     PyTree,
     Tree,
     first_difference,
@@ -56,7 +57,7 @@ def read_scale(name: str, value: object) -> float:
 
 
 def require_between(name: str, value: object, low: float, high: float) -> None:
-    """Refuse a number outside of the bounds."""
+    """Raise if a number is out of bounds."""
     if not low <= read_number(name, value) <= high:
         raise ValueError(f"`{name}` must be between {low:g} and {high:g}, got {value}.")
 
@@ -64,13 +65,13 @@ def require_between(name: str, value: object, low: float, high: float) -> None:
 def read_bool(name: str, value: object) -> bool:
     """Return `value` as a Python bool."""
     if not isinstance(value, (bool, np.bool_)):
-        kind = "the string " if isinstance(value, str) else ""
-        raise TypeError(f"`{name}` must be True or False, got {kind}{value!r}.")
+        what = "the string " if isinstance(value, str) else ""
+        raise TypeError(f"`{name}` must be True or False, got {what}{value!r}.")
     return bool(value)
 
 
 def read_count(name: str, value: object, *, least: int = 1) -> int:
-    """Return `value` as an int that an int32 holds."""
+    """Return `value` as an int that fits an int32."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise TypeError(f"`{name}` must be an integer, got {value!r}.")
     if not least <= int(value) <= INT32_MAX:
@@ -79,7 +80,7 @@ def read_count(name: str, value: object, *, least: int = 1) -> int:
 
 
 def read_flag(name: str, value: ArrayLike) -> jax.Array:
-    """Return `value` as bool[]."""
+    """Return `value` as a `bool[]` array."""
     if not (isinstance(value, bool) or (isinstance(value, ARRAYS) and value.dtype == jnp.bool_)):
         raise TypeError(
             f"`{name}` must be a bool or a boolean array, got {value!r}. Compute it with "
@@ -90,45 +91,47 @@ def read_flag(name: str, value: ArrayLike) -> jax.Array:
     return array
 
 
-def require_numbers(name: str, value: Any) -> None:
-    """Refuse a loss that holds something else than numbers: it would count as finite."""
+def require_numbers(name: str, value: PyTree) -> None:
+    """Raise if a loss contains anything but numbers, which would count as finite."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(value):
         is_number = isinstance(leaf, ARRAYS) and jnp.issubdtype(leaf.dtype, np.number)
         if not (is_number or isinstance(leaf, (bool, int, float, complex))):
             raise TypeError(
                 f"`{name}` must be a number, an array or a tree of them, got {leaf!r} at "
-                f"{path_name(path)}. Give the loss that `value_and_grad` returns."
+                f"{path_name(path)}. Pass the loss that `value_and_grad` returns."
             )
 
 
 def require_function(name: str, value: object, remedy: str) -> None:
-    """Refuse anything that cannot be called."""
+    """Raise if `value` cannot be called."""
     if not callable(value):
         raise TypeError(f"`{name}` must be a function, got {value!r}. {remedy}")
 
 
 def require_keep(value: object) -> None:
-    """Refuse anything but a function, or None."""
+    """Raise if `keep` is neither a function nor None."""
     if value is not None:
         require_function("keep", value, 'For example `lambda path: "norm" in path`.')
 
 
-def require_extra_args(name: str, fun: Callable[..., Any], *args: Any, **extra_args: Any) -> None:
-    """Refuse a rule that does not take the extra arguments that `update` is given."""
+def require_extra_args(
+    name: str, fun: Callable[..., object], *args: PyTree, **extra_args: PyTree
+) -> None:
+    """Raise if a rule does not take the extra arguments that `update` was given."""
     try:
         inspect.signature(fun).bind(*args, **extra_args)
     except TypeError as error:
         raise TypeError(
             f"`{name}` must take the extra arguments of `update`: {error}. Write `def rule(grads, "
-            "params, *, value, **extra_args)`, and give `update` the ones that it names."
+            "params, *, value, **extra_args)`, and pass `update` the ones that it names."
         ) from error
     except ValueError:  # a function written in C has no signature
         pass
 
 
-def read_argnums(argnums: Any) -> Sequence[int]:
-    """Return the positions that `argnums` gives: one, or a sequence of them."""
-    positions: Any = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
+def read_argnums(argnums: int | Sequence[int]) -> Sequence[int]:
+    """Return the positions in `argnums`, a number or a sequence of them."""
+    positions = argnums if isinstance(argnums, Sequence) else (argnums,)
     for number in positions:
         if not isinstance(number, numbers.Integral):
             raise TypeError(
@@ -139,7 +142,7 @@ def read_argnums(argnums: Any) -> Sequence[int]:
 
 
 def require_pair(name: str, result: object) -> None:
-    """Refuse what a loss function with aux must not return."""
+    """Raise if a loss function with `has_aux=True` did not return a pair."""
     if not (isinstance(result, (tuple, list)) and len(result) == 2):
         raise TypeError(
             f"`{name}` must return a pair with `has_aux=True`, got {result!r}. Return the loss and "
@@ -147,40 +150,41 @@ def require_pair(name: str, result: object) -> None:
         )
 
 
-def require_no_functions(params: PyTree) -> None:
-    """Refuse functions among what JAX differentiates by, as an Equinox module has them."""
-    functions = [leaf for leaf in jax.tree.leaves(params) if callable(leaf)]
+def require_no_functions(args: Sequence[PyTree], positions: Sequence[int]) -> None:
+    """Raise if arguments that JAX differentiates contain functions, as Equinox modules do."""
+    chosen = [args[number] for number in positions if -len(args) <= number < len(args)]
+    functions = [leaf for leaf in jax.tree.leaves(chosen) if callable(leaf)]
     if functions:
         raise TypeError(
-            "`transform` must be one that leaves functions in the parameters alone, got "
+            "`transform` must be one that ignores functions in the parameters, got "
             f"`jax.value_and_grad` for parameters with {functions[0]!r}. For an Equinox module, "
-            "give `transform=equinox.filter_value_and_grad`."
+            "pass `transform=equinox.filter_value_and_grad`."
         )
 
 
-def require_scalar(name: str, value: Any, remedy: str) -> None:
-    """Refuse an array with axes, and a container."""
+def require_scalar(name: str, value: PyTree, remedy: str) -> None:
+    """Raise if `value` is an array with axes, or a container."""
     if not jax.tree_util.all_leaves([value]):
         raise TypeError(f"`{name}` must be a scalar, got a {type(value).__name__}. {remedy}")
     if np.shape(value):
         raise ValueError(f"`{name}` must be a scalar, got shape {np.shape(value)}. {remedy}")
 
 
-def require_same_structure(name: str, tree: Any, expected: Any, remedy: str) -> None:
-    """Refuse a tree of another structure or shapes; the message names the first that differs."""
+def require_same_structure(name: str, tree: PyTree, expected: PyTree, remedy: str) -> None:
+    """Raise if a tree differs in structure or shapes, and name the first difference."""
     if jax.tree.structure(tree) != jax.tree.structure(expected):
         path, *nodes = first_difference(tree, expected)
         got, wanted = (type(node).__name__ for node in nodes)
-        kinds = f" (a {got} for a {wanted})" if got != wanted else ""
+        types = f" (a {got} for a {wanted})" if got != wanted else ""
         raise ValueError(
-            f"`{name}` must keep its structure, got another at {path_name(path)}{kinds}. {remedy}"
+            f"`{name}` must keep its structure, got another at {path_name(path)}{types}. {remedy}"
         )
     check = functools.partial(require_same_shape, name, remedy=remedy)
     jax.tree_util.tree_map_with_path(check, tree, expected)
 
 
-def require_same_shape(name: str, path: Any, leaf: Any, expected: Any, remedy: str) -> None:
-    """Refuse a leaf of another shape, which would be broadcast."""
+def require_same_shape(name: str, path: KeyPath, leaf: Leaf, expected: Leaf, remedy: str) -> None:
+    """Raise if a leaf has another shape, since it would be broadcast."""
     got, wanted = (getattr(x, "shape", ()) for x in (leaf, expected))
     if got != wanted:
         raise ValueError(
@@ -188,8 +192,8 @@ def require_same_shape(name: str, path: Any, leaf: Any, expected: Any, remedy: s
         )
 
 
-def require_same(path: KeyPath, new: Any, old: Any) -> None:
-    """Refuse a leaf that is no array and changes: `jnp.where` cannot choose."""
+def require_same(path: KeyPath, new: Leaf, old: Leaf) -> None:
+    """Raise if a leaf that is not an array changes, since `jnp.where` cannot select it."""
     if not (new is old or (type(new) is type(old) and np.all(new == old))):
         raise ValueError(
             f"the leaf at {path_name(path)} must be an array in both trees or the same in "
@@ -201,92 +205,92 @@ _INIT = "Make it with `init`; a plain optimizer's state goes into its `inner_sta
 
 
 def read_state(state: object, kind: type[Tree], name: str = "state", remedy: str = _INIT) -> Tree:
-    """Return `state` if it is a `kind`."""
+    """Return `state` if it has the type `kind`."""
     if not isinstance(state, kind):
         raise TypeError(f"`{name}` must be a {kind.__name__}, got {type(state).__name__}. {remedy}")
     return state
 
 
 def require_rule_states(rule_states: object, rules: Sequence[object]) -> None:
-    """Refuse anything but a tuple with a state for each rule."""
+    """Raise unless there is a tuple with a state for each rule."""
     if type(rule_states) is not tuple or len(rule_states) != len(rules):
         raise ValueError(
             f"`state.rule_states` must be a tuple with the state of each of {len(rules)} rules, "
-            f"got {rule_states!r}. Add or drop one: "
+            f"got {rule_states!r}. After a change of the rules, write "
             "`state._replace(rule_states=(rule.init(params),))`."
         )
 
 
-def require_values(name: str, tree: Any, remedy: str) -> None:
-    """Refuse traced arrays."""
+def require_values(name: str, tree: PyTree, remedy: str) -> None:
+    """Raise if a tree contains traced arrays."""
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
         raise TypeError(f"`{name}` must hold values, got traced arrays. {remedy}")
 
 
 def require_axis_name(axis_name: AxisName | None) -> None:
-    """Refuse values that cannot name axes."""
+    """Raise if `axis_name` cannot name axes."""
     try:
         names = {*axis_name} if isinstance(axis_name, tuple) else {axis_name}
-    except TypeError:  # a value that cannot be hashed names no axis, as little as an integer
+    except TypeError:  # a value that cannot be hashed cannot be a name either
         names = {0}
-    # An integer would stand for an axis of the array.
+    # JAX would take an integer as an axis of the array.
     if any(isinstance(name, numbers.Integral) for name in names):
         raise TypeError(
             "`axis_name` must be the name of a mapped axis or a tuple of them, got "
-            f"{axis_name!r}. Give the one that `jax.shard_map` or `jax.vmap` maps over."
+            f"{axis_name!r}. Pass the one that `jax.shard_map` or `jax.vmap` maps over."
         )
 
 
 def read_float_dtype(name: str, dtype: DTypeLike | None, *, most_bits: int = 64) -> np.dtype:
-    """Return a floating-point dtype of at most this size; NumPy would read None as float64."""
+    """Return a floating-point dtype of at most `most_bits`."""
     try:
-        kind = None if dtype is None else jnp.dtype(dtype)
-    except (TypeError, ValueError):  # the value names no dtype
-        kind = None
-    if kind is None or not jnp.issubdtype(kind, jnp.floating) or jnp.finfo(kind).bits > most_bits:
+        read = None if dtype is None else jnp.dtype(dtype)  # NumPy reads None as float64
+    except (TypeError, ValueError):  # not the name of a dtype
+        read = None
+    if read is None or not jnp.issubdtype(read, jnp.floating) or jnp.finfo(read).bits > most_bits:
         raise TypeError(
             f"`{name}` must be a floating-point dtype of at most {most_bits} bits, got {dtype!r}. "
             "Use `jnp.float16` or `jnp.bfloat16`."
         )
-    return kind
+    return read
 
 
 def read_half_or_float32(name: str, dtype: DTypeLike | None) -> np.dtype:
-    """Return one of the dtypes that products run in."""
-    kind = read_float_dtype(name, dtype)
-    if kind not in (jnp.float16, jnp.bfloat16, jnp.float32):
+    """Return a dtype that matrix products can run in: float16, bfloat16 or float32."""
+    read = read_float_dtype(name, dtype)
+    if read not in (jnp.float16, jnp.bfloat16, jnp.float32):
         remedy = "Use `jnp.float16` or `jnp.bfloat16`."
-        if jnp.finfo(kind).bits < 16:
+        if jnp.finfo(read).bits < 16:
             remedy = (
                 "fp8 needs a scale for each array: use Qwix or Flax's `Fp8DirectDotGeneralOp` "
                 "inside `autocast(loss_fn, jnp.bfloat16)`, as docs/flax.md#fp8-layers shows."
             )
         raise TypeError(f"`{name}` must be float16, bfloat16 or float32, got {dtype!r}. {remedy}")
-    return kind
+    return read
 
 
 def require_policy(value: object) -> None:
-    """Refuse a number, which would fix the loss scale, where the rule of a run is meant."""
+    """Raise if `policy` is a number, since it might be meant as the current loss scale."""
     is_named = value is None or isinstance(value, Mapping) or str(value) == "dynamic"
     if not is_named and (isinstance(value, type) or not hasattr(value, "skip_nonfinite")):
         raise (ValueError if isinstance(value, str) else TypeError)(
             f'`policy` must be a policy, "dynamic" or a dict from `get_config`, got {value!r}. For '
-            "a loss scale x that never moves, write `FixedLossScale(x)`."
+            "a fixed loss scale x, write `FixedLossScale(x)`."
         )
 
 
 def read_optimizer(
     name: str, optimizer: optax.GradientTransformation | optax.MultiSteps
 ) -> optax.GradientTransformationExtraArgs:
-    """Return the optimizer in the argument `name`, in the form that takes extra arguments."""
+    """Return an optimizer that takes extra arguments."""
     if isinstance(optimizer, optax.MultiSteps):
-        # Its own `gradient_transformation()` (Optax 0.2.8) drops the extra arguments.
+        # `gradient_transformation()` drops the extra arguments (Optax 0.2.8).
         update: Any = optimizer.update
         return optax.GradientTransformationExtraArgs(optimizer.init, update)
     if not isinstance(optimizer, optax.GradientTransformation):
         raise TypeError(
             f"`{name}` must be an optax.GradientTransformation or an optax.MultiSteps, got "
-            f"{optimizer!r}. Call the optimizer's factory first, for example `optax.adam(1e-3)`."
+            f"{optimizer!r}. Call the optimizer's factory first, as in `optax.adam(1e-3)`."
         )
     return optax.with_extra_args_support(optimizer)
 
@@ -300,7 +304,7 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def hidden_storage() -> Generator[None]:
-    """Mark that this thread traces a function to which stored halves look like float32."""
+    """Mark that this thread traces a function in which stored half precision looks like float32."""
     before, _thread.hides_storage = _thread.hides_storage, True
     try:
         yield
@@ -309,7 +313,7 @@ def hidden_storage() -> Generator[None]:
 
 
 def refuse_hidden_storage(wrapper: str) -> None:
-    """Raise if the update of a wrapper cannot see which arrays are stored in half precision."""
+    """Raise if the update of `wrapper` is inside `autocast`, which hides half precision."""
     if _thread.hides_storage:
         raise ValueError(
             f"`{wrapper}` must not be updated inside `autocast`, where arrays in half precision "

@@ -1,4 +1,4 @@
-"""The user's own lines of code: warn at them, and name them."""
+"""Attribute warnings and reports to lines of the user's code."""
 
 import inspect
 import itertools
@@ -15,7 +15,7 @@ _LIBRARIES = ("optax_lossscale", "jax", "optax", "flax", "equinox", "haiku", "co
 
 
 def warn(message: str) -> None:
-    """Warn at the line of the user's code that led here."""
+    """Warn, with the line of the user's code that called the library."""
     frame, level = inspect.currentframe(), 1
     while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
         frame, level = frame.f_back, level + 1
@@ -23,23 +23,23 @@ def warn(message: str) -> None:
 
 
 def warn_once(message: str, given: set[str], key: str = "") -> None:
-    """Warn unless `given` holds the message, or its `key` if it has one, and remember it there."""
+    """Warn unless `given` contains the message, or its `key` if it has one, and add it there."""
     if (key or message) not in given:
         given.add(key or message)
         warn(message)
 
 
 def warn_of_keep(paths: Collection[str]) -> None:
-    """Warn that the function `keep` names none of these arrays."""
+    """Warn that the function `keep` selected none of these arrays."""
     some = ", ".join(itertools.islice(paths, 5))
     more = f" and {len(paths) - 5:,} more" if len(paths) > 5 else ""
-    warn(f"`keep` names none of the arrays, whose paths are: {some}{more}.")
+    warn(f"`keep` names none of the arrays. Their paths are: {some}{more}.")
 
 
 def source_of(*equations: Any) -> str:
-    """Return the user's innermost source line, from the first equation of a jaxpr that has one.
+    """Return the user's innermost source line, from the first of the equations that has one.
 
-    JAX forgets where the caller of some functions stands: of `jnp.where`, of a `jax.checkpoint`.
+    For some functions, such as `jnp.where` and `jax.checkpoint`, JAX does not record the caller.
     """
     tracebacks = (equation.source_info.traceback for equation in equations)
     for frame in (frame for traceback in tracebacks if traceback for frame in traceback.frames):
@@ -50,12 +50,12 @@ def source_of(*equations: Any) -> str:
 
 
 def is_users(file_name: str) -> bool:
-    """Return whether a file is the user's own, and not part of Python or an installed package."""
+    """Return whether a file is the user's own, not part of Python or an installed package."""
     return not file_name.startswith(_folders_of_libraries())
 
 
 def _folders_of_libraries() -> tuple[str, ...]:
-    """Return the folders of libraries: Python's own, those beside JAX, and editable ones."""
+    """Return the folders of libraries: Python's own, those beside JAX, and editable installs."""
     folders = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
     files = [getattr(sys.modules.get(name), "__file__", None) for name in _LIBRARIES]
     for folder in (Path(file).parent for file in files if file):

@@ -2,22 +2,56 @@
 
 import operator
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._support.tree import HALF, KeyPath
+from optax_lossscale._support.tree import HALF, KeyPath, Leaf, PyTree, Tree
+
+_Function: TypeAlias = Callable[..., Any]
 
 
-def is_nnx(node: Any, *classes: str) -> bool:
+def is_nnx(node: object, *classes: str) -> bool:
     """Return whether `node` is an object of one of these classes of `flax.nnx`."""
-    nnx = sys.modules.get("flax.nnx")  # there is no such object before it is imported
+    nnx = sys.modules.get("flax.nnx")  # no such object exists before it is imported
     return nnx is not None and isinstance(node, tuple(getattr(nnx, name) for name in classes))
 
 
-def named_leaves(tree: Any) -> list[tuple[str, KeyPath, Any]]:
+def is_write_error(error: Exception) -> bool:
+    """Return whether `flax.nnx` raised because a trace wrote into an object of an outer one."""
+    return type(error).__name__ == "TraceContextError"
+
+
+def without_variables(tree: Tree) -> Tree:
+    """Return `tree` with the array of each Variable in place of the Variable."""
+    is_variable = lambda node: is_nnx(node, "Variable")  # noqa: E731
+    return jax.tree.map(
+        lambda node: jax.tree.leaves(node)[0] if is_variable(node) else node,
+        tree,
+        is_leaf=is_variable,
+    )
+
+
+def with_state(module: Tree, fun: Callable[[PyTree], PyTree]) -> Tree:
+    """Return a copy of a module, whose state is `fun` of the state of `module`."""
+    nnx = sys.modules["flax.nnx"]
+    graph, state = nnx.split(module)
+    return nnx.merge(graph, fun(state))
+
+
+def plain_keys(path: KeyPath) -> tuple[Hashable, ...]:
+    """Return the keys of a path as plain values, which are the same in any container.
+
+    A last key `value` is left out. It leads to the array in a Variable, and also in the mapping
+    that a Variable becomes in some checkpoints.
+    """
+    keys = [getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))) for key in path]
+    return tuple(keys[:-1] if keys[-1:] == ["value"] else keys)
+
+
+def named_leaves(tree: PyTree) -> list[tuple[str, KeyPath, Leaf]]:
     """Return the leaves of a tree, each with its name and its path.
 
     The name is the path as `jax.tree_util.keystr` writes it. It is the same in every container: the
@@ -35,21 +69,19 @@ def named_leaves(tree: Any) -> list[tuple[str, KeyPath, Any]]:
     ]
 
 
-def holds_objects(tree: Any) -> bool:
+def holds_objects(tree: PyTree) -> bool:
     """Return whether there are modules, variables, random streams or other objects in a tree."""
     is_imported = "flax.nnx" in sys.modules
     return is_imported and any(map(_is_object, jax.tree.leaves(tree, is_leaf=_is_object)))
 
 
-def _is_object(node: Any) -> bool:
+def _is_object(node: PyTree) -> bool:
     nnx = sys.modules["flax.nnx"]
     base = "Pytree" if hasattr(nnx, "Pytree") else "Object"  # its name before Flax 0.12
     return is_nnx(node, base, "Variable")
 
 
-def on_arrays(
-    transform: Callable[[Callable[..., Any]], Callable[..., Any]], fun: Callable[..., Any]
-) -> Callable[..., Any]:
+def on_arrays(transform: Callable[[_Function], _Function], fun: _Function) -> _Function:
     """Return `transform(fun)` for a transform that only handles arrays.
 
     Changes that `fun` makes to the objects among its arguments are written back, as by `nnx.jit`. A
@@ -61,14 +93,14 @@ def on_arrays(
 
     nnx = sys.modules["flax.nnx"]
 
-    def run(*args: Any) -> Any:
+    def run(*args: PyTree) -> PyTree:
         leaves, treedef = jax.tree.flatten(args, is_leaf=_is_object)
         places = [i for i, leaf in enumerate(leaves) if _is_object(leaf) and not _may_write(leaf)]
         graph, state = nnx.split([leaves[place] for place in places])
         rest = [None if place in places else leaf for place, leaf in enumerate(leaves)]
         arrays, state_def = jax.tree.flatten(state)
 
-        def with_read_objects(arrays: list[Any], rest: list[Any]) -> Any:
+        def with_read_objects(arrays: Sequence[Leaf], rest: list[PyTree]) -> PyTree:
             objects = nnx.merge(graph, state_def.unflatten(arrays))
             for place, node in zip(places, objects, strict=True):
                 rest[place] = node
@@ -79,7 +111,7 @@ def on_arrays(
                 nnx.update([leaves[place] for place in places], new_state)  # raises Flax's error
             return result
 
-        def on_states(*given: Any) -> Any:
+        def on_states(*given: PyTree) -> PyTree:
             dtypes = {path: x.dtype for path, x in _arrays_of(given) if x.dtype in HALF}
             return transform(_in_dtypes(dtypes, merge_inputs(with_read_objects)))(*given)
 
@@ -88,14 +120,14 @@ def on_arrays(
     return run
 
 
-def _in_dtypes(dtypes: dict[KeyPath, Any], fun: Callable[..., Any]) -> Callable[..., Any]:
+def _in_dtypes(dtypes: dict[KeyPath, jnp.dtype], fun: _Function) -> _Function:
     """Return a function that returns what `fun` wrote into its arguments in these dtypes."""
 
-    def run(*given: Any) -> Any:
+    def run(*given: PyTree) -> PyTree:
         read = dict(_arrays_of(given))
         written, results = fun(*given)
 
-        def stored(path: KeyPath, new: Any) -> Any:
+        def stored(path: KeyPath, new: Leaf) -> Leaf:
             is_written = path in dtypes and new is not read[path]
             return jnp.asarray(new, dtypes[path]) if is_written else new
 
@@ -104,12 +136,12 @@ def _in_dtypes(dtypes: dict[KeyPath, Any], fun: Callable[..., Any]) -> Callable[
     return run
 
 
-def _arrays_of(tree: Any) -> list[tuple[KeyPath, Any]]:
+def _arrays_of(tree: PyTree) -> list[tuple[KeyPath, jax.Array]]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [(path, x) for path, x in leaves if isinstance(x, jax.Array)]
 
 
-def _may_write(node: Any) -> bool:
+def _may_write(node: object) -> bool:
     """Return whether `flax.nnx` lets the current trace write into an object."""
     nnx, errors = sys.modules["flax.nnx"], sys.modules["flax.errors"]
     try:

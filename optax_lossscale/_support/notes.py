@@ -1,4 +1,4 @@
-"""Notes on an optimizer's own exceptions: what this library knows about the likely cause."""
+"""Notes that this library adds to exceptions of an optimizer, about likely causes."""
 
 import numbers
 
@@ -10,13 +10,13 @@ from optax_lossscale._support.tree import HALF, PyTree, first_difference, is_ine
 
 
 def add_note(error: Exception, note: str) -> None:
-    """Add a note to an exception, whose `args` do not change, unless it has the same already."""
+    """Add a note to an exception, unless it already has it. Its `args` do not change."""
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)
 
 
 def add_likely_causes(error: Exception, updates: PyTree, params: PyTree) -> None:
-    """Add what is likely to have made the `update` of an optimizer fail."""
+    """Add notes about what probably made the `update` of an optimizer fail."""
     if params is not None:
         _add_difference(error, updates, params)
     leaves = jax.tree_util.tree_leaves_with_path(updates, is_leaf=lambda grad: grad is None)
@@ -24,19 +24,19 @@ def add_likely_causes(error: Exception, updates: PyTree, params: PyTree) -> None
     if nones:
         add_note(
             error,
-            f"The gradient is None at {', '.join(nones)}. Give zeros, or leave the parameter out: "
-            "`optax.masked`, `optax.partition`.",
+            f"The gradient is None at {', '.join(nones)}. Pass zeros, or exclude the parameter "
+            "with `optax.masked` or `optax.partition`.",
         )
     if isinstance(error, AttributeError) and type(error.obj) in (dict, list, tuple, str):
         add_note(
             error,
-            "`inner` may have been given a state in other containers than it made. Restore a "
+            "`inner` may have received a state in other containers than its own. Restore a "
             "checkpoint onto the state of `init`, so that `inner_state` has the same containers.",
         )
 
 
 def _add_difference(error: Exception, updates: PyTree, params: PyTree) -> None:
-    """Name the place where `updates` and `params` differ in structure or shape."""
+    """Name the path at which `updates` and `params` differ in structure or shape."""
     if jax.tree.structure(updates) != jax.tree.structure(params):
         path = first_difference(updates, params)[0]
         add_note(error, f"`updates` and `params` differ in structure at {path_name(path)}.")
@@ -49,7 +49,7 @@ def _add_difference(error: Exception, updates: PyTree, params: PyTree) -> None:
 
 
 def add_small_parameters(error: Exception, params: PyTree) -> None:
-    """Say that parameters are smaller than float32, if they are."""
+    """Note that parameters are smaller than float32, if they are."""
     dtypes = {jnp.result_type(leaf) for leaf in jax.tree.leaves(params) if is_inexact(leaf)}
     if any(jnp.finfo(dtype).bits < 32 for dtype in dtypes):
         masters = "Wrap it: `with_master_weights(inner)`. Or keep" if dtypes & {*HALF} else "Keep"

@@ -1,21 +1,21 @@
-"""JAX's primitives by name: which are matrix products, calls, loops, moves and arithmetic.
+"""The names of JAX's primitives: matrix products, calls, data movement and arithmetic.
 
-The names are those of jax 0.7 to 0.12. A version that lacks one never matches it.
+They are the names in jax 0.7 to 0.12. No version has them all.
 """
 
-# Matrix products and convolutions; the last is `jax.nn.scaled_matmul`, scaled by blocks.
+# Matrix products and convolutions, and the block-scaled product of `jax.nn.scaled_matmul`.
 PRODUCTS = frozenset(["dot_general", "ragged_dot_general", "conv_general_dilated"])
 SCALED_PRODUCT = "scaled_matmul_wrapper"
 
-# What runs a function once, with its own arrays. `eval_jaxpr` is `closed_call` since jax 0.12.
+# These call a function once, with the operands. jax 0.12 renamed `closed_call` to `eval_jaxpr`.
 PLAIN_CALLS = frozenset(["closed_call", "eval_jaxpr", "jit", "remat2"])
-# The same with a derivative that the program defines.
+# The same for functions with a custom derivative.
 CUSTOM_DERIVATIVES = frozenset(["custom_jvp_call", "custom_vjp_call"])
 CALLS = PLAIN_CALLS | CUSTOM_DERIVATIVES
-# What runs a function on each device, with its part of the arrays.
+# These call a function on each device, with its shards of the operands.
 DEVICE_MAPS = frozenset(["shard_map", "xla_pmap"])
 
-# What only moves elements, if it returns as many as it takes: see `jaxprs.is_move`.
+# These only move elements, if the result is as large as the operands: see `jaxprs.is_move`.
 MOVES = frozenset(
     [
         *("broadcast_in_dim", "concatenate", "copy", "reshape", "rev"),
@@ -23,8 +23,8 @@ MOVES = frozenset(
     ]
 )
 COMPARISONS = frozenset(["eq", "ge", "gt", "is_finite", "le", "lt", "ne"])
-# What costs next to nothing to compute again: no sum over elements, no product of matrices, no
-# elementary function, no random number, no collective.
+# Operations that are cheap to recompute. Reductions, matrix products, elementary functions, random
+# numbers and collectives are not.
 ARITHMETIC = (
     MOVES
     | COMPARISONS

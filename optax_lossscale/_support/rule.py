@@ -13,8 +13,8 @@ from optax_lossscale._support.tree import Flag, PyTree
 class Rule(Protocol):
     """A rule that judges one number at each step, and may remember some. See `with_skipping`.
 
-    Any object with these methods is a rule. They are traceable, and may name the extra arguments of
-    `update` that they read.
+    Any object with these methods is a rule. The methods are traceable. `measure` may name the extra
+    arguments of `update` that it reads.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax, optax_lossscale as ols
@@ -38,11 +38,11 @@ class Rule(Protocol):
 
     # `*args` makes a type checker accept methods that name some of the extra arguments.
     def measure(self, grads: PyTree, params: PyTree, /, *args: Any, **extra_args: Any) -> ArrayLike:
-        """Return the number that is judged. Gradients are true. `float32[]`."""
+        """Return the number that is judged, `float32[]`. The gradients are true."""
         ...
 
     def judge(self, state: PyTree, measure: jax.Array, /) -> tuple[jax.Array | bool, PyTree]:
-        """Return whether to skip the step, `bool[]`, and the state after it, as of `init`."""
+        """Return whether to skip the step, `bool[]`, and the new state, of the type of `init`."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Pytrees: kinds of leaves and where they stand, dtypes, and taking a tree apart."""
+"""Pytrees: kinds of leaves, paths, dtypes, and taking a tree apart."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeGuard, TypeVar
@@ -6,14 +6,17 @@ from typing import Any, TypeAlias, TypeGuard, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from optax_lossscale._support.bounds import LARGEST_SCALE, SMALLEST_SCALE
 
-#: Any nested container that JAX knows, with leaves of any kind.
+#: Any nested container that JAX knows, with any leaves.
 PyTree: TypeAlias = Any
 
-#: Where a leaf stands in a tree: JAX's key path.
+#: A leaf of a tree: an array, a Python number, or any other object.
+Leaf: TypeAlias = Any
+
+#: The path to a leaf in a tree, as JAX returns it.
 KeyPath: TypeAlias = tuple[Any, ...]
 
 #: The name of a mapped axis, or several.
@@ -24,35 +27,31 @@ Tree = TypeVar("Tree")
 
 HALF = (jnp.dtype("float16"), jnp.dtype("bfloat16"))
 
-# Where Flax's fp8 layers keep metadata, whose gradient is the new value.
-FP8_METADATA = "_overwrite_with_gradient"
-FP8_KEY = jax.tree_util.DictKey(FP8_METADATA)
-
-ARRAYS = (jax.Array, np.ndarray, np.generic)  # the types of arrays, traced ones among them
+ARRAYS = (jax.Array, np.ndarray, np.generic)  # the types of arrays, including traced ones
 
 
 def is_inexact(leaf: object) -> TypeGuard[ArrayLike]:
-    """Say whether `leaf` holds floating-point or complex numbers, Python's own among them."""
+    """Return whether a leaf has floating-point or complex numbers, including Python's own."""
     if isinstance(leaf, ARRAYS):
         return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
     return isinstance(leaf, (float, complex))
 
 
-def is_selectable(leaf: Any) -> bool:
-    """Return whether `jnp.where` takes a leaf: not texts, objects, dates and float0 of NumPy."""
+def is_selectable(leaf: Leaf) -> bool:
+    """Return whether `jnp.where` takes a leaf, unlike NumPy's strings, objects, dates or float0."""
     if isinstance(leaf, (np.ndarray, np.generic)):
         return leaf.dtype.kind not in "OSUMm" and leaf.dtype != jax.dtypes.float0
     return isinstance(leaf, jax.Array)
 
 
 def is_finite(array: jax.Array) -> jax.Array:
-    """Return which elements are finite, of an array of any floating-point or complex dtype."""
+    """Return which elements of a floating-point or complex array are finite."""
     # `jnp.isfinite` does not take every eight-bit format.
     return jnp.isfinite(array.astype(jnp.float32) if jnp.finfo(array.dtype).bits < 16 else array)
 
 
-def at_least_float32(leaf: Any) -> Any:
-    """Return `leaf` in float32 if it holds floating-point numbers of a smaller type."""
+def at_least_float32(leaf: Leaf) -> Leaf:
+    """Return a leaf in float32 if it has floating-point numbers of a smaller dtype."""
     if not is_inexact(leaf):
         return leaf
     value = jnp.asarray(leaf)
@@ -61,16 +60,16 @@ def at_least_float32(leaf: Any) -> Any:
 
 
 def unscaled(grads: Tree, loss_scale: jax.Array, *, keep_dtypes: bool = False) -> Tree:
-    """Multiply gradients by `1 / loss_scale`, at least in float32.
+    """Multiply gradients by `1 / loss_scale`, in float32 or their own larger dtype.
 
-    NaN and infinity stay, and a loss scale out of its bounds makes NaN: one check of the result
-    sees all. With `keep_dtypes`, gradients are rounded to the dtypes that they had.
+    NaN and infinity remain, and a loss scale that is out of bounds makes NaN, so it is enough to
+    check the result. With `keep_dtypes`, the results are rounded to the dtypes of the gradients.
     """
     is_within = (loss_scale >= SMALLEST_SCALE) & (loss_scale <= LARGEST_SCALE)
     reciprocal = jnp.where(is_within, 1 / loss_scale, jnp.nan)
 
-    def unscale(path: KeyPath, leaf: Any) -> Any:
-        if not is_inexact(leaf) or FP8_KEY in path:
+    def unscale(path: KeyPath, leaf: Leaf) -> Leaf:
+        if not is_inexact(leaf) or _FP8_KEY in path:
             return leaf
         value = at_least_float32(leaf)
         if jnp.iscomplexobj(value):  # by parts: a product with 1 + 0j loses the signs of zeros
@@ -85,26 +84,36 @@ def unscaled(grads: Tree, loss_scale: jax.Array, *, keep_dtypes: bool = False) -
         return jax.tree_util.tree_map_with_path(unscale, grads)
 
 
-def has_fp8_metadata(params: Any) -> bool:
-    """Return whether Flax keeps fp8 metadata beside the parameters in this collection."""
+# The collection of the metadata of Flax's fp8 layers. Its gradient is its new value.
+FP8_METADATA = "_overwrite_with_gradient"
+_FP8_KEY = jax.tree_util.DictKey(FP8_METADATA)
+
+
+def has_fp8_metadata(params: PyTree) -> bool:
+    """Return whether `params` has the collection of fp8 metadata beside the parameters."""
     return isinstance(params, Mapping) and FP8_METADATA in params
 
 
+def is_fp8_metadata(path: KeyPath) -> bool:
+    """Return whether a path leads to fp8 metadata."""
+    return _FP8_KEY in path
+
+
 def path_name(path: KeyPath | None) -> str:
-    """Return `path` as a message shows it; the empty path is the tree itself."""
+    """Return a path as messages show it. The empty path is the tree itself."""
     return f"`{jax.tree_util.keystr(path)}`" if path else "the root of the tree"
 
 
-def children(tree: PyTree) -> tuple[list[tuple[KeyPath, PyTree]], Any]:
-    """Return the children of a node with their keys, and its definition.
+def children(tree: PyTree) -> tuple[list[tuple[KeyPath, PyTree]], Hashable]:
+    """Return the children of a node with their keys, and the definition of the node.
 
-    A leaf is its own only child, at the empty path.
+    The only child of a leaf is the leaf itself, at the empty path.
     """
     return jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
 
 
 def first_difference(a: PyTree, b: PyTree, path: KeyPath = ()) -> tuple[KeyPath, PyTree, PyTree]:
-    """Return the first place where two trees of different structure differ, and the nodes there."""
+    """Return the first path at which two trees differ in structure, and the nodes there."""
     (a_children, a_def), (b_children, b_def) = children(a), children(b)
     if a_def != b_def:
         a_keys, b_keys = ([key for key, _ in children] for children in (a_children, b_children))
@@ -118,34 +127,34 @@ def first_difference(a: PyTree, b: PyTree, path: KeyPath = ()) -> tuple[KeyPath,
 
 
 def split(
-    tree: PyTree, is_chosen: Callable[[Any], bool]
-) -> tuple[list[Any], Callable[[Sequence[Any]], PyTree]]:
-    """Return the chosen leaves of `tree`, and a function that puts others in their place."""
+    tree: PyTree, is_chosen: Callable[[Leaf], bool]
+) -> tuple[list[Leaf], Callable[[Sequence[Leaf]], PyTree]]:
+    """Return the chosen leaves of `tree`, and a function that replaces them with others."""
     leaves, treedef = jax.tree.flatten(tree)
-    # Objects that outlive a trace must not hold its tracers.
+    # The function may outlive a trace, so it must not hold its tracers.
     rest = [_CHOSEN if is_chosen(leaf) else leaf for leaf in leaves]
 
-    def join(chosen: Sequence[Any]) -> PyTree:
+    def join(chosen: Sequence[Leaf]) -> PyTree:
         remaining = iter(chosen)
         return treedef.unflatten(next(remaining) if leaf is _CHOSEN else leaf for leaf in rest)
 
     return [leaf for leaf in leaves if is_chosen(leaf)], join
 
 
-_CHOSEN = object()  # stands for a chosen leaf
+_CHOSEN = object()  # in place of a chosen leaf
 
 
-def in_dtype(array: Any, dtype: Any) -> Any:
-    """Return an array in another dtype, or the description of one."""
+def in_dtype(array: Leaf, dtype: DTypeLike) -> Leaf:
+    """Return an array, or a `jax.ShapeDtypeStruct`, in another dtype."""
     if isinstance(array, jax.ShapeDtypeStruct):
         return array.update(dtype=dtype)
     return jnp.asarray(array, dtype)
 
 
-def as_array(leaf: Any, dtype: Any = None, *, strong: bool = False) -> Any:
-    """Return a number of Python or NumPy as an array, and every other leaf as it is.
+def as_array(leaf: Leaf, dtype: DTypeLike | None = None, *, strong: bool = False) -> Leaf:
+    """Return a number of Python or NumPy as a JAX array, and any other leaf unchanged.
 
-    If `strong`, neither it nor an array that was given is weakly typed.
+    If `strong`, the result is not weakly typed, even if `leaf` was a weakly typed array.
     """
     if isinstance(leaf, (np.ndarray, np.generic)):
         is_number = is_selectable(leaf)
@@ -156,6 +165,6 @@ def as_array(leaf: Any, dtype: Any = None, *, strong: bool = False) -> Any:
     return jnp.asarray(leaf, dtype) if is_number else leaf
 
 
-def is_symbolic(size: Any) -> bool:
-    """Say whether a size is known only when an exported function runs; it cannot be compared."""
+def is_symbolic(size: object) -> bool:
+    """Return whether a size is only known when an exported function runs."""
     return not isinstance(size, int)

@@ -1,9 +1,9 @@
 """Faster forms of a step: the same results in fewer passes over memory, for each XLA compiler.
 
-After `enabled = False`, steps are traced in the plain forms of `_guard` and `_loss_scale`. Flags,
-counts and what a skipped step keeps are the same to the bit. Other numbers agree up to XLA's
-rounding of two different programs. Each file names its compiler and its benefit, and the test that
-fails once the file is no longer needed.
+With `enabled = False`, steps are traced in the plain forms of `_guard` and `_loss_scale`. Flags,
+counts and the state that a skipped step keeps are the same to the bit. Other results agree up to
+the rounding of two different programs. Each file names its compilers and its benefit, and the test
+that fails once the file is no longer needed.
 """
 
 from optax_lossscale._xla.finite import all_finite

@@ -11,40 +11,43 @@ file once `test_plain_where_on_the_outputs_copies_the_state` fails.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer, eval_jaxpr
+from jax.extend.core import Literal, Var
 
 from optax_lossscale._support.choose import constant_if_skipped, zeros_if_skipped
 from optax_lossscale._support.jaxprs import (
     Equation,
     Jaxpr,
+    all_equations,
     has_effects,
-    inner_jaxprs,
-    is_literal,
     read_by,
 )
-from optax_lossscale._support.tree import Flag, PyTree, is_selectable, split
+from optax_lossscale._support.nnx import is_write_error
+from optax_lossscale._support.tree import Flag, Leaf, PyTree, is_selectable, split
 
-# Operations that may never end, or have effects, on numbers that an applied step never sees.
+# Given numbers that an applied step never sees, these may never end, or may have effects.
 # LAPACK's eigenvalue and singular value routines iterate until they converge.
 _LOOPS_AND_CALLS = frozenset(["while", "eig", "eigh", "schur", "svd", "pure_callback", "ffi_call"])
 
 
 class CannotReplayError(Exception):
-    """This step must be run in the plain form."""
+    """The step cannot be replayed, and must be run in the plain form."""
 
 
 def replay(
-    applied: Flag, step: Callable[[Any, Any], tuple[Any, Any]], grads: PyTree, state: PyTree
+    applied: Flag,
+    step: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+    grads: PyTree,
+    state: PyTree,
 ) -> tuple[PyTree, PyTree]:
     """Do what `_guard.keep.run_where` does.
 
     A step without loops, callbacks or other effects is given the gradients unchanged. With zeros
     instead, a norm of the gradients would wait for the flag, and a GPU or TPU would read all
-    gradients once more.
+    gradients again.
 
     Raises:
       CannotReplayError: If the step is not being compiled, or cannot be traced separately.
@@ -53,9 +56,9 @@ def replay(
         raise CannotReplayError
     given, join_given = split(grads, is_selectable)
     old, join_old = split(state, is_selectable)
-    join: dict[str, Callable[[Sequence[Any]], PyTree]] = {}
+    join: dict[str, Callable[[Sequence[Leaf]], PyTree]] = {}
 
-    def step_on_leaves(given: list[Any], old: list[Any]) -> list[Any]:
+    def step_on_leaves(given: list[Leaf], old: list[Leaf]) -> list[Leaf]:
         out, new_state = step(join_given(given), join_old(old))
         new, join["new"] = split(new_state, is_selectable)
         outputs, join["out"] = split(out, is_selectable)
@@ -64,11 +67,11 @@ def replay(
     try:
         closed = jax.make_jaxpr(step_on_leaves)(given, old)
     except Exception as error:
-        # flax.nnx allows writing to a Variable only in the trace that created it.
-        if type(error).__name__ == "TraceContextError":
+        if is_write_error(error):  # an optimizer may write into Variables of flax.nnx
             raise CannotReplayError from error
         raise
-    needs_zeros = _needs_zeros(closed.jaxpr)
+    names = (eqn.primitive.name for eqn in all_equations(closed.jaxpr))
+    needs_zeros = has_effects(closed.jaxpr) or not _LOOPS_AND_CALLS.isdisjoint(names)
     given = zeros_if_skipped(applied, given) if needs_zeros else given
     inputs = [*closed.consts, *given, *old]
     early = {} if needs_zeros else _leaves_read_later(closed.jaxpr, len(old))
@@ -82,7 +85,7 @@ def _evaluate(
     jaxpr: Jaxpr,
     inputs: list[jax.Array],
     old: list[jax.Array],
-    early: dict[Any, int],
+    early: dict[Var, int],
 ) -> list[jax.Array]:
     """Evaluate a jaxpr whose first outputs are the new leaves, and select between them and `old`.
 
@@ -90,15 +93,15 @@ def _evaluate(
     `old`.
     """
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
-    read = {var for var in jaxpr.outvars if not is_literal(var)} | read_by(jaxpr.eqns).keys()
+    returned = {var for var in jaxpr.outvars if not isinstance(var, Literal)}
+    read = returned | read_by(jaxpr.eqns).keys()
     chosen: dict[int, jax.Array] = {}
     for eqns, ends in _pieces(jaxpr.eqns, early):
         made = [var for eqn in eqns for var in eqn.outvars if var in read]
         needed = [var for var in read_by(eqns) if var in values]
-        # Evaluated as a jaxpr, equations keep their contexts and names.
+        # Evaluating a jaxpr keeps the contexts and names of its equations.
         piece = jaxpr.replace(constvars=[], invars=needed, outvars=made, eqns=eqns)
-        results = eval_jaxpr(piece, [], *map(values.get, needed))
-        values.update(zip(made, results, strict=True))
+        values.update(zip(made, eval_jaxpr(piece, [], *map(values.get, needed)), strict=True))
         for var in ends:
             leaf = early[var]
             choice = jnp.where(applied, values[var], old[leaf])
@@ -107,15 +110,17 @@ def _evaluate(
             if jax.typeof(choice) == jax.typeof(old[leaf]) == var.aval:
                 chosen[leaf] = choice
                 values[var] = constant_if_skipped(applied, choice)
-    outputs = [var.val if is_literal(var) else values[var] for var in jaxpr.outvars]
+    results = [var.val if isinstance(var, Literal) else values[var] for var in jaxpr.outvars]
     for leaf, array in enumerate(old):
         is_chosen = leaf in chosen
-        outputs[leaf] = chosen[leaf] if is_chosen else jnp.where(applied, outputs[leaf], array)
-    return outputs
+        results[leaf] = chosen[leaf] if is_chosen else jnp.where(applied, results[leaf], array)
+    return results
 
 
-def _pieces(eqns: list[Equation], early: dict[Any, int]) -> Iterator[tuple[list[Any], list[Any]]]:
-    """Split equations after each one that makes leaves; yield the pieces and these variables."""
+def _pieces(
+    eqns: list[Equation], early: dict[Var, int]
+) -> Iterator[tuple[list[Equation], list[Var]]]:
+    """Split equations after each one that computes leaves. Yield the pieces and these leaves."""
     piece: list[Equation] = []
     for eqn in eqns:
         piece.append(eqn)
@@ -125,18 +130,11 @@ def _pieces(eqns: list[Equation], early: dict[Any, int]) -> Iterator[tuple[list[
     yield piece, []
 
 
-def _leaves_read_later(jaxpr: Jaxpr, leaves: int) -> dict[Any, int]:
+def _leaves_read_later(jaxpr: Jaxpr, leaves: int) -> dict[Var, int]:
     """Return variables and positions of the new leaves, except scalars, that equations read."""
     made = {var for eqn in jaxpr.eqns for var in eqn.outvars}.intersection(read_by(jaxpr.eqns))
-    found: dict[Any, int] = {}
+    found: dict[Var, int] = {}
     for leaf, var in enumerate(jaxpr.outvars[:leaves]):
-        if not is_literal(var) and var in made and var.aval.shape:
-            found.setdefault(var, leaf)  # if leaves share a variable: the first
+        if not isinstance(var, Literal) and var in made and var.aval.shape:
+            found.setdefault(var, leaf)  # the first, if leaves share a variable
     return found
-
-
-def _needs_zeros(jaxpr: Jaxpr) -> bool:
-    """Return whether a jaxpr has a loop that may never end, a callback or another effect."""
-    if has_effects(jaxpr) or any(eqn.primitive.name in _LOOPS_AND_CALLS for eqn in jaxpr.eqns):
-        return True
-    return any(_needs_zeros(inner) for eqn in jaxpr.eqns for inner in inner_jaxprs(eqn))

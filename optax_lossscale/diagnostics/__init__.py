@@ -2,8 +2,8 @@
 
 Each function answers one question: which layer overflowed, whether the loss scale is too small,
 whether the loss itself is broken, why the model does not learn, which parts run in float16.
-Functions of gradients run inside `jax.jit` and never wait for the device. Functions that search,
-plot or raise run on the host. Their results print as tables.
+Functions of gradients can run inside `jax.jit`, and never wait for the device. Functions that
+search, plot or raise run on the host. Their results print as tables.
 """
 
 from optax_lossscale.diagnostics.exponents import (

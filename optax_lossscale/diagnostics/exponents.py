@@ -82,11 +82,11 @@ def gradient_exponents(
         number count separately.
       dtype: The floating-point dtype to round to, with at most 32 bits.
       loss_scale: The factor to multiply by before rounding, between 2**-126 and 2**126. The
-        histogram counts the gradients before this factor. A traced value is not checked.
+        histogram counts the gradients without this factor. A traced value is not checked.
         `float32[]`.
 
     Returns:
-      The counts. Elements of a float64 outside of float32's range count in the first or last bin.
+      The counts. float64 elements outside the range of float32 count in the first or last bin.
 
     Raises:
       TypeError: If `dtype` is not a floating-point dtype of at most 32 bits, or `loss_scale` is not
@@ -202,7 +202,7 @@ def suggest_loss_scale(
       ValueError: If `headroom` is negative, or the histogram is empty, stacked or has overflowed.
 
     Warns:
-      UserWarning: If the power of two that fits is outside of these bounds.
+      UserWarning: If the power of two that fits is outside these bounds.
 
     Examples:
       >>> import jax.numpy as jnp, optax_lossscale as ols

@@ -1,7 +1,6 @@
 """A check for stalled training, and a table of its possible causes."""
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -14,7 +13,8 @@ from optax_lossscale._state import GuardState, SpikeState, loss_scale_state, sub
 from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import LARGEST_SCALE, SMALLEST_SCALE, as_float32
 from optax_lossscale._support.lines import warn
-from optax_lossscale._support.tree import KeyPath, PyTree, is_inexact, path_name
+from optax_lossscale._support.nnx import plain_keys, without_variables
+from optax_lossscale._support.tree import KeyPath, Leaf, PyTree, is_inexact, path_name
 
 
 class LossScaleStalledError(RuntimeError):
@@ -29,8 +29,8 @@ def check_health(
 ) -> None:
     """Raise an error that lists possible causes if training has stalled.
 
-    Call it on the host now and then. It waits for the step that computes `opt_state`. A dynamic
-    loss scale skips a few steps in a row at the start, and later a single one now and then. If
+    Call it on the host now and then. It waits for the step that computes `opt_state`. With a
+    dynamic loss scale, the first few steps may be skipped, and later a single step now and then. If
     dozens are skipped in a row, something is wrong.
 
     Args:
@@ -40,8 +40,8 @@ def check_health(
         of the loss scale are unknown, and more causes are listed.
 
     Raises:
-      LossScaleStalledError: If more steps in a row were skipped. The message gives their number,
-        the loss scale, and possible causes with their remedies.
+      LossScaleStalledError: If more than `max_consecutive_skipped` steps in a row were skipped. The
+        message gives their number, the loss scale, and possible causes with their remedies.
       TypeError: If `max_consecutive_skipped` is not an integer, `policy` is a number, or
         `opt_state` is traced: a compiled step cannot raise an error.
       ValueError: If `max_consecutive_skipped` is negative; if `opt_state` holds no `LossScaleState`
@@ -69,7 +69,7 @@ def check_health(
     _refuse_impossible(state, rule_states, inner_state, low, high)
     scale, skipped = state["loss_scale"], state["consecutive_skipped"]
     if skipped > limit:
-        spikes = [_read_spike(spike) for _, spike in subtrees(rule_states, SpikeState)]
+        spikes = [_read_spike(spike) for _, spike in _spikes(rule_states)]
         in_a_row = max((spike["consecutive_skipped"] for spike in spikes), default=0)
         run = _Run(
             by_rule=in_a_row >= skipped if rule_states else None,
@@ -103,7 +103,7 @@ class _Run(NamedTuple):
 
 
 class _Cause(NamedTuple):
-    """A possible cause of skipped steps, and when it is left out."""
+    """A possible cause of skipped steps, and a condition for leaving it out."""
 
     text: str
     left_out: Callable[[_Run], object] = lambda run: run.by_rule
@@ -150,7 +150,7 @@ _CAUSES = (
 )
 
 
-def _range_of(policy: Any) -> tuple[float, float, bool | None]:
+def _range_of(policy: object) -> tuple[float, float, bool | None]:
     """Return the bounds of the float32 loss scale, and whether it changes (None if unknown)."""
     low, high = getattr(policy, "min_scale", None), getattr(policy, "max_scale", None)
     if low is not None and high is not None:
@@ -169,10 +169,13 @@ def _read(fields: dict[str, Any]) -> dict[str, float]:
     return {name: np.asarray(jax.device_get(field)).item() for name, field in fields.items()}
 
 
+def _spikes(rule_states: PyTree) -> Iterator[tuple[KeyPath, SpikeState]]:
+    found = subtrees(rule_states, SpikeState)
+    return ((path, without_variables(spike)) for path, spike in found)
+
+
 def _read_spike(spike: SpikeState) -> dict[str, float]:
-    # flax.nnx wraps each array in a Variable, a pytree with one leaf.
-    _, held, consecutive_skipped = jax.tree.leaves(spike)
-    return _read({"held": held, "consecutive_skipped": consecutive_skipped})
+    return _read({"held": spike.held, "consecutive_skipped": spike.consecutive_skipped})
 
 
 def _refuse_impossible(
@@ -180,12 +183,12 @@ def _refuse_impossible(
 ) -> None:
     """Refuse a state that training cannot produce. It is damaged, or was edited by hand.
 
-    A loss scale that is far too large or too small makes all gradients zero, without skipped steps.
+    A loss scale that is far too large or small would make all gradients zero, and skip no step.
     """
     if not low <= state["loss_scale"] <= high or min(state.values()) < 0:
         raise _impossible(f"a loss scale from {low:g} to {high:g}, and counts of at least 0", state)
-    for path, spike in subtrees(rule_states, SpikeState):
-        numbers, window = _read_spike(spike), jax.tree.leaves(spike)[0].shape[0]
+    for path, spike in _spikes(rule_states):
+        numbers, window = _read_spike(spike), spike.values.shape[0]
         if numbers["held"] > window or min(numbers.values()) < 0:
             expected = f"a Spike with at most {window} values, and counts of at least 0"
             raise _impossible(expected, f"{numbers} at {path_name(path)}")
@@ -203,11 +206,10 @@ def _impossible(expected: str, got: object) -> ValueError:
     )
 
 
-def _is_count(path: KeyPath, leaf: Any) -> bool:
+def _is_count(path: KeyPath, leaf: Leaf) -> bool:
     """Return whether a leaf is a scalar integer named `count`, as in Optax, or `..._count`."""
     is_integer = jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.integer)
-    # A Variable of flax.nnx adds the key `value`.
-    is_named = re.search(r"count\b", jax.tree_util.keystr(path[-2:])) is not None
+    is_named = any(str(key).endswith("count") for key in plain_keys(path)[-1:])
     return is_named and is_integer and not np.ndim(leaf)
 
 

@@ -16,6 +16,7 @@ from optax_lossscale._state import (
 )
 from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import INT32_MAX
+from optax_lossscale._support.nnx import without_variables
 from optax_lossscale._support.tree import PyTree, is_finite, is_inexact, is_symbolic
 from optax_lossscale.diagnostics.reports import Report, table_or_shapes
 
@@ -71,20 +72,19 @@ def _spike_metrics(opt_state: PyTree) -> dict[str, jax.Array]:
     spikes = [spike for guard in guards for _, spike in subtrees(guard.rule_states, SpikeState)]
     found: dict[str, jax.Array] = {}
     for number, spike in enumerate(spikes):
-        # flax.nnx wraps each array in a Variable, a pytree with one leaf.
-        values, held, skipped = map(jnp.asarray, jax.tree.leaves(spike))
-        mean, deviation = spike_statistics(SpikeState(values, held, skipped))
+        arrays = jax.tree.map(jnp.asarray, without_variables(spike))
+        mean, deviation = spike_statistics(arrays)
         prefix = "spike_" if len(spikes) == 1 else f"spike_{number}_"
         found |= {
             f"{prefix}mean": mean,
             f"{prefix}deviation": deviation,
-            f"{prefix}consecutive_skipped": skipped,
+            f"{prefix}consecutive_skipped": arrays.consecutive_skipped,
         }
     return found
 
 
 def is_stalled(opt_state: PyTree, *, max_consecutive_skipped: int = 50) -> jax.Array:
-    """Return whether too many steps in a row were skipped, inside a compiled loop.
+    """Return whether too many steps in a row were skipped, for use inside a compiled loop.
 
     Use it in the condition of a `jax.lax.while_loop`, or return it from a `jax.lax.scan` and test
     it between two scans. `check_health` lists possible causes.
@@ -94,11 +94,12 @@ def is_stalled(opt_state: PyTree, *, max_consecutive_skipped: int = 50) -> jax.A
       max_consecutive_skipped: The largest number of skipped steps in a row that is still healthy.
 
     Returns:
-      Whether more steps in a row were skipped. `bool[]`.
+      Whether more than `max_consecutive_skipped` steps in a row were skipped. `bool[]`.
 
     Raises:
       TypeError: If `max_consecutive_skipped` is not an integer.
-      ValueError: If `max_consecutive_skipped` is negative, or as for `metrics`.
+      ValueError: If `max_consecutive_skipped` is negative, or `opt_state` holds no `LossScaleState`
+        or several.
 
     Examples:
       >>> import optax_lossscale as ols
@@ -126,7 +127,7 @@ class NonfiniteCounts(NamedTuple):
 
 @jax.tree_util.register_pytree_with_keys_class
 class NonfiniteReport(Report[NonfiniteCounts]):
-    """Counts by key path. A pytree, so functions inside `jit`, `vmap` and `scan` can return it."""
+    """Counts by key path. It is a pytree, so functions inside `jit` and `scan` can return it."""
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
         """Return the counts with their keys, and the names of the arrays."""

@@ -22,6 +22,7 @@ from optax_lossscale._support.rule import SkipIf
 from optax_lossscale._support.tree import (
     FP8_METADATA,
     AxisName,
+    PyTree,
     Tree,
     as_array,
     has_fp8_metadata,
@@ -29,15 +30,15 @@ from optax_lossscale._support.tree import (
 
 
 class TrainState(train_state.TrainState):
-    """Flax's `TrainState` with loss scaling: a bad step is skipped in every field.
+    """Flax's `TrainState` with loss scaling: a bad step leaves every field unchanged.
 
     Make one with `create`. Subclass it to add fields. Every leaf is an array from the start, so a
     training step compiles once and can be scanned. `step` counts applied steps, or all steps if
     `count_skipped` is true. It saturates at 2**31 - 1.
 
     Each call of `create` makes a new `tx`, which is part of the pytree structure. If two states
-    need the same structure, as `out_shardings` from `jax.eval_shape` do, write
-    `state.replace(tx=other.tx)`.
+    must have the same structure, for example because `out_shardings` come from `jax.eval_shape`,
+    write `state.replace(tx=other.tx)`.
 
     As in Flax, the collection `_overwrite_with_gradient` of fp8 layers is replaced by its gradient.
     This gradient is checked too, since fp8 layers clip infinite gradients and only record there
@@ -72,7 +73,7 @@ class TrainState(train_state.TrainState):
         cls,
         *,
         apply_fn: Callable[..., Any] | None,
-        params: Any,
+        params: PyTree,
         tx: optax.GradientTransformation | optax.MultiSteps,
         loss_scale: LossScaleLike = "dynamic",
         skip_if: SkipIf = None,
@@ -83,13 +84,13 @@ class TrainState(train_state.TrainState):
         """Create the state before the first step.
 
         Args:
-          apply_fn: Usually the model's `apply`. As in Flax, None if nothing calls it.
+          apply_fn: Usually the model's `apply`. As in Flax, it may be None if nothing calls it.
           params: The parameters, a pytree.
           tx: The optimizer. `create` wraps it with `with_loss_scaling`.
           loss_scale: `"dynamic"`, a number (fixed), a policy, or None.
           skip_if: A rule that skips finite steps, such as `Spike()`, or a sequence of rules.
           axis_name: The mapped axis, or a tuple of them, whose devices skip steps together.
-          count_skipped: Whether `step` counts skipped steps too.
+          count_skipped: Whether `step` also counts skipped steps.
           **kwargs: Fields that a subclass adds. Python numbers in them become arrays.
 
         Raises:
@@ -121,13 +122,13 @@ class TrainState(train_state.TrainState):
         return applied(self.opt_state)
 
     def scale_loss(self, loss: Tree) -> Tree:
-        """Multiply the loss by the loss scale. Call it in the function that is differentiated."""
+        """Multiply the loss by the loss scale, inside the function that is differentiated."""
         return scale_loss(loss, self.opt_state)
 
     def apply_gradients(
         self,
         *,
-        grads: Any,
+        grads: PyTree,
         value: ArrayLike | None = None,
         extra_args: Mapping[str, Any] | None = None,
         **kwargs: Any,
@@ -156,7 +157,7 @@ class TrainState(train_state.TrainState):
         """
         if not isinstance(self.tx, Guard):
             raise TypeError(f"`tx` must be the result of `with_loss_scaling`, got {self.tx!r}.")
-        params: Any = self.params
+        params: PyTree = self.params
         params = params.fast if isinstance(params, optax.LookaheadParams) else params
         # Adding a gradient of another shape to the parameter would broadcast it.
         remedy = "Differentiate with respect to all of `state.params`."
@@ -190,19 +191,21 @@ def _read_extra_args(extra_args: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return extra_args
 
 
-def _without_fp8_metadata(tx: Any) -> optax.GradientTransformation:
+def _without_fp8_metadata(
+    tx: optax.GradientTransformation | optax.MultiSteps,
+) -> optax.GradientTransformation:
     """Wrap `tx` so that it does not see Flax's fp8 metadata."""
     inner = checks.read_optimizer("tx", tx)
 
-    def init_fn(params: Any) -> optax.OptState:
+    def init_fn(params: PyTree) -> optax.OptState:
         state = inner.init(params["params"] if has_fp8_metadata(params) else params)
         instead = "`TrainState.create(tx=inner, loss_scale=policy, skip_if=rule, ...)`"
         refuse_second_guard("tx", state, instead)
         return state
 
     def update_fn(
-        updates: Any, state: optax.OptState, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, optax.OptState]:
+        updates: PyTree, state: optax.OptState, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, optax.OptState]:
         if not has_fp8_metadata(updates):
             return inner.update(updates, state, params, **extra_args)
         new, state = inner.update(updates["params"], state, params["params"], **extra_args)
@@ -211,7 +214,7 @@ def _without_fp8_metadata(tx: Any) -> optax.GradientTransformation:
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _apply_updates(params: Any, updates: Any, is_applied: jax.Array) -> Any:
+def _apply_updates(params: PyTree, updates: PyTree, is_applied: jax.Array) -> PyTree:
     if not has_fp8_metadata(params):
         return optax.apply_updates(params, updates)
     metadata = tree_where(is_applied, updates[FP8_METADATA], params[FP8_METADATA])
@@ -219,7 +222,7 @@ def _apply_updates(params: Any, updates: Any, is_applied: jax.Array) -> Any:
     return type(params)({**params, "params": new, FP8_METADATA: metadata})
 
 
-def _same_container(new: Any, old: Any) -> Any:
+def _same_container(new: PyTree, old: PyTree) -> PyTree:
     """Freeze `new` if `old` is frozen, else unfreeze it. Linen's `apply` always returns dicts."""
     if isinstance(old, core.FrozenDict):
         return core.freeze(new) if isinstance(new, dict) else new

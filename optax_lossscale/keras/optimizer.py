@@ -9,11 +9,12 @@ import optax
 
 from optax_lossscale._guard.guard import with_loss_scaling
 from optax_lossscale._loss_scale.policies import DynamicLossScale, FixedLossScale
-from optax_lossscale._state import EmaParamsState, find
+from optax_lossscale._state import find
 from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import SMALLEST_SCALE
 from optax_lossscale._support.tree import AxisName, PyTree
 from optax_lossscale.keras.parts import accumulated, averaged, clipped_each, decayed
+from optax_lossscale.keras.states import EmaParamsState
 
 
 def loss_scale_optimizer(
@@ -46,12 +47,12 @@ def loss_scale_optimizer(
       initial_scale: The loss scale of the first step, 2**15 by default. If `dynamic` is false, it
         is required, and the loss scale never changes. Otherwise, the loss scale stays between 1 and
         2**24. An `initial_scale` outside of these bounds replaces the nearer one.
-      dynamic_growth_steps: The number of consecutive finite steps that doubles the loss scale, 2000
-        by default.
-      name: A name, a string. It is accepted as in Keras and R, and ignored.
+      dynamic_growth_steps: The number of consecutive finite steps after which the loss scale
+        doubles, 2000 by default.
+      name: A string. It is accepted because Keras and R pass one, and ignored.
       dynamic: Whether the loss scale changes. If false, nonfinite steps are still skipped.
-      learning_rate: The factor of `weight_decay`: a number, or a schedule of the number of applied
-        steps. By default, the inner optimizer's hyper-parameter `learning_rate`, if
+      learning_rate: The learning rate of the weight decay: a number, or a schedule of the number of
+        applied steps. By default, the hyper-parameter `learning_rate` of the inner optimizer, if
         `optax.inject_hyperparams` injected one. It is not passed to the inner optimizer.
       weight_decay: At each applied step, `learning_rate * weight_decay * params` is subtracted from
         the params, in addition to the inner optimizer's update.
@@ -62,12 +63,12 @@ def loss_scale_optimizer(
         params after the first applied step. Each later one sets it to `ema_momentum * average +
         (1 - ema_momentum) * params`.
       ema_momentum: The weight of the old average, from 0 to 1.
-      ema_overwrite_frequency: The number of applied steps after which the average replaces the
-        params, repeatedly. They then differ by at most two units in the last place of the larger of
-        the average and the old params.
+      ema_overwrite_frequency: The number of applied steps between two replacements of the params
+        by the average. The new params then differ from the average by at most two units in the last
+        place of the larger of the average and the old params.
       loss_scale_factor: A fixed loss scale without any check, so that no step is skipped.
       gradient_accumulation_steps: The number of finite steps for each update of the inner
-        optimizer, which is given the mean of their gradients, computed in float32.
+        optimizer. It is given the mean of their gradients, computed in float32.
       axis_name: The mapped axis, or a tuple of them, whose devices skip steps together.
 
     Returns:
@@ -114,17 +115,17 @@ def loss_scale_optimizer(
     if gradient_accumulation_steps is not None:
         tx = accumulated(tx, int(gradient_accumulation_steps))
 
-    start = given.get("initial_scale", 2.0**15)
+    first_scale = given.get("initial_scale", 2.0**15)
     if loss_scale_factor is not None:
         policy = FixedLossScale(loss_scale_factor, skip_nonfinite=False)
     elif not dynamic:
-        policy = FixedLossScale(start)
+        policy = FixedLossScale(first_scale)
     else:
         policy = DynamicLossScale(
-            initial_scale=start,
+            initial_scale=first_scale,
             growth_interval=given.get("dynamic_growth_steps", 2000),
-            min_scale=min(1.0, start),
-            max_scale=max(2.0**24, start),
+            min_scale=min(1.0, first_scale),
+            max_scale=max(2.0**24, first_scale),
         )
     return with_loss_scaling(tx, policy, axis_name=axis_name)
 
@@ -140,7 +141,7 @@ def ema_params(opt_state: PyTree) -> PyTree:
       narrower dtype. Before the first applied step, it equals the params that `init` was given.
 
     Raises:
-      ValueError: If `opt_state` holds no average, or several. The message says where each is.
+      ValueError: If `opt_state` holds no average, or several.
 
     Examples:
       >>> import jax.numpy as jnp, optax

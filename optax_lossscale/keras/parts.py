@@ -1,4 +1,4 @@
-"""The parts of Keras' optimizers for which Optax has other rules."""
+"""Parts of Keras' optimizers that work differently in Optax."""
 
 from typing import Any
 
@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import DictKey, GetAttrKey
 
-from optax_lossscale._state import DecayedState, EmaParamsState, increment
-from optax_lossscale._support.tree import at_least_float32, is_inexact, path_name
+from optax_lossscale._state import increment
+from optax_lossscale._support.tree import Leaf, PyTree, at_least_float32, is_inexact, path_name
+from optax_lossscale.keras.states import DecayedState, EmaParamsState
 
 
 def clipped_each(max_norm: float) -> optax.GradientTransformation:
-    """Return a transformation that scales each leaf down to at most this norm."""
+    """Return a transformation that scales down each leaf whose norm exceeds `max_norm`."""
     clip = optax.clip_by_global_norm(max_norm)
     return optax.stateless(
         lambda grads, _: jax.tree.map(lambda grad: clip.update(grad, optax.EmptyState())[0], grads)
@@ -29,11 +30,14 @@ def decayed(
     def init_fn(params: optax.Params) -> DecayedState:
         inner_state = inner.init(params)
         if learning_rate is None:
-            _injected_learning_rate(inner_state)  # an error now rather than at the first step
+            _injected_learning_rate(inner_state)  # raise now, not at the first step
         return DecayedState(inner_state, jnp.zeros((), jnp.int32))
 
     def update_fn(
-        updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
+        updates: optax.Updates,
+        state: PyTree,
+        params: optax.Params | None = None,
+        **extra_args: Any,
     ) -> tuple[optax.Updates, DecayedState]:
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
         if learning_rate is None:
@@ -67,17 +71,19 @@ def _injected_learning_rate(inner_state: optax.OptState) -> jax.Array:
 def averaged(momentum: float, overwrite_frequency: int | None) -> optax.GradientTransformation:
     """Return a transformation that keeps a moving average of the parameters."""
 
-    def start(param: Any) -> jax.Array:
+    def initial_average(param: Leaf) -> jax.Array:
         if isinstance(param, jax.ShapeDtypeStruct):
             param = jnp.zeros(param.shape, param.dtype)
         value = at_least_float32(param)
-        # A copy, since a buffer that occurs twice cannot be donated; and never weakly typed.
+        # Copy, since a buffer that occurs twice cannot be donated. The copy is strongly typed.
         return jnp.array(value, jnp.result_type(value))
 
     def init_fn(params: optax.Params) -> EmaParamsState:
-        return EmaParamsState(jax.tree.map(start, params), jnp.zeros((), jnp.int32))
+        return EmaParamsState(jax.tree.map(initial_average, params), jnp.zeros((), jnp.int32))
 
-    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, EmaParamsState]:
+    def update_fn(
+        updates: PyTree, state: PyTree, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, EmaParamsState]:
         if params is None:
             raise ValueError("`params` must be given to `update` because of `use_ema`.")
         ema_steps = increment(state.ema_steps)
@@ -86,8 +92,8 @@ def averaged(momentum: float, overwrite_frequency: int | None) -> optax.Gradient
             param = at_least_float32(param)
             if not is_inexact(param):
                 return param
-            # The momentum is rounded before it is subtracted from 1, so that the two weights add up
-            # to 1: 0.9999 and 0.0001, each rounded to float32, make the average 2e-4 too small.
+            # Round the momentum before subtracting it from 1, so that the two weights add up to 1.
+            # With 0.9999 and 0.0001 each rounded to float32, the average would be 2e-4 too small.
             m = jnp.asarray(momentum, old.dtype)
             return jnp.where(state.ema_steps == 0, param, m * old + (1 - m) * param)
 
@@ -108,15 +114,19 @@ def averaged(momentum: float, overwrite_frequency: int | None) -> optax.Gradient
 
 
 def accumulated(tx: optax.GradientTransformation, steps: int) -> optax.GradientTransformation:
-    """Return `tx` applied to the mean gradient of this many steps."""
+    """Return `tx`, updated once in `steps` steps, with the mean of their gradients."""
     multi_steps = optax.MultiSteps(tx, every_k_schedule=steps)
 
     def update_fn(
-        updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
+        updates: optax.Updates,
+        state: PyTree,
+        params: optax.Params | None = None,
+        **extra_args: Any,
     ) -> tuple[optax.Updates, optax.MultiStepsState]:
         updates, state = multi_steps.update(updates, state, params, **extra_args)
-        # Between its steps, MultiSteps (Optax 0.2.8) returns the inner updates times zero. That is
-        # NaN for an infinite update, and 0.0 would turn a parameter of -0.0 into 0.0.
+        # Between its steps, MultiSteps (Optax 0.2.8) multiplies the inner updates by zero. The
+        # product of an infinite update is NaN, and adding 0.0 would turn a parameter of -0.0 into
+        # 0.0.
         applied = state.mini_step == 0
         updates = jax.tree.map(lambda u: jnp.where(applied, u, -jnp.zeros_like(u)), updates)
         return updates, state

@@ -277,7 +277,7 @@ def test_a_gradient_that_is_none_is_named(policy):
     params = {"w": X, "b": X}
     with pytest.raises(ValueError, match="None") as caught:
         tx.update({"w": X, "b": None}, tx.init(params), params)
-    assert "The gradient is None at `['b']`. Give zeros, or leave" in caught.value.__notes__[-1]
+    assert "The gradient is None at `['b']`. Pass zeros, or exclude" in caught.value.__notes__[-1]
     some = params | {"b": None}  # as Equinox filters both
     assert jax.jit(tx.update)(some, tx.init(some), some)[0]["b"] is None
 

@@ -307,7 +307,7 @@ def test_a_rule_that_changes_its_state_is_named():
     tx = ols.with_skipping(SGD, rule)
     with pytest.raises(TypeError, match="one dtype in both trees") as raised:
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
-    assert raised.value.__notes__[0].startswith("It is in the state of namespace(")
+    assert raised.value.__notes__[0].startswith("This is the state of namespace(")
 
 
 @pytest.mark.filterwarnings("ignore:`params` are")

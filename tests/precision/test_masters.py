@@ -329,7 +329,7 @@ def test_tied_weights_of_nnx_stay_tied():
     ],
 )
 def test_masters_are_refused_but_in_what_is_known_to_hand_their_updates_through(tx, around):
-    match = f"inside of a {around}\\. .*`with_master_weig"
+    match = f"inside a {around}\\. .*`with_master_weig"
     for inner in (tx, optax.masked(tx, True)) if around else (tx,):
         with pytest.raises(ValueError, match=match) if around else contextlib.nullcontext():
             ols.with_skipping(inner).init({"w": jnp.ones(2, jnp.float16)})

@@ -1,13 +1,15 @@
 """Break the package in every small way, and check that a test fails each time.
 
 A mutant is the package with one change: see `changes.py`. The tests that execute the changed line,
-doctests and documents among them, run until one fails. A mutant that survives must be listed in
-`survivors.toml` with the reason; the exit status is 1 if that differs, 2 if some were not judged.
+including doctests and documents, run until one fails. A mutant that survives must be listed in
+`survivors.toml` with the reason. The exit status is 1 if the list and the survivors differ, and 2
+if some mutants were not judged.
 
-This process imports JAX once; each run of tests is a fork of it. A test that kills must pass on its
-own on the unchanged package. What tests execute is recorded first. JAX does not execute a function
-again that it has traced, and `--budget` leaves tests out: check twice before you list a survivor.
-Records, kills and the log are in `output/mutants`; an interrupted run continues.
+This process imports JAX once; each run of tests is a fork of it. The lines that each test executes
+are recorded first. A test kills a mutant only if it passes, on its own, on the unchanged package.
+JAX does not execute a traced function again, and `--budget` leaves tests out, so check twice before
+you list a survivor. Records, kills and the log are in `output/mutants`. An interrupted run
+continues.
 """
 
 import argparse
@@ -44,7 +46,7 @@ PRELOADED = (
     *("pytest", "sybil", "tensorboardX"),
 )
 TESTS = ("tests/**/test_*.py", "README.md", "docs/**/*.md", f"{PACKAGE}/**/*.py")
-# They start other programs, or say nothing of the package.
+# These start other programs, or do not test the package.
 NOT_RUN = {"test_mutants", "test_processes", "test_typing", "oracles", "project"}
 OPTIONS = (
     *("-q", "--no-header", "--tb=short", "-m", "not exhaustive"),
@@ -79,7 +81,7 @@ def forked(log: Path, limit: int, work: Callable[..., Any], *arguments: Any) -> 
 
 
 class _Watch:
-    """A pytest plugin that records the time of each test and the failures, and limits the time."""
+    """A pytest plugin that records failures and the time of each test, and limits the time."""
 
     def __init__(self, coverage: Any = None, limit: int = 0) -> None:
         self.coverage, self.limit = coverage, limit
@@ -99,7 +101,7 @@ class _Watch:
 
 
 def _unit(test: str) -> str:
-    """Return what can run on its own: a test, or a whole document."""
+    """Return the smallest unit that can run on its own: a test, or a whole document."""
     return _file(test) if _file(test).endswith(".md") else test
 
 
@@ -108,7 +110,7 @@ def _file(test: str) -> str:
 
 
 def record(file: str) -> dict[str, Any]:
-    """Run a test file; return the time of each test and the lines that it executes."""
+    """Run a test file. Return the time of each test, and the lines that it executes."""
     import pytest  # noqa: PLC0415 - the options do not need it
     from coverage import Coverage  # noqa: PLC0415
 
@@ -128,7 +130,7 @@ def record(file: str) -> dict[str, Any]:
 
 
 def first_failure(mutant: Mutant | None, stages: list[list[str]], limit: int) -> str:
-    """Run tests on a mutant, or on the unchanged package; return the first failure, or "".
+    """Run tests on a mutant or on the unchanged package. Return the first failure, or "".
 
     A test that takes more than `limit` seconds kills the process.
     """
@@ -153,7 +155,7 @@ def first_failure(mutant: Mutant | None, stages: list[list[str]], limit: int) ->
 
 
 class Run:
-    """A run over mutants, in a copy of the tree. All paths are relative to the copy."""
+    """A run of the tool, in a copy of the tree. All paths are relative to the copy."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.log = options, options.output / "log"
@@ -177,7 +179,7 @@ class Run:
         if any(found["digests"].get(path) != self.digests[path] for path in (*read, *changed)):
             found = forked(self.log, 3600, record, file)
             if not found or found["code"] not in {0, 5}:  # 5: the file has no tests
-                raise SystemExit(f"{file} fails on the package as it is: see {self.log}")
+                raise SystemExit(f"{file} fails on the unchanged package: see {self.log}")
             store.write_text(json.dumps(found | {"digests": self.digests}))
             print(f"recorded {file}", flush=True)
         return found
@@ -190,9 +192,10 @@ class Run:
                 self.lines[path][int(row)].update(tests)
 
     def covering(self, mutant: Mutant) -> tuple[set[str], set[str]]:
-        """Return the tests that can detect a mutant: those that execute its code, and others.
+        """Return the tests that can detect a mutant.
 
-        Others can only if the code runs at import: a constant, a default, a decorator.
+        These are the tests that execute its code and, if it runs at import (a constant, a default,
+        a decorator), other tests too.
         """
         lines = self.lines[mutant.path]
         here, around = (
@@ -223,7 +226,7 @@ class Run:
             killer = self.run(mutant, self.stages(mutant))
             if killer is None:
                 deaths += 1
-                if deaths == 2:  # one may be due to a slow machine
+                if deaths == 2:  # a single timeout may be due to a slow machine
                     return "a crash or the time limit"
             elif not killer or self.is_trusted(killer):
                 self.killers[mutant.path][killer] += 1
@@ -259,7 +262,7 @@ class Run:
         if test not in self.trusted:  # a whole file passed when it was recorded
             self.trusted[test] = "::" not in test or self.run(None, [[test]]) == ""
             if not self.trusted[test]:
-                print(f"left out, since by itself it fails on the package as it is: {test}")
+                print(f"left out, since on its own it fails on the unchanged package: {test}")
         return self.trusted[test]
 
     def run(self, mutant: Mutant | None, stages: list[list[str]]) -> str | None:
@@ -269,7 +272,7 @@ class Run:
         return forked(self.log, limit, first_failure, mutant, stages, limit)
 
     def seen(self, mutant: Mutant, killer: str) -> list[str | None]:
-        """Return the digests of the files that a kill depends on."""
+        """Return the digests of the files that a stored kill depends on."""
         return [self.digests.get(path) for path in (mutant.path, _file(killer))]
 
     def judge_all(self, mutants: list[Mutant], pool: ThreadPoolExecutor) -> dict[str, str]:
@@ -296,14 +299,14 @@ class Run:
 
 
 def main() -> int:
-    """Judge the requested mutants; return the exit status."""
+    """Judge the requested mutants, and return the exit status."""
     paths = (path.relative_to(ROOT) for path in sorted((ROOT / PACKAGE).rglob("*.py")))
     modules = {str(p.relative_to(PACKAGE).with_suffix("")): str(p) for p in paths}
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--module", nargs="+", metavar="M", choices=modules, help="only these")
-    parser.add_argument("--tests", nargs="+", help="only these files of tests")
-    parser.add_argument("--budget", type=float, default=30, help="seconds of tests for a mutant")
-    parser.add_argument("--jobs", type=int, default=2, help="how many mutants at once")
+    parser.add_argument("--tests", nargs="+", help="run only these test files")
+    parser.add_argument("--budget", type=float, default=30, help="seconds of tests for each mutant")
+    parser.add_argument("--jobs", type=int, default=2, help="number of mutants to judge at once")
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after so long")
     parser.add_argument("--output", type=Path, default=ROOT / "output" / "mutants")
     options = parser.parse_args()

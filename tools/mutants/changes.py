@@ -55,7 +55,7 @@ class Mutant:
 
     @property
     def key(self) -> str:
-        """A unique name that does not depend on the line number."""
+        """Return a unique name that does not depend on the line number."""
         return f"{self.path} {self.change}"
 
 

@@ -1,1 +1,1 @@
-"""Diagnostics of any program that JAX can trace. They know nothing about loss scaling."""
+"""Diagnostics for any program that JAX can trace, with or without loss scaling."""

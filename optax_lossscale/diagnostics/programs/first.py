@@ -1,4 +1,4 @@
-"""Find the operation that makes the first NaN or infinity, running one operation at a time."""
+"""Find the operation that makes the first NaN or infinity, by running one at a time."""
 
 import collections
 import dataclasses
@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.core import eval_jaxpr
+from jax.extend.core import Literal
 
 from optax_lossscale._support import checks
 from optax_lossscale._support.jaxprs import (
+    Atom,
     Equation,
     Jaxpr,
-    is_literal,
     operands_of_scan,
     read_by,
     trace,
@@ -40,15 +41,15 @@ def first_nonfinite(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Fi
 
     `fun` is traced and run on the host, one operation at a time. The result is the earliest
     operation that turns finite numbers into a NaN or infinity that reaches the output. One that
-    does not is harmless: `x / (1 + exp(-x))` is correct where `exp` overflows. Its derivative is
-    not: if the loss is finite and the gradients are not, search `jax.grad(loss_fn)`.
+    does not reach it is harmless: `x / (1 + exp(-x))` is correct where `exp` overflows. But its
+    derivative is not. If the loss is finite and the gradients are not, search `jax.grad(loss_fn)`.
 
     Infinities in the code (`jnp.where(mask, scores, -jnp.inf)`) and negative ones in the arguments
     count as intended, unless the result is not finite only because of them. An operation that makes
     NaN from them is returned. If a cast makes a finite constant infinite (the -1e30 of a mask, in
     float16), the cast is returned, with the constant. Write `jnp.finfo(x.dtype).min` for a mask.
 
-    This is much slower than a compiled call. A compiled call may also keep more digits between
+    The search is much slower than a compiled call, which may also keep more digits between
     operations, and so overflow later. The search enters calls, `jax.checkpoint`, `jax.lax.cond` and
     `jax.lax.scan`. Other operations that contain a function, such as `jax.lax.while_loop`, are
     returned as a whole.
@@ -97,7 +98,7 @@ def first_nonfinite(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Fi
 
 
 class _Context(NamedTuple):
-    """The surroundings of an operation in the program."""
+    """The context of an operation in the program."""
 
     clock: Iterator[int]  # shared by all operations, which run one after another
     allows_infinities: bool  # whether those in the code and some in the arguments are intended
@@ -109,7 +110,7 @@ def _arguments(
     jaxpr: Jaxpr, inputs: list[tuple[str, Any, Any]], context: _Context
 ) -> Iterator[Value]:
     """Yield the inputs of the jaxpr as values."""
-    # The model is the argument with the most arrays that are used. Batches have few.
+    # The model is the argument with the most arrays that are used. A batch has few.
     used = read_by(jaxpr.eqns)
     pairs = zip(jaxpr.invars, inputs, strict=True)
     counts = collections.Counter(
@@ -119,7 +120,7 @@ def _arguments(
     for position, (argument, keys, array) in enumerate(inputs):
         path = (argument, *map(str, keys))
         name = "".join(path)
-        path = path[:-1] if path[-1] == ".value" else path  # one of Flax's boxes
+        path = path[:-1] if path[-1] == ".value" else path  # the array in one of Flax's boxes
         layer = path[:-1] if len(path) > 2 else path
         leaf = Leaf(position, name, layer if argument in models else ())
         value = _given(array, name, {"-inf"}, context)
@@ -127,7 +128,7 @@ def _arguments(
 
 
 def _given(array: Any, name: str, intended: set[str], context: _Context) -> Value:
-    """Return an input or a constant, which may hold the `intended` infinities."""
+    """Return the value of an input or a constant, which may hold the `intended` infinities."""
     nonfinite, origin = nonfinite_in(array), None
     if not nonfinite <= (intended if context.allows_infinities else set()):
         found = FirstNonfinite(layer=name, operation=None, **count_nonfinite(array))
@@ -136,7 +137,7 @@ def _given(array: Any, name: str, intended: set[str], context: _Context) -> Valu
 
 
 def _call(function: Any, operands: list[Value], context: _Context) -> list[Value]:
-    """Evaluate a jaxpr, closed or not."""
+    """Evaluate a jaxpr, with or without constants."""
     consts = [
         _given(x, "an array that `fun` closes over", {"inf", "-inf"}, context)
         for x in getattr(function, "consts", ())
@@ -145,8 +146,8 @@ def _call(function: Any, operands: list[Value], context: _Context) -> list[Value
     jaxpr = getattr(function, "jaxpr", function)
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *operands], strict=True))
 
-    def read(atom: Any) -> Value:
-        if is_literal(atom):
+    def read(atom: Atom) -> Value:
+        if isinstance(atom, Literal):
             return Value(atom.val, nonfinite_in(atom.val), is_constant=True)
         return env[atom]
 
@@ -159,7 +160,7 @@ def _call(function: Any, operands: list[Value], context: _Context) -> list[Value
 
 
 def _follow(jaxpr: Jaxpr, eqn: Equation, operands: list[Value], context: _Context) -> list[Value]:
-    """Run an operation. If it contains a function that can be searched, run that."""
+    """Run an operation. If it contains a function that can be searched, search that."""
     name, params = eqn.primitive.name, eqn.params
     if name in CALLS:
         return _call(params.get("jaxpr") or params["call_jaxpr"], operands, context)
@@ -202,7 +203,7 @@ def _step_by_step(eqn: Equation, operands: list[Value], context: _Context) -> li
 def _apply(jaxpr: Jaxpr, eqn: Equation, operands: list[Value], context: _Context) -> list[Value]:
     """Run an operation as a whole, and record the history of its results."""
     pairs = zip(eqn.invars, operands, strict=True)
-    given = {atom: x for atom, x in pairs if not is_literal(atom)}
+    given = {atom: x for atom, x in pairs if not isinstance(atom, Literal)}
     program = jaxpr.replace(constvars=[], invars=[*given], outvars=eqn.outvars, eqns=[eqn])
     arrays = eval_jaxpr(program, [], *(x.array for x in given.values()))
     time, read = next(context.clock), list(given.values())

@@ -30,8 +30,8 @@ class FirstNonfinite:
         layers in Equinox.
       backward: Whether the operation belongs to the backward pass.
       source: The line of your own code that the operation comes from, with its file.
-      constant: If the operation is a cast that makes a finite constant infinite, such as the -1e30
-        of a mask, the constant. None otherwise.
+      constant: The constant, if the operation is a cast that makes a finite constant infinite, such
+        as the -1e30 of a mask. None otherwise.
     """
 
     layer: str
@@ -82,9 +82,9 @@ class Value(NamedTuple):
 
     array: Any
     nonfinite: frozenset[str] = frozenset()  # which of "nan", "inf" and "-inf" it holds
-    origin: Origin | None = None  # where these come from; None if they are intended
+    origin: Origin | None = None  # what made them; None if they are intended
     leaf: Leaf | None = None  # the only argument that it was computed from, by a cast for example
-    layer: tuple[int, str] | None = None  # the layer last read for it, after the time of reading
+    layer: tuple[int, str] | None = None  # when the last layer was read for it, and which
     is_cotangent: bool = False  # computed in the backward pass, and not only from residuals
     is_constant: bool = False  # a number or an array in the code
 

@@ -21,7 +21,7 @@ class MatrixProducts:
       flops: The number of their floating-point operations. A multiplication and an addition are
         two.
       source: The line of your own code that makes the largest product (the first, if several are
-        as large), with its file. `""` if only installed packages make it.
+        equally large), with its file. `""` if only installed packages make it.
     """
 
     count: int
