@@ -57,17 +57,21 @@ class Training:
         self.inner = self.optimizer.plain()
 
     def stepping(self, tx):
+        """Return a step, and a list with an entry for each program that is traced."""
+        traces = []
+
         @functools.partial(jax.jit, compiler_options=UNFUSED)
         def step(grads, state, params, i, value):
+            traces.append(None)
             extra_args = self.optimizer.extra_args(i, value=value, grad=grads)
             return tx.update(grads, state, params, **extra_args)
 
-        return step
+        return step, traces
 
     @functools.cached_property
     def history(self):
         """Every step of `STEPS`."""
-        wrapped, plain = self.stepping(self.tx), self.stepping(self.inner)
+        (wrapped, traces), (plain, plain_traces) = map(self.stepping, (self.tx, self.inner))
         params = self.optimizer.params()
         after, plain_state = self.tx.init(params), self.inner.init(params)
         history = []
@@ -82,7 +86,7 @@ class Training:
             plain_state = out[1] if out else plain_state
             history.append(Step(params, before, updates, after, out))
             params = optax.apply_updates(params, updates)
-        self.programs = wrapped._cache_size(), plain._cache_size()  # noqa: SLF001, the only way
+        self.programs = len(traces), len(plain_traces)
         return history
 
 
