@@ -636,7 +636,7 @@ def test_an_optimizers_error_says_where_updates_and_params_differ(wrapper):
 
 
 @pytest.mark.parametrize("wrapper", [ols.with_loss_scaling, ols.with_skipping])
-def test_an_optimizers_error_names_the_parameter_that_is_no_array(wrapper):
+def test_an_optimizers_error_names_the_parameter_that_is_not_an_array(wrapper):
     with pytest.raises(TypeError) as caught:
         wrapper(optax.adam(0.1)).init({"a": ONE, "b": 1.0, "w": "text"})
     assert caught.value.__notes__ == ["`params` must be a tree of arrays, got 'text' at `['w']`."]
@@ -659,7 +659,7 @@ def test_an_optimizers_own_error_keeps_its_type_and_arguments(wrapper):
 
 
 @pytest.mark.parametrize("wrapper", [*WRAPPERS, ols.with_master_weights])
-def test_a_state_restored_into_plain_containers_is_told_to_go_onto_that_of_init(wrapper):
+def test_the_error_for_a_state_restored_into_plain_containers_says_how_to_restore_it(wrapper):
     tx = wrapper(optax.adam(0.1))
     state = tx.init(PARAMS)
     restored = {"0": state.inner_state[0]._asdict(), "1": {}}
@@ -675,7 +675,7 @@ def test_an_attribute_error_of_another_object_has_no_note():
     assert not hasattr(caught.value, "__notes__")
 
 
-def test_a_policy_in_the_place_of_a_rule_is_told_its_own_place():
+def test_the_error_for_a_policy_given_as_a_rule_names_the_right_argument():
     with pytest.raises(TypeError, match=r"Use `with_loss_scaling\(inner, policy\)`\.$"):
         ols.with_loss_scaling(SGD, skip_if=FixedLossScale(8))
     for rule in (3, FixedLossScale):
@@ -696,7 +696,7 @@ def test_functions_among_the_parameters_are_named_where_jax_cannot_differentiate
         ols.value_and_grad(lambda *_: 0.0, argnums=(0, 2))(scale_state(), ONE, layer)
 
 
-def test_an_error_of_another_transform_is_its_own():
+def test_an_error_inside_another_transform_is_not_changed():
     with pytest.raises(TypeError, match="not iterable"):
         ols.value_and_grad(jnp.sum, transform=lambda *_, **__: lambda *_: max(3))(
             scale_state(), jnp.tanh

@@ -219,7 +219,7 @@ def furthest(run, expected):
     return far, apart
 
 
-def test_a_bad_number_on_one_device_does_everywhere_what_it_does_alone(trainer):
+def test_a_bad_number_on_one_device_skips_the_step_on_all(trainer):
     for device in (None, 0, 5):
         row = None if device is None else device * BATCH // DEVICES + 1
         *run, seen = trainer.run(row)

@@ -79,7 +79,7 @@ def test_the_power_of_the_worst_array_is_rounded_to_a_quarter_and_named(powers, 
 
 
 @pytest.mark.parametrize("value", [0.0, np.nan, np.inf])
-def test_where_gradients_say_nothing_all_loss_scales_from_two_to_the_24_down_are_tried(value):
+def test_all_loss_scales_are_tried_down_from_two_to_the_24_if_gradients_are_zero_or_infinite(value):
     seen = []
 
     def grad_fn(state):

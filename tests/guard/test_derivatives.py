@@ -97,7 +97,7 @@ def test_a_learning_rate_that_is_differentiated_is_closed_over(order):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("of", ["value", "grad_norm"])
-def test_what_a_rule_remembers_has_no_derivative(of):
+def test_the_state_of_a_rule_has_no_derivative(of):
     # The root of a deviation of zero has an infinite derivative, and 0 times infinity is NaN.
     tx = ols.with_skipping(optax.sgd(0.1), ols.Spike(of, window=4))
 
@@ -114,7 +114,7 @@ def test_what_a_rule_remembers_has_no_derivative(of):
 
 
 @pytest.mark.slow
-def test_a_step_that_is_skipped_eagerly_leaves_none_and_the_loss_scale_has_none():
+def test_a_step_skipped_eagerly_and_the_loss_scale_have_no_derivative():
     normalized = optax.stateless(lambda grads, _: -0.1 * grads / jnp.linalg.norm(grads))
     tx = ols.with_loss_scaling(normalized, 8.0)
 

@@ -102,7 +102,7 @@ def test_a_loss_may_be_any_tree_and_any_inner_optimizer_may_ignore_it(value, app
 
 
 @pytest.mark.parametrize("rate", [0.5, -2.0, NAN, INF, np.float32(0.5), np.array(2.0)])
-def test_a_constant_stays_what_it_is_under_jit(rate):
+def test_a_constant_is_not_traced_under_jit(rate):
     def update(updates, state, params, *, given):
         rate = given["rate"]
         assert params == 3  # a constant, too
@@ -118,7 +118,7 @@ def test_a_constant_stays_what_it_is_under_jit(rate):
 
 
 @pytest.mark.parametrize("run", [lambda f: f, nnx.jit])
-def test_an_update_may_write_into_what_it_is_given(run):
+def test_an_update_may_modify_its_arguments(run):
     def update(updates, state, _, *, seen, log):
         seen[...] += 1
         log["updates"] = updates

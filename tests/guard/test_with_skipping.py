@@ -261,7 +261,7 @@ def test_metrics_and_the_flag_for_loops_count_the_skips():
     assert not diagnostics.is_stalled(healthy, max_consecutive_skipped=0)
 
 
-def test_a_measure_that_loops_sees_zeros_for_what_is_not_finite():
+def test_a_measure_with_a_loop_sees_zeros_for_nonfinite_gradients():
     class Halvings(NamedTuple):  # of which a tuple of rules is told
         limit: float
 
@@ -281,7 +281,7 @@ def test_a_measure_that_loops_sees_zeros_for_what_is_not_finite():
         assert ols.applied(update(jnp.array([1.0, largest]), state)[1]) == is_applied
 
 
-def test_the_norm_of_the_gradients_leaves_out_what_fp8_layers_keep_there():
+def test_the_norm_of_the_gradients_leaves_out_fp8_metadata():
     tx = ols.with_skipping(SGD, ols.Spike("grad_norm", window=2))
     grads = {"w": jnp.array([3.0, 4.0]), "_overwrite_with_gradient": {"scale": jnp.full(4, 1e4)}}
     _, state = jax.jit(tx.update)(grads, tx.init(grads))
@@ -312,7 +312,7 @@ def test_a_rule_that_changes_its_state_is_named():
 
 @pytest.mark.filterwarnings("ignore:`params` are")
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64])
-def test_a_good_step_is_the_inner_optimizers_to_the_bit_in_every_dtype(dtype):
+def test_a_good_step_equals_the_inner_optimizers_bit_for_bit_in_every_dtype(dtype):
     inner = optax.sgd(0.5, momentum=0.9)
     tx = ols.with_skipping(inner)
     smallest = jnp.finfo(dtype).smallest_subnormal

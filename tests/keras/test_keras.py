@@ -340,7 +340,7 @@ def test_the_weights_of_the_average_sum_to_one():
     assert abs(np.mean(ema_params(state) - expected)) < 4e-6
 
 
-def test_accumulating_steps_leave_the_params_unchanged_to_the_bit():
+def test_accumulating_steps_leave_the_params_unchanged_bit_for_bit():
     # An inner update after only the first micro-step would be infinite, and -0.0 + 0.0 is 0.0.
     tx = loss_scale_optimizer(optax.scale(-8.0), loss_scale_factor=1.0, **TWO)
     params = jnp.array([-0.0, 1.0])

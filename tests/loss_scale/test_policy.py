@@ -193,7 +193,7 @@ def test_as_loss_scale_accepts(given, expected):
 
 
 @pytest.mark.parametrize("policy", [*CONFIGURED, Halving()])
-def test_as_loss_scale_returns_a_policy_as_it_is(policy):
+def test_as_loss_scale_returns_a_policy_unchanged(policy):
     assert ols.as_loss_scale(policy) is policy
     assert isinstance(policy, ols.LossScale)
     assert policy.skip_nonfinite is (policy is not CONFIGURED[2])

@@ -100,7 +100,7 @@ def test_gradients_that_overwrite_are_not_unscaled():
         *((bad, loss_scale, False) for bad in BAD for loss_scale in (2.0**126, 3.0)),
     ],
 )
-def test_a_gradient_is_finite_if_it_is_as_it_came_and_unscaled(grad, loss_scale, finite, dtype):
+def test_a_gradient_must_be_finite_before_and_after_unscaling(grad, loss_scale, finite, dtype):
     grads = np.array([1, grad, 1], dtype)
     true, found = unscale(grads, ols.init(loss_scale))
     assert bool(found) is finite
@@ -146,7 +146,7 @@ def test_the_value_is_true_and_the_gradients_are_scaled(transform):
 
 
 @pytest.mark.parametrize("container", [tuple, list])
-def test_aux_comes_back_as_it_is(container):
+def test_aux_is_returned_unchanged(container):
     def fun(w):
         return container([square(w), {"double": 2 * w, "text": "kept"}])
 
@@ -155,7 +155,7 @@ def test_aux_comes_back_as_it_is(container):
     assert (aux["double"].tolist(), aux["text"]) == ([2, 4], "kept")
 
 
-def test_jit_finds_the_arguments_of_the_function_by_name_of_which_one_may_be_state():
+def test_jit_finds_the_arguments_of_the_function_by_name_and_one_may_be_named_state():
     def fun(w, n, state=1.0):
         return state * jnp.sum(w**n)
 

@@ -89,7 +89,7 @@ def test_a_warning_names_the_users_line_below_any_library():
 
 @pytest.mark.integration
 @pytest.mark.parametrize(("tx", "line"), OUTSIDE.values(), ids=OUTSIDE)
-def test_what_stands_outside_of_the_guard_is_named_once_with_the_line_to_write(
+def test_a_transformation_outside_the_guard_is_named_once_with_the_corrected_line(
     tx, line, monkeypatch
 ):
     monkeypatch.setattr("optax_lossscale.diagnostics.logs._WARNED", set())
@@ -106,7 +106,7 @@ def test_what_stands_outside_of_the_guard_is_named_once_with_the_line_to_write(
 
 
 @pytest.mark.integration
-def test_a_first_look_at_a_right_state_spends_no_warning_and_other_advice_is_given_too():
+def test_a_correct_state_uses_up_no_warning_and_each_message_is_given():
     loss_and_grads = ols.value_and_grad(loss_fn)
     with warnings_of():
         loss_and_grads(ols.init(), PARAMS)
@@ -116,7 +116,7 @@ def test_a_first_look_at_a_right_state_spends_no_warning_and_other_advice_is_giv
 
 
 @pytest.mark.parametrize("init", INSIDE.values(), ids=INSIDE)
-def test_an_order_that_is_right_is_silent(init):
+def test_a_correct_order_gives_no_warning(init):
     with warnings_of():
         ols.grad(loss_fn)(init(PARAMS), PARAMS)
 

@@ -50,7 +50,7 @@ def rounds_up(word, like, **kwargs):
 
 
 @pytest.mark.slow
-def test_what_is_stored_is_one_of_the_two_neighbours_and_special_numbers_stay():
+def test_a_number_is_stored_as_one_of_its_two_neighbours_and_special_numbers_exactly():
     random = np.random.default_rng(0).integers(2**32, size=2**21).astype(np.uint32)
     special = [2.0**-126, float(jnp.finfo(BF16).max), float(jnp.finfo(FLOAT32).max), np.inf]
     quiet_and_other_nans = np.array([0x7F800001, 0x7F8FFFFF, 0x7FC00000, 0x7FFFFFFF], np.uint32)
@@ -83,7 +83,7 @@ def test_the_expectation_is_the_number_at_every_exponent(share):
 
 
 @pytest.mark.slow
-def test_the_bits_are_uniform_and_of_each_step_array_and_element_on_its_own():
+def test_the_bits_are_uniform_and_independent_across_steps_arrays_and_elements():
     n, arrays, shape = 2**20, 3, (1024, 1024)
     rising = np.arange(1, 64) * 2**10
     ups = [rounds_up(0x3F800000 + int(lower), jnp.zeros(shape)).mean() for lower in rising]
@@ -192,7 +192,7 @@ def test_arrays_that_the_optimizer_itself_keeps_in_bfloat16_are_widened_for_it()
 
 
 @pytest.mark.parametrize("remainders", [False, True])
-def test_init_takes_shapes_and_so_do_those_of_masters_and_of_a_guard(remainders):
+def test_init_of_guards_and_masters_accepts_shapes(remainders):
     def fresh(param):
         is_shape = isinstance(param, jax.ShapeDtypeStruct)
         return jax.ShapeDtypeStruct(param.shape, param.dtype) if is_shape else jnp.zeros_like(param)
@@ -225,7 +225,7 @@ def after(tx, params):
     [(P("x"), AxisType.Auto), (P("x", "y"), AxisType.Explicit), (P(None, "y"), AxisType.Auto)],
     ids=str,
 )
-def test_the_bits_are_those_of_any_sharding(spec, axis_type):
+def test_the_bits_do_not_depend_on_the_sharding(spec, axis_type):
     mesh = jax.make_mesh((2, 2), ("x", "y"), (axis_type,) * 2, devices=jax.devices()[:4])
     plain = jnp.ones((64, 128))
     params = jax.device_put(plain, NamedSharding(mesh, spec))
@@ -345,7 +345,7 @@ def large(state):
 
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("name", COPIES)
-def test_copies_of_parameters_are_found_by_what_init_does_with_them(name, around):
+def test_copies_of_parameters_are_found_by_tracing_init(name, around):
     tx = ols.with_bfloat16_state(AROUND[around](COPIES[name]))
     init = tx.init
     for state in init(PARAMS), jax.jit(init)(PARAMS), jax.eval_shape(init, PARAMS):
@@ -403,7 +403,7 @@ OF_OTHER_PARAMETERS = {"freeze", "selective_transform", "lookahead", "lookahead:
         for name in sorted(OPTIMIZERS.keys() - OF_OTHER_PARAMETERS)
     ],
 )
-def test_where_float32_has_no_nan_bfloat16_has_none(name):
+def test_a_state_in_bfloat16_gives_nan_only_if_float32_does(name):
     problem = OPTIMIZERS[name]
     inner = problem.plain()
     if not ols.all_finite(train(inner, problem.extra)):
@@ -411,7 +411,7 @@ def test_where_float32_has_no_nan_bfloat16_has_none(name):
     assert ols.all_finite(train(ols.with_bfloat16_state(inner), problem.extra))
 
 
-def test_moments_of_which_a_variance_is_taken_stay():
+def test_moments_that_are_subtracted_from_one_another_stay_in_float32():
     rmsprop = optax.rmsprop(1e-4, eps=1e-4, centered=True, momentum=0.9)
     centered = ols.with_bfloat16_state(rmsprop)
     dtypes = large(centered.init(PARAMS)).values()
@@ -420,7 +420,7 @@ def test_moments_of_which_a_variance_is_taken_stay():
     assert ols.all_finite(params)
 
 
-def test_an_init_that_cannot_be_traced_works_and_its_copies_are_told_by_identity():
+def test_an_init_that_cannot_be_traced_works_and_its_copies_are_found_by_identity():
     def init(params):
         assert float(params[0, 0]) == 1  # reads a value
         return {"copy": params, "moment": jnp.asarray(np.zeros(params.shape, np.float32))}

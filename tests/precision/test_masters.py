@@ -142,7 +142,7 @@ def test_parameter_and_remainder_are_the_master_for_every_upper_half(sign):
     assert_same_bits(params[~is_nan], rounded_away(singles[~is_nan]))
 
 
-def test_a_float32_is_put_together_of_its_halves_to_the_bit():
+def test_a_float32_splits_into_halves_and_back_exactly():
     # Subnormal numbers too, whose halves no arithmetic may touch.
     random = np.random.default_rng(2).integers(2**32, size=2**18)
     words = np.r_[random, np.arange(2**16), 2**31 + np.arange(2**16)].astype(np.uint32)
@@ -328,7 +328,7 @@ def test_tied_weights_of_nnx_stay_tied():
         (optax.GradientTransformation(lambda p: {"a": MASTERS.init(p)}, MASTERS.update), "dict"),
     ],
 )
-def test_masters_are_refused_but_in_what_is_known_to_hand_their_updates_through(tx, around):
+def test_masters_are_refused_only_in_transformations_that_may_change_their_updates(tx, around):
     match = f"inside a {around}\\. .*`with_master_weig"
     for inner in (tx, optax.masked(tx, True)) if around else (tx,):
         with pytest.raises(ValueError, match=match) if around else contextlib.nullcontext():

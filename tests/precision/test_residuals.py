@@ -179,7 +179,7 @@ def with_while(x, w):
 
 @pytest.mark.integration
 @pytest.mark.parametrize("layer", [decided_by_the_program, with_effect, with_reference, with_while])
-def test_a_scan_whose_body_decides_itself_keeps_what_jax_chooses(layer):
+def test_a_scan_whose_body_chooses_itself_keeps_what_jax_chooses(layer):
     if layer is with_reference and not hasattr(jax, "new_ref"):
         pytest.skip("this version of JAX has no references")
     ours, by_jax = (jax.make_jaxpr(step)(W, X).jaxpr for step in around_and_inside(layer))

@@ -280,7 +280,7 @@ def test_eager_calls_with_stored_arguments_compile_once():
 # -- results
 
 
-def test_a_result_that_is_an_argument_comes_back_as_it_was_stored():
+def test_a_result_that_is_an_argument_keeps_its_stored_dtype():
     def fun(w, x):
         again, total = jax.jit(lambda w, x: (w, jnp.sum(x @ w)))(w, x)
         return {

@@ -67,7 +67,7 @@ def test_word_model_prints_and_draws_and_fails_when_too_short(tmp_path, monkeypa
 
 
 @pytest.mark.exhaustive
-def test_word_model_loses_most_of_a_gradient_in_float16_alone():
+def test_word_model_loses_most_of_a_gradient_only_in_float16():
     example = load("word_model")
     data = example["load_data"]()
     zeros = {name: example["train"](name, data, 1, 16384)[0][1, 0] for name in example["FORMATS"]}

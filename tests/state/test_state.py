@@ -187,7 +187,7 @@ def _skipped(tx):
 @pytest.mark.integration
 @pytest.mark.parametrize("skipped", [_skipped, _skipped_in_nnx])
 @pytest.mark.filterwarnings("ignore:`params` are bfloat16")
-def test_a_state_of_dicts_says_what_the_state_says(tx, skipped):
+def test_a_state_restored_into_dicts_reads_like_the_state(tx, skipped):
     tree, dicts = skipped(tx)
     assert not ols.applied(dicts)
     assert diagnostics.metrics(dicts) == diagnostics.metrics(tree)
@@ -199,7 +199,7 @@ def test_a_state_of_dicts_says_what_the_state_says(tx, skipped):
         diagnostics.check_health(dicts, max_consecutive_skipped=2)
 
 
-def test_what_only_resembles_a_state_of_dicts_is_none():
+def test_dicts_that_only_resemble_a_state_are_not_read_as_one():
     fields = ols.init()._asdict()
     assert ols.loss_scale_state(fields) == ols.init()
     counts = {name: field for name, field in fields.items() if name != "loss_scale"}
