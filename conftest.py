@@ -55,7 +55,7 @@ def _forget_programs() -> Iterator[None]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Leave out tests of what `_xla` alone gives."""
+    """Skip tests that count what only `_xla` saves."""
     if WITHOUT_XLA and item.get_closest_marker("needs_xla"):
         pytest.skip("it counts what only `_xla` saves")
 

@@ -86,7 +86,7 @@ def averaged_in_float32(params, *data):
 
 
 def gathered(axis, loss_fn):
-    """Gather the parameters, of which each device holds a part."""
+    """Gather the parameters: each device holds a part of them."""
     return lambda params, *data: loss_fn(jax.lax.all_gather(params, axis, tiled=True), *data)
 
 

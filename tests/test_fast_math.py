@@ -27,7 +27,7 @@ for dtype in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64, jnp.float8_
             one_bad = [array.copy() for array in good]
             one_bad[i][where] = bad
             assert not check(one_bad, state), (dtype, shape, where, bad)
-# Finite as they came, infinite unscaled.
+# Finite before unscaling, infinite after it.
 big = jnp.full((128, 1024), 3e38, jnp.float32)
 assert check(big, ols.init(1.0)) and not check(big, ols.init(0.25))
 

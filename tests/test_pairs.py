@@ -222,7 +222,7 @@ class EquinoxModel(eqx.Module):
 
 
 class Equinox(Plain):
-    """An Equinox module, of which the floating-point arrays are optimized."""
+    """An Equinox module. Its floating-point arrays are optimized."""
 
     @staticmethod
     def prefix(encoder, head):
@@ -377,7 +377,7 @@ def one_step(features, holder):
         return functools.partial(holder.step, mean=lambda grads: grads)
 
     def on_each(carry, x, loss):
-        # The two see different gradients and losses, of which the means are those of the batch.
+        # The two see different gradients and losses. Their means are the gradients and loss given.
         sign = jnp.where(jax.lax.axis_index("i") == 0, 1.0, -1.0)
         x = jax.tree.map(lambda x: x * (1 + sign), x)
         # In float32: XLA:CPU (jaxlib 0.10.2) aborts on a sum of bfloat16 over some axes of a mesh.
@@ -405,7 +405,7 @@ REFUSED = [
     (KERAS[1:], HALVES, "`inner` must leave the updates of `with_.*` as they are"),
     (["stochastic rounding"], ["master_weights"], "exactly one MasterWeightsState, got 0"),
 ]
-# Close to another feature: `make test-all` alone pairs them.
+# Close to another feature: only `make test-all` pairs them.
 VARIANTS = {"skip_if=function", "skip_if=Spike", "loss_scale_optimizer", "masters", "masked"}
 
 

@@ -15,7 +15,7 @@ from plain_where import bits
 
 import optax_lossscale as ols
 
-# The smallest non-finite magnitude, as bits. NaN lies above it.
+# The bits of infinity. The bits of NaN are a larger number.
 NOT_FINITE = {
     "float16": 0x7C00,
     "bfloat16": 0x7F80,

@@ -142,7 +142,7 @@ def test_all_is_the_sorted_public_names_which_have_docstrings(module):
 def test_pickles_name_states_policies_and_spikes_as_they_are_imported():
     classes = [value for value in vars(ols).values() if isinstance(value, type)]
     inner = {each for each in classes if each.__module__ != "optax_lossscale"}
-    assert inner == {ols.LossScale}  # a protocol, of which there are no objects
+    assert inner == {ols.LossScale}  # a protocol has no objects
     for state in (optax_lossscale.keras.DecayedState, optax_lossscale.keras.EmaParamsState):
         assert state.__module__ == "optax_lossscale.keras"
 

@@ -1,4 +1,4 @@
-"""The derivative of training with skipped steps is that of the applied steps alone.
+"""Training with skipped steps differentiates like training with only the applied steps.
 
 Training is a function of the learning rate, the initial parameters and the data. Hyper-gradients
 and meta-learning differentiate it. The oracle is the bare optimizer, run only for the applied

@@ -93,7 +93,7 @@ def test_a_spike_is_what_the_written_rule_says_at_every_magnitude(of, arguments)
     values[random.random(300) < 0.2] *= 4
     values[200:] += 8
     for size in (1, 1e-37, 1e-30, 1e-20, 1e20, 1e30, 1e37):
-        if of != "grad_norm" or size == 1:  # of which the square must be a float32
+        if of != "grad_norm" or size == 1:  # whose square must fit a float32
             state, skips = spikes(ols.Spike(of, **arguments), values * size)
             expected, held = written_rule(np.float64(np.float32(values * size)), **arguments)
             assert skips.tolist() == expected
@@ -262,7 +262,7 @@ def test_metrics_and_the_flag_for_loops_count_the_skips():
 
 
 def test_a_measure_with_a_loop_sees_zeros_for_nonfinite_gradients():
-    class Halvings(NamedTuple):  # of which a tuple of rules is told
+    class Halvings(NamedTuple):  # a tuple, but not one of rules
         limit: float
 
         def init(self, _params):

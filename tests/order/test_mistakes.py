@@ -1,4 +1,4 @@
-"""The mistakes that docs/order.md has in its table alone do what it says; the remedies work."""
+"""The mistakes that only the table of docs/order.md shows do what it says; the remedies work."""
 
 import jax
 import jax.numpy as jnp

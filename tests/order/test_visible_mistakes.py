@@ -1,4 +1,4 @@
-"""Mistakes that are seen while a step is traced: what stands outside of the guard."""
+"""Mistakes that are visible while a step is traced: transformations outside the guard."""
 
 import contextlib
 import warnings

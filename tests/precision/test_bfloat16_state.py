@@ -182,7 +182,7 @@ def test_arrays_that_the_optimizer_itself_keeps_in_bfloat16_are_widened_for_it()
 
     def update(grads, state, _):
         seen.append(state.dtype)
-        return grads, 0.999 * state  # in float32, of which bfloat16 would keep nothing
+        return grads, 0.999 * state  # bfloat16 would lose the change
 
     inner = optax.GradientTransformation(lambda p: jnp.ones(p.shape, BF16), update)
     tx = ols.with_bfloat16_state(inner)

@@ -203,7 +203,7 @@ def test_a_stack_of_layers_is_never_float32_as_a_whole(name):
     cast = ols.autocast(fun, BF16)
     assert "float32[3,16,16]" not in avals(jax.make_jaxpr(cast)(stack, X).jaxpr)
     backward = jax.make_jaxpr(jax.grad(cast))(stack, X).jaxpr
-    assert "bfloat16[3,16,16]" in avals(backward)  # the gradient, as it is written
+    assert "bfloat16[3,16,16]" in avals(backward)  # the gradient
     assert "float32[3,16,16]" not in avals(backward)
     stack, x = ones((stack, X))
     grads = jax.grad(cast)(ols.cast(stack, F32), x)

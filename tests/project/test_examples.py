@@ -55,7 +55,7 @@ def test_word_model_prints_and_draws_and_fails_when_too_short(tmp_path, monkeypa
         runpy.run_path(str(EXAMPLES / "word_model.py"), run_name="__main__")
     out, err = capsys.readouterr()
     assert err == ""
-    first, head, *rows, last = out.splitlines()  # the bars are for terminals alone
+    first, head, *rows, last = out.splitlines()  # the bars are only for terminals
     assert first.endswith("on two cores. Writes output/word_model.png")
     assert last == "Written to output/word_model.png"
     assert head.split()[:2] == ["test", "loss"]

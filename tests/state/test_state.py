@@ -103,7 +103,7 @@ def test_every_field_survives(restore):
     assert type(restored) is ols.LossScaleState
     assert numbers(restored) == [12.5, 3, 2, 5, 7]
     assert [str(field.dtype) for field in restored] == [*DTYPES]
-    # What is restored as arrays of NumPy works as it is.
+    # A state restored as NumPy arrays works unchanged.
     after = ols.DynamicLossScale(min_scale=2**-3).update(restored, False)
     assert types_of(after) == STRONG
     assert float(after.loss_scale) == 6.25
