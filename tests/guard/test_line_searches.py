@@ -15,7 +15,7 @@ import optax_lossscale as ols
 
 pytestmark = pytest.mark.integration
 
-CURVE, TARGET = jnp.array([1.0, 10.0, 100.0]), jnp.array([1.0, 2.0, 3.0])
+CURVE, TARGET = np.float32([1, 10, 100]), np.float32([1, 2, 3])
 BACKTRACKING = optax.scale_by_backtracking_linesearch(max_backtracking_steps=20)
 SEARCHES = {
     "L-BFGS, zoom": optax.lbfgs(),
@@ -117,7 +117,7 @@ def test_gradients_in_variables_of_nnx_are_recognized():
     )
 
 
-GRADS = {"w": jnp.array([2.0, -0.0, 4.0]), "n": jnp.arange(2)}
+GRADS = jax.tree.map(jnp.asarray, {"w": np.float32([2, -0.0, 4]), "n": np.int32([0, 1])})
 
 
 def seen_by(guard, grads, **given):
@@ -163,8 +163,8 @@ def test_grad_becomes_the_true_gradients_in_its_own_containers(dtype):
 
 OTHERS = {
     "equal gradients": jax.tree.map(jnp.array, GRADS),
-    "one bit": {"w": jnp.array([2.0, 0.0, 4.0]), "n": GRADS["n"]},
-    "another dtype": {"w": GRADS["w"].astype(jnp.bfloat16), "n": GRADS["n"]},
+    "one bit": {"w": np.float32([2, 0, 4]), "n": GRADS["n"]},
+    "another dtype": {"w": jnp.bfloat16([2, -0.0, 4]), "n": GRADS["n"]},
     "integers that are not scaled": [GRADS["n"]],
     "a number": 2.0,
     "nothing": None,

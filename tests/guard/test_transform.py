@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from arrays import ones, shape
 from flax import nnx
 from jax import export
 from plain_where import assert_same_bits
@@ -16,7 +17,7 @@ from plain_where import assert_same_bits
 import optax_lossscale as ols
 
 NAN, INF = float("nan"), float("inf")
-X = jnp.ones(2)
+X = ones(shape(2))
 DYNAMIC = ols.DynamicLossScale(8.0)
 
 integration = pytest.mark.integration

@@ -19,7 +19,10 @@ from optax_lossscale import diagnostics
 
 pytestmark = pytest.mark.integration
 
-PARAMS = {"w": jnp.linspace(-1, 1, 12).reshape(3, 4), "b": jnp.array([-0.0, 0.5])}
+PARAMS = jax.tree.map(
+    jnp.asarray,
+    {"w": np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4), "b": np.float32([-0.0, 0.5])},
+)
 SGD = optax.sgd(1.0)
 
 

@@ -10,12 +10,13 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from arrays import ones, shape
 from flax import nnx
 from plain_where import assert_same_bits
 
 import optax_lossscale as ols
 
-PARAMS = {"a": jnp.ones(3), "b": jnp.ones(3)}
+PARAMS = ones({"a": shape(3), "b": shape(3)})
 GUARD = ols.with_loss_scaling(optax.sgd(0.1))
 MASK, OTHERS = {"a": True, "b": False}, {"a": False, "b": True}
 MASKED = optax.masked(GUARD, MASK)

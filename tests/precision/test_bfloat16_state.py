@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from arrays import ones, shape
 from checkpoint_formats import FORMATS
 from flax import nnx
 from flax.core import FrozenDict
@@ -21,7 +22,7 @@ from optax_lossscale import diagnostics
 pytestmark = pytest.mark.integration
 
 LEAST = 4096
-PARAMS = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
+PARAMS = ones({"w": shape(64, 64), "b": shape(64)})
 BF16, FLOAT32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
 # An optimizer whose state is the gradients that it is given, so that any numbers can be rounded.
 STORE = optax.GradientTransformation(

@@ -12,32 +12,35 @@ from plain_where import assert_same_bits, types
 
 import optax_lossscale as ols
 
-TREE = {
-    "w": jnp.ones(2),
-    "half": jnp.ones(2, jnp.bfloat16),
-    "norm": {"scale": np.ones(2, np.float32)},
-    "steps": jnp.zeros((), jnp.int32),
-    "mask": jnp.array([True]),
-    "z": jnp.ones(1, jnp.complex64),
-    "key": jax.random.key(0),
-    "float": 1.5,
-    "none": None,
-    "name": "x",
-}
+
+@pytest.fixture
+def tree():
+    return {
+        "w": jnp.ones(2),
+        "half": jnp.ones(2, jnp.bfloat16),
+        "norm": {"scale": np.ones(2, np.float32)},
+        "steps": jnp.zeros((), jnp.int32),
+        "mask": jnp.array([True]),
+        "z": jnp.ones(1, jnp.complex64),
+        "key": jax.random.key(0),
+        "float": 1.5,
+        "none": None,
+        "name": "x",
+    }
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, "float32", jnp.float8_e4m3fn])
-def test_floating_point_arrays_are_cast_and_nothing_else(dtype):
-    cast = ols.cast(TREE, dtype)
+def test_floating_point_arrays_are_cast_and_nothing_else(tree, dtype):
+    cast = ols.cast(tree, dtype)
     for array in (cast.pop("w"), cast.pop("half"), cast.pop("norm")["scale"]):
         assert array.dtype == jnp.dtype(dtype)
-    assert all(leaf is TREE[name] for name, leaf in cast.items())
+    assert all(leaf is tree[name] for name, leaf in cast.items())
 
 
-def test_keep_names_paths_as_keystr_writes_them():
+def test_keep_names_paths_as_keystr_writes_them(tree):
     paths = []
-    cast = ols.cast(TREE, jnp.float16, keep=lambda path: paths.append(path) or "norm" in path)
-    assert cast["norm"]["scale"] is TREE["norm"]["scale"]
+    cast = ols.cast(tree, jnp.float16, keep=lambda path: paths.append(path) or "norm" in path)
+    assert cast["norm"]["scale"] is tree["norm"]["scale"]
     assert cast["w"].dtype == jnp.float16
     assert paths == ["['half']", "['norm']['scale']", "['w']"]
     assert ols.cast(jnp.ones(2), jnp.float16, keep=lambda path: not path).dtype == jnp.float32
