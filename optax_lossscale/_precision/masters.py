@@ -221,12 +221,14 @@ def _weights(
 def _require_covered(
     params: dict[_Name, tuple[KeyPath, Leaf]], masters: dict[_Name, tuple[KeyPath, Leaf]]
 ) -> None:
-    """Raise if the masters have neither an array nor a `MaskedNode` for a parameter.
+    """Raise if the masters have neither an array nor a `MaskedNode` for a half-precision parameter.
 
-    A `MaskedNode` also covers every parameter below it.
+    A `MaskedNode` also covers every parameter below it. Other leaves need no master: an Equinox
+    module may have a number that is None in its gradients.
     """
-    for name, (path, _) in params.items():
-        if masters.keys().isdisjoint(name[:end] for end in range(len(name) + 1)):
+    for name, (path, param) in params.items():
+        above = (name[:end] for end in range(len(name) + 1))
+        if _is_half(param) and masters.keys().isdisjoint(above):
             raise _of_others(path)
 
 
