@@ -205,11 +205,10 @@ def _in_bfloat16(
         is_small = not is_symbolic(getattr(leaf, "size", 0)) and leaf.size < _LEAST_SIZE
         if getattr(leaf, "dtype", None) != jnp.float32 or is_small or path in stay:
             return leaf
-        if keep is not None and names.setdefault(name, bool(keep(name))):
-            return leaf
-        return in_dtype(leaf, jnp.bfloat16)
+        names[name] = keep is not None and bool(keep(name))
+        return leaf if names[name] else in_dtype(leaf, jnp.bfloat16)
 
     converted = [convert(*leaf) for leaf in named_leaves(inner_state)]
-    if names and not any(names.values()):
+    if keep is not None and names and not any(names.values()):
         warn_of_keep(names)
     return jax.tree.structure(inner_state).unflatten(converted)

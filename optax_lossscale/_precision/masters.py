@@ -111,6 +111,7 @@ def with_master_weights(
                 raise ValueError(f"`{name}` must be given: `update(grads, state, params)`.")
         kept, old = _by_name(masters, is_leaf=_is_missing), _by_name(params)
         weights = _weights(kept, old)
+        _require_covered(old, kept)
         params_def = jax.tree.structure(params)
         wide = params_def.unflatten(weights.get(name, param) for name, (_, param) in old.items())
         grads = jax.tree.map(at_least_float32, updates)
@@ -169,7 +170,7 @@ def master_weights(opt_state: PyTree, params: Tree) -> Tree:
         trained = master_weights(opt_state, variables["params"])
         return type(variables)({**variables, "params": trained})
     named = _by_name(params)
-    weights = _weights(_by_name(masters, is_leaf=_is_missing), named, others=True)
+    weights = _weights(_by_name(masters, is_leaf=_is_missing), named)
     leaves = (weights.get(name, param) for name, (_, param) in named.items())
     return jax.tree.structure(params).unflatten(leaves)
 
@@ -198,14 +199,8 @@ def _by_name(
 def _weights(
     masters: dict[_Name, tuple[KeyPath, Leaf]],
     params: dict[_Name, tuple[KeyPath, Leaf]],
-    *,
-    others: bool = False,
 ) -> dict[_Name, jax.Array]:
-    """Return the current master weights by name.
-
-    A `MaskedNode` among the masters means that the parameter there, or every parameter below, has
-    no master. With `others`, `params` may hold arrays that `masters` does not cover.
-    """
+    """Return the current master weights by name, if each has its parameter."""
     weights: dict[_Name, jax.Array] = {}
     for name, (path, master) in masters.items():
         if _is_missing(master):
@@ -220,12 +215,21 @@ def _weights(
                 f"{master.dtype} for {param.dtype} at {path_name(where)}. {_INITIALIZED}"
             )
         weights[name] = halves.current_master(param, master)
-    missing = {name for name, (_, master) in masters.items() if _is_missing(master)}
-    for name, (path, _) in params.items() if not others else ():
-        above = (name[:end] for end in range(len(name) + 1))
-        if name not in weights and missing.isdisjoint(above):
-            raise _of_others(path)
     return weights
+
+
+def _require_covered(
+    params: dict[_Name, tuple[KeyPath, Leaf]], masters: dict[_Name, tuple[KeyPath, Leaf]]
+) -> None:
+    """Raise if the masters have neither an array nor a `MaskedNode` for a half-precision parameter.
+
+    A `MaskedNode` also covers every parameter below it. Other leaves need no master: an Equinox
+    module may have a number that is None in its gradients.
+    """
+    for name, (path, param) in params.items():
+        above = (name[:end] for end in range(len(name) + 1))
+        if _is_half(param) and masters.keys().isdisjoint(above):
+            raise _of_others(path)
 
 
 def _of_others(path: KeyPath) -> ValueError:

@@ -131,11 +131,11 @@ def _on_gpu(*arrays: jax.Array, devices: int) -> jax.Array:
     if devices != 1 or any(is_symbolic(array.size) for array in arrays):
         return _anywhere(*arrays, devices=devices)
     flat = [array.reshape(-1) for array in arrays]
-    small = [array for array in flat if array.size < 2**13]
-    large = [array for array in flat if array.size >= 2**13]
+    small = [array for array in flat if array.size < _LARGE]
+    large = [array for array in flat if array.size >= _LARGE]
     flags = [_joined(group) for group in _by_shape(small, _MOST)]
     rows = []
-    for group in _by_shape(large, 7):
+    for group in _by_shape(large, _MOST_WITH_NORMS):
         size = group[0].size
         count = 1 << ((size.bit_length() - 1) // 2)
         if size % count:
@@ -144,13 +144,20 @@ def _on_gpu(*arrays: jax.Array, devices: int) -> jax.Array:
             finite = _jointly_finite([array.reshape(count, -1) for array in group])
             rows.append(jnp.all(finite, axis=1))
     if rows:
-        longest = max(row.size for row in rows)
-        padded = [jax.lax.pad(row, True, [(0, longest - row.size, 0)]) for row in rows]
-        flags.append(jnp.all(functools.reduce(jnp.logical_and, padded)))
+        flags.append(_joint_row(rows))
     return _conjunction(flags)
 
 
+def _joint_row(rows: list[jax.Array]) -> jax.Array:
+    """Return whether all flags in rows of different lengths are true."""
+    longest = max(row.size for row in rows)
+    padded = [jax.lax.pad(row, True, [(0, longest - row.size, 0)]) for row in rows]
+    return jnp.all(functools.reduce(jnp.logical_and, padded))
+
+
+_LARGE = 2**13  # elements of an array that is reduced in two kernels
 _MOST = 16  # arrays per kernel
+_MOST_WITH_NORMS = 7  # arrays per kernel, if XLA is to fuse it with their norms
 
 
 def _groups(

@@ -390,3 +390,22 @@ def test_keys_of_a_pytree_may_be_any_objects(dtype):
     )
     np.testing.assert_allclose(masters.a, 0.9, rtol=1e-2)
     np.testing.assert_allclose(masters.b, 1.8, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        ols.with_master_weights,
+        functools.partial(ols.with_master_weights, remainders=True),
+        ols.with_stochastic_rounding,
+    ],
+)
+def test_a_number_among_the_parameters_may_have_no_gradient(wrap):
+    # An Equinox module may hold a number, which `eqx.filter` and `eqx.filter_grad` leave out.
+    params, trained = ({"w": jnp.ones(3, jnp.bfloat16), "size": n} for n in (4, None))
+    tx = wrap(optax.adamw(0.5))
+    updates, state = tx.update(trained, tx.init(trained), params)
+    again, _ = tx.update(trained, tx.init(trained), trained)
+    assert updates["size"] is None
+    np.testing.assert_array_equal(updates["w"], again["w"])
+    assert jax.tree.structure(state) == jax.tree.structure(tx.init(trained))
