@@ -66,8 +66,8 @@ def move_remainder(new: jax.Array, param: jax.Array) -> tuple[jax.Array, jax.Arr
     """Return the remainder of a new master weight, and the update of `param` to its upper half."""
     word = jax.lax.bitcast_convert_type(new, jnp.int32)
     remainder = jnp.where(jnp.isnan(new), 0, word).astype(jnp.int16)  # NaN must stay NaN
-    # Of the forms that were tried, this is the only one that XLA:TPU fuses into one loop (libtpu
-    # 0.0.42).
+    # Subtract instead of masking `word`. With a mask, a step of AdamW reads and writes 38 bytes per
+    # parameter on a TPU v5e instead of 26, in 1.56 times the estimated cycles (libtpu 0.0.42.1).
     upper = jax.lax.bitcast_convert_type(word - remainder.astype(jnp.int32), jnp.float32)
     rounded = with_derivative_of(new, upper)
     return remainder, _update_to(new, rounded, rounded == 0, param)
