@@ -16,14 +16,13 @@ def with_derivative_of(x: jax.Array, value: jax.Array) -> jax.Array:
     """Return the float32 `value` unchanged, differentiated as if it were `x`.
 
     Rounding and bitcasts have no derivative. A `custom_jvp` would define one, but jax 0.10.2 drops
-    it in `scan` under forward-over-reverse differentiation.
+    it in `scan` under forward-over-reverse differentiation. XLA:CPU flushes subnormal values to
+    zero.
     """
     value = jax.lax.stop_gradient(value)
     # This is 0.0. Subtract it, since adding it would turn -0.0 into 0.0.
     zero = jax.lax.stop_gradient(x) - x
-    # XLA:CPU flushes subnormal numbers to zero in arithmetic, so detect them by their bits.
-    is_subnormal = (jax.lax.bitcast_convert_type(value, jnp.uint32) << 1) - 1 < 2**24 - 1
-    return jnp.where(jax.lax.is_finite(x) & ~is_subnormal, value - zero, value)
+    return jnp.where(jax.lax.is_finite(x), value - zero, value)
 
 
 def bits(half: jax.Array) -> jax.Array:
@@ -45,7 +44,10 @@ def join(param: jax.Array, remainder: jax.Array) -> jax.Array:
     is_foreign = (is_zero(param) & (remainder < 0)) | (is_infinite & (remainder > 0))
     word += jnp.where(is_foreign, 0, remainder)
     whole = jax.lax.bitcast_convert_type(word, jnp.float32)
-    return with_derivative_of(param.astype(jnp.float32), whole)
+    # XLA:CPU flushes subnormal numbers to zero in arithmetic and comparisons, so detect them by
+    # their bits.
+    is_subnormal = (jax.lax.bitcast_convert_type(whole, jnp.uint32) << 1) - 1 < 2**24 - 1
+    return jnp.where(is_subnormal, whole, with_derivative_of(param.astype(jnp.float32), whole))
 
 
 def current_master(param: jax.Array, kept: jax.Array) -> jax.Array:
@@ -64,8 +66,8 @@ def move_remainder(new: jax.Array, param: jax.Array) -> tuple[jax.Array, jax.Arr
     """Return the remainder of a new master weight, and the update of `param` to its upper half."""
     word = jax.lax.bitcast_convert_type(new, jnp.int32)
     remainder = jnp.where(jnp.isnan(new), 0, word).astype(jnp.int16)  # NaN must stay NaN
-    # Of the forms that were tried, this is the only one that XLA:TPU fuses into one loop (libtpu
-    # 0.0.42).
+    # Subtract instead of masking `word`. With a mask, a step of AdamW reads and writes 38 bytes per
+    # parameter on a TPU v5e instead of 26, in 1.56 times the estimated cycles (libtpu 0.0.42.1).
     upper = jax.lax.bitcast_convert_type(word - remainder.astype(jnp.int32), jnp.float32)
     rounded = with_derivative_of(new, upper)
     return remainder, _update_to(new, rounded, rounded == 0, param)
@@ -118,7 +120,7 @@ def rounded_at_random(x: jax.Array, count: jax.Array, seed: int) -> jax.Array:
     The random bits depend on the step's `count`, the array's `seed` and each element's index.
     """
     x = x.astype(jnp.float32)
-    return _rounded(x, _neighbor(x, count, seed)).astype(jnp.bfloat16)
+    return with_derivative_of(x, _neighbor(x, count, seed)).astype(jnp.bfloat16)
 
 
 def update_at_random(new: jax.Array, param: jax.Array, count: jax.Array, seed: int) -> jax.Array:
@@ -132,21 +134,17 @@ def update_at_random(new: jax.Array, param: jax.Array, count: jax.Array, seed: i
     # If a number rounds to zero, aim at half of it, so that the sum is a zero of the same sign.
     target = jnp.where(target == 0, jax.lax.stop_gradient(new) / 2, target)
     # A zero that did not change keeps its sign, even if 0.0 was added to -0.0.
-    target = _rounded(new, jnp.where(new == old, old, target))
+    target = with_derivative_of(new, jnp.where(new == old, old, target))
     # `-(old - target)` is -0.0 if the two are equal, and leaves a zero of either sign unchanged.
     # No update makes an infinite parameter finite.
     return jnp.where(jax.lax.is_finite(old), -(old - target), jnp.full_like(old, -0.0))
 
 
-def _rounded(x: jax.Array, value: jax.Array) -> jax.Array:
-    """Return `value` differentiated as if it were `x`, or `x` if `x` is not finite."""
-    value = jax.lax.stop_gradient(value)
-    zero = jax.lax.stop_gradient(x) - x  # has the derivative, as in `with_derivative_of`
-    return jnp.where(jax.lax.is_finite(x), value - zero, x)
-
-
 def _neighbor(x: jax.Array, count: jax.Array, seed: int) -> jax.Array:
-    """Return, in float32, one of the two bfloat16 numbers nearest to each finite number."""
+    """Return, in float32, one of the two bfloat16 numbers nearest to each element.
+
+    Infinity and NaN are returned unchanged.
+    """
     # Adding random bits to the lower half carries into the upper half with a probability
     # proportional to the lower half. The lower half of the largest bfloat16 is zero, so it never
     # becomes infinite.
@@ -161,7 +159,8 @@ def _neighbor(x: jax.Array, count: jax.Array, seed: int) -> jax.Array:
     for axis, size in enumerate(x.shape):
         index = index * size + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
     word += _mixed(_mixed(index) + first + count) >> 16
-    return jax.lax.bitcast_convert_type(word & np.uint32(0xFFFF0000), jnp.float32)
+    neighbor = jax.lax.bitcast_convert_type(word & np.uint32(0xFFFF0000), jnp.float32)
+    return jnp.where(jax.lax.is_finite(x), neighbor, x)
 
 
 def _mixed(x: jax.Array) -> jax.Array:

@@ -92,8 +92,7 @@ def with_stochastic_rounding(
         for name, given in (("updates", updates), ("params", params)):
             if given is None:
                 raise ValueError(f"`{name}` must be given: `update(grads, state, params)`.")
-        # Only the new count is used below. So the old one is read once, and XLA overwrites it in
-        # place.
+        # Round with the new count, as `with_bfloat16_state` does.
         count = jnp.asarray(count, jnp.uint32) + 1
         wide = _in_float32(params)
         grads = jax.tree.map(at_least_float32, updates)
