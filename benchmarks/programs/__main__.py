@@ -5,20 +5,21 @@
 FOLDER holds checkouts or Git directories of the programs' repositories, which others wrote and
 which are no part of this one: `FOLDER/owner+name/repo`, `FOLDER/owner+name`, `FOLDER/owner/name` or
 `FOLDER/name`. Nothing is downloaded: the command names the checkouts that it misses, and the table
-says that their programs were not run. The functions of `drivers.py` make each program small and
-give it data that needs no download. They need what the programs import beyond the group `test`:
-`clu`, `diffrax`, `distrax`, `dm-pix`, `draccus`, `einops`, `gin-config`, `gymnax<0.0.9`,
-`haliax>=1.4.dev0`, `jraph`, `ml_collections`, `scipy`, `tabulate`.
+says that their programs were not run. The functions of `drivers.py` and `kinds.py` make each
+program small and give it data that needs no download. They need what the programs import beyond
+the group `test`: `clu`, `diffrax`, `distrax`, `dm-pix`, `draccus`, `einops`, `gin-config`,
+`gymnax<0.0.9`, `haliax>=1.4.dev0`, `jmp`, `jraph`, `ml_collections`, `scipy`, `tabulate`.
 
 All of them take about an hour on two cores. The table has every program whose results are in the
-folder of `--output`, so that `--only` measures some of them anew.
+folder of `--output`, so that `--only` measures some of them anew. All results in the folder must be
+of the same library, versions and machine.
 """
 
 import json
 import math
 import multiprocessing
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,16 +28,18 @@ import numpy as np
 
 from benchmarks import page
 from benchmarks.programs.listed import PROGRAMS
-from benchmarks.programs.source import Program, commit, find
+from benchmarks.programs.source import Program, commit, find, git
 from benchmarks.programs.training import EXACT, WAYS, Result, distance, train_alone
 
 COMMAND = "python -m benchmarks.programs"
-PART, PAGE = "programs", "trust"
-LOSSES = ("program", "license", "changed lines", "half, %", *WAYS)
-STORED = (
+PART, PAGE = "programs", "evidence"
+SHOWN = "float32", "autocast", "masters", "stochastic"
+HEAD = ("program", "changed lines", "half, %", *SHOWN, "gradient off, %", "bytes")
+OWN = (
     "program",
-    *(f"gradient off, %: {way}" for way in EXACT),
-    *(f"bytes: {way}" for way in WAYS if way not in ("rounded", "autocast")),
+    *("their setting", "half, %: theirs", "ours"),
+    *("loss: float32", "theirs", "ours"),
+    *("gradient off, %: theirs", "ours"),
 )
 NOT_RUN = "not run"
 PACKAGES = "jax", "optax", "flax", "dm-haiku", "equinox", "diffrax", "distrax", "haliax", "jraph"
@@ -48,6 +51,8 @@ def measure(program: Program, folder: Path) -> dict[str, Result]:
     found: dict[str, Result] = {}
     gradients: dict[str, list[np.ndarray]] = {}
     for name, way in WAYS.items():
+        if way.own and not program.own:
+            continue
         with ProcessPoolExecutor(1, mp_context=spawn) as pool:
             training = pool.submit(train_alone, program, folder, way).result()
         result, gradients[name] = training
@@ -65,25 +70,30 @@ def link(program: Program, sha: str) -> str:
     return f"[{name}](https://github.com/{program.repository}/blob/{sha[:8]}/{file}){colon}{result}"
 
 
-def losses(program: Program, results: Mapping[str, Result], sha: str) -> list[str]:
-    """Return the row of a program in the table of losses."""
-    lines = str(results["autocast"].lines) if program.changes else "our loop"
-    shares = [share(results[way]) for way in ("autocast", "masters")]
-    finals = (final(result) + mark(program, way) for way, result in results.items())
+def row(program: Program, results: Mapping[str, Result], sha: str) -> list[str]:
+    """Return the row of a program in the table of losses, gradients and bytes."""
+    shares = dict.fromkeys(share(results[way]) for way in SHOWN[1:])
+    finals = (final(results[way]) + mark(program, way) for way in SHOWN)
+    off = dict.fromkeys(percent(results[way].distance) for way in SHOWN[1:])
+    held = (number(results[way].held) for way in SHOWN if way != "autocast")
     return [
         link(program, sha),
-        program.license,
-        lines,
-        " / ".join(dict.fromkeys(shares)),
+        str(results["autocast"].lines) if program.changes else "our loop",
+        " / ".join(shares),
         *finals,
+        " / ".join(off),
+        " / ".join(held),
     ]
 
 
-def stored(program: Program, results: Mapping[str, Result], sha: str) -> list[str]:
-    """Return the row of a program in the table of gradients and bytes."""
-    off = (percent(results[way].distance) + mark(program, way) for way in EXACT)
-    held = (results[way].held for way in WAYS if way not in ("rounded", "autocast"))
-    return [link(program, sha), *off, *(number(bytes_) for bytes_ in held)]
+def own_row(program: Program, results: Mapping[str, Result], sha: str) -> list[str]:
+    """Return the row of a program in the table of the authors' own half precision."""
+    theirs, ours = results["own"], results["autocast"]
+    return [
+        *(link(program, sha), program.own, share(theirs), share(ours)),
+        *(final(result) for result in (results["float32"], theirs, ours)),
+        *(percent(theirs.distance), percent(ours.distance)),
+    ]
 
 
 def mark(program: Program, way: str) -> str:
@@ -105,17 +115,17 @@ def final(result: Result) -> str:
 
 def percent(part: float) -> str:
     """Return a percentage with two digits."""
-    return number(100 * part)
+    return f"{100 * part:.2g}" if math.isfinite(part) else "none"
 
 
 def number(value: float) -> str:
-    """Return a number with three digits, or that there is none."""
-    return f"{value:.3g}" if math.isfinite(value) else "none"
+    """Return a number with two digits, or that there is none."""
+    return f"{value:.2g}" if math.isfinite(value) else "none"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train the programs, and write the tables to their page after each of them."""
-    parser = page.parser("benchmarks.programs", __doc__)
+    parser = page.parser("benchmarks.programs", str(__doc__))
     add = parser.add_argument
     add("folder", type=Path, help="where the programs' repositories are")
     add("--only", nargs="+", choices=PROGRAMS, default=[*PROGRAMS], help="the programs to train")
@@ -136,6 +146,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         results = measure(program, args.folder)
         kept = {
             "commit": commit(find(args.folder, program.repository)),
+            "library": library(),
             "environment": page.environment(*PACKAGES),
             "ways": {way: result._asdict() for way, result in results.items()},
         }
@@ -152,6 +163,14 @@ def found(folder: Path, program: Program) -> bool:
         return False
 
 
+def library() -> str:
+    """Return the last commit that changed this library, and whether its files differ from it."""
+    here, package = Path(__file__).parents[2], "optax_lossscale"
+    changed = git(here, "status", "--porcelain", "--", package)
+    sha = git(here, "log", "-1", "--format=%h", "--abbrev=8", "--", package).decode().strip()
+    return f"{sha}, with changes" if changed else sha
+
+
 def publish(output: Path, pages: Path) -> None:
     """Write the tables and the numbers of all results."""
     files = {name: output / f"{name}.json" for name in PROGRAMS}
@@ -161,24 +180,40 @@ def publish(output: Path, pages: Path) -> None:
 
 def tables(kept: Mapping[str, Any]) -> str:
     """Return both tables, why some ways are not for some programs, and how all was measured."""
-    bodies: tuple[list[list[str]], list[list[str]]] = [], []
-    about: dict[str, None] = {}
+    body: list[list[str]] = []
+    own: list[list[str]] = []
     for name, program in PROGRAMS.items():
-        for body, row, head in zip(bodies, (losses, stored), (LOSSES, STORED), strict=True):
-            if name in kept:
-                ways = {way: Result(**result) for way, result in kept[name]["ways"].items()}
-                body.append(row(program, ways, kept[name]["commit"]))
-            else:
-                body.append([link(program, "HEAD"), *[NOT_RUN] * (len(head) - 1)])
-        if name in kept:
-            about[kept[name]["environment"]] = None
+        if name not in kept:
+            body.append([link(program, "HEAD"), *[NOT_RUN] * (len(HEAD) - 1)])
+            continue
+        ways = {way: Result(**result) for way, result in kept[name]["ways"].items()}
+        body.append(row(program, ways, kept[name]["commit"]))
+        if program.own:
+            own.append(own_row(program, ways, kept[name]["commit"]))
     marked = [
         f"- † {program.name.partition(':')[0]}, {' and '.join(program.unsuited)}: {program.reason}."
         for program in PROGRAMS.values()
         if program.unsuited
     ]
-    texts = page.table(LOSSES, bodies[0], (0, 1)), page.table(STORED, bodies[1]), "\n".join(marked)
-    return "\n\n".join(filter(None, [*texts, *(f"{each}." for each in about)]))
+    texts = page.table(HEAD, body), "\n".join(marked), page.table(OWN, own, (0, 1)) if own else ""
+    return "\n\n".join(filter(None, [*texts, " ".join(about(kept))]))
+
+
+def about(kept: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the library and the versions with which all was measured, when, and the licenses."""
+    environments = [each["environment"].partition(", ") for each in kept.values()]
+    places = {
+        f"optax_lossscale at {each['library']}, {place}"
+        for each, (_, _, place) in zip(kept.values(), environments, strict=True)
+    }
+    if len(places) > 1:
+        raise ValueError(f"results in one folder must be of one library and machine, got {places}")
+    for place in places:
+        yield f"{' and '.join(sorted({date for date, _, _ in environments}))}, {place}."
+    others = [
+        f"{p.repository}: {p.license}" for p in PROGRAMS.values() if p.license != "Apache-2.0"
+    ]
+    yield f"All programs are licensed under Apache-2.0, except {', '.join(others)}."
 
 
 if __name__ == "__main__":

@@ -1,14 +1,23 @@
-"""Drivers of further kinds of programs: two towers, graphs, speech, a flow, a NeRF, named axes."""
+"""Drivers of further kinds of programs: two towers, graphs, speech, a flow, a NeRF, named axes.
 
+Packages outside the group `test` are imported by name, since type checkers need not find them.
+"""
+
+import functools
+import importlib
 import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import equinox as eqx
 import jax
+import jax.numpy as jnp
+import jmp
 import numpy as np
 import optax
+from absl import flags
 from flax import jax_utils
 
 from benchmarks.programs.drivers import (
@@ -53,9 +62,8 @@ def siglip(source: Source) -> None:
     utils.BigVisionMetricWriter, utils.sync = mock.MagicMock(), mock.MagicMock()
     trainer = source.package("big_vision.trainers.proj.image_text.siglip")
     tower = {"width": 64, "depth": 2, "mlp_dim": 128, "num_heads": 4, "scan": True}
-    from ml_collections import ConfigDict  # noqa: PLC0415 (only a few programs need it)
-
-    trainer.CONFIG = ConfigDict(
+    own = {"dtype_mm": "bfloat16"} if source.own else {}
+    trainer.CONFIG = importlib.import_module("ml_collections").ConfigDict(
         {
             "input": {"batch_size": 32},
             "pp_modules": ["ops_general"],
@@ -63,7 +71,7 @@ def siglip(source: Source) -> None:
             "log_training_steps": 20,
             "model_name": "proj.image_text.two_towers",
             "model": {
-                "image": {"patch_size": (4, 4), "pool_type": "map", **tower},
+                "image": {"patch_size": (4, 4), "pool_type": "map", **tower, **own},
                 "text": {"vocab_size": 32, **tower},
                 "out_dim": (None, 64),
                 "temperature_init": 10.0,
@@ -80,16 +88,18 @@ def siglip(source: Source) -> None:
     trainer.main(None)
 
 
-class Graphs(list):
+class Graphs(list[Any]):
     """Batches of graphs as a data set of TensorFlow offers them."""
 
-    as_numpy_iterator = list.__iter__
+    def as_numpy_iterator(self) -> Iterator[Any]:
+        """Yield the batches."""
+        return iter(self)
 
 
 def graphs(source: Source) -> None:
     """Train a graph network to tell properties of random rings."""
-    import jraph  # noqa: PLC0415
-    from clu import metrics  # noqa: F401, PLC0415 (only this program needs these)
+    jraph = importlib.import_module("jraph")
+    importlib.import_module("clu.metrics")  # before a stand-in for the rest of `clu`
 
     rng = np.random.default_rng(0)
 
@@ -132,6 +142,9 @@ def speech(source: Source) -> None:
     source.package("algoperf")
     stand_in(f"{base}.metrics", f"{base}.input_pipeline", "algoperf.data_utils")
     workload = source.package(f"{base}.librispeech_jax.workload").LibriSpeechConformerWorkload()
+    models = source.package(f"{base}.librispeech_jax.models")
+    dtype = jnp.bfloat16 if source.own else jnp.float32
+    models.ConformerConfig = functools.partial(models.ConformerConfig, dtype=dtype)
     submission = source.module()
     hyper = SimpleNamespace(
         learning_rate=2e-3,
@@ -163,8 +176,6 @@ def speech(source: Source) -> None:
 
 def flow(source: Source) -> None:
     """Train a flow on digits."""
-    from absl import flags  # noqa: PLC0415 (only this program needs it)
-
     images = (digits(8, 1) * 255).astype(np.uint8)
     stand_in("tensorflow_datasets")
     program = source.module()
@@ -180,8 +191,7 @@ def nerf(source: Source) -> None:
     stand_in("internal.datasets", "internal.vis", "pycolmap", "cv2", "rawpy")
     train_utils = source.package("internal.train_utils")
     configs, utils = source.package("internal.configs"), source.package("internal.utils")
-    import gin  # noqa: PLC0415 (only this program needs it)
-
+    gin = importlib.import_module("gin")
     for name, value in {
         "NerfMLP.net_width": 64,
         "PropMLP.net_width": 64,
@@ -227,9 +237,7 @@ def nerf(source: Source) -> None:
 def named_axes(source: Source) -> None:
     """Train Levanter's GPT-2 on the characters of Python's help. The loop is ours."""
     give_older_names()
-    import equinox as eqx  # noqa: PLC0415 (only a few programs need these)
-    import haliax as hax  # noqa: PLC0415
-
+    hax = importlib.import_module("haliax")
     folder = str(source.root / "src/levanter")
     stand_in("levanter", __path__=[folder])
     stand_in("levanter.models", __path__=[f"{folder}/models"])
@@ -254,7 +262,11 @@ def named_axes(source: Source) -> None:
     tx = ols.with_loss_scaling(optax.adam(3e-3))
     opt_state = tx.init(eqx.filter(model, eqx.is_inexact_array))
 
+    # The authors' trainer casts the model for each step, by this library's `Policy`.
+    policy = jmp.get_policy("params=float32,compute=bfloat16" if source.own else "float32")
+
     def loss_fn(model: Any, tokens: Any) -> Any:
+        model = policy.cast_to_compute(model) if source.own else model
         example = hax.vmap(lm.LmExample.causal, rows)(hax.named(tokens, (rows, config.Pos)))
         return lm.compute_next_token_loss(model, example, reduction=None).mean().scalar()
 

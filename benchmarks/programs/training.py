@@ -29,12 +29,14 @@ class Way(NamedTuple):
       stored: The dtype of its parameters.
       rounded: Whether float32 parameters start from numbers that bfloat16 holds.
       masters: Whether bfloat16 parameters have masters. Otherwise they are rounded stochastically.
+      own: Whether the authors' own setting for half precision replaces `autocast`.
     """
 
     half: str
     stored: str = "float32"
     rounded: bool = False
     masters: bool = False
+    own: bool = False
 
     def wrap(self, tx: Any) -> Any:
         """Return the optimizer that a user of this way writes."""
@@ -51,9 +53,10 @@ WAYS = {
     "autocast": Way("bfloat16"),
     "masters": Way("bfloat16", stored="bfloat16", masters=True),
     "stochastic": Way("bfloat16", stored="bfloat16"),
+    "own": Way("bfloat16", own=True),
 }
 # The float32 run that starts from the same weights, and so has the exact first gradient.
-EXACT = {"autocast": "float32", "masters": "rounded", "stochastic": "rounded"}
+EXACT = {"autocast": "float32", "masters": "rounded", "stochastic": "rounded", "own": "float32"}
 WRAPPERS = ols.GuardState, ols.MasterWeightsState, ols.StochasticRoundingState, ols.Bfloat16State
 
 
@@ -105,6 +108,10 @@ class Library:
     def __getattr__(self, name: str) -> Any:
         """Return what the library itself has by this name."""
         return getattr(ols, name)
+
+    def autocast(self, fun: Callable[..., Any], dtype: str) -> Callable[..., Any]:
+        """Run matrix products in this dtype, unless the authors' own setting does."""
+        return fun if self.way.own else ols.autocast(fun, dtype)
 
     def cast(self, tree: Any, dtype: Any) -> Any:
         """Store parameters in this dtype, and round the first ones if they are to start so."""
@@ -193,7 +200,7 @@ def train(program: Program, folder: Path, way: Way) -> tuple[Result, list[np.nda
         lines = extract(program, folder, Path(root))
         try:
             with contextlib.redirect_stdout(io.StringIO()):
-                source = Source(Path(root), program.file, library, way.half, way.stored)
+                source = Source(Path(root), program.file, library, way.half, way.stored, way.own)
                 final = program.run(source)
             jax.effects_barrier()
         except Exception as raised:  # noqa: BLE001 (an error is a result)
