@@ -10,15 +10,14 @@ program small and give it data that needs no download. They need what the progra
 the group `test`: `clu`, `diffrax`, `distrax`, `dm-pix`, `draccus`, `einops`, `gin-config`,
 `gymnax<0.0.9`, `haliax>=1.4.dev0`, `jmp`, `jraph`, `ml_collections`, `scipy`, `tabulate`.
 
-All of them take about an hour on two cores. The table has every program whose results are in the
-folder of `--output`, so that `--only` measures some of them anew. All results in the folder must be
-of the same library, versions and machine.
+All of them take about an hour on two cores. The table has every program in the file of results, so
+that `--only` trains some of them again, and `--only` without a name writes the page again. All
+results in the file must be of the same library, versions and machine.
 """
 
 import json
 import math
 import multiprocessing
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -42,6 +41,7 @@ OWN = (
     *("gradient off, %: theirs", "ours"),
 )
 NOT_RUN = "not run"
+RESULTS = Path(__file__).with_name("results.json")
 PACKAGES = "jax", "optax", "flax", "dm-haiku", "equinox", "diffrax", "distrax", "haliax", "jraph"
 
 
@@ -124,35 +124,35 @@ def number(value: float) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train the programs, and write the tables to their page after each of them."""
+    """Train the programs, keep the results of each, and write the tables to their page."""
     parser = page.parser("benchmarks.programs", str(__doc__))
     add = parser.add_argument
     add("folder", type=Path, help="where the programs' repositories are")
-    add("--only", nargs="+", choices=PROGRAMS, default=[*PROGRAMS], help="the programs to train")
-    add("--output", type=Path, default=Path("output/programs"), help="folder of the results")
-    add("--pages", type=Path, help="folder of the pages; without it, a copy beside the results")
+    add("--only", nargs="*", choices=PROGRAMS, default=[*PROGRAMS], help="the programs to train")
+    add("--results", type=Path, default=RESULTS, help="the file of results")
+    add("--pages", type=Path, help="folder of the pages; without it, the tables are printed")
     args = parser.parse_args(argv)
-    pages = args.pages or args.output
-    args.output.mkdir(parents=True, exist_ok=True)
-    if not (pages / f"{PAGE}.md").exists():
-        shutil.copy(f"docs/{PAGE}.md", pages)
     here = [name for name in args.only if found(args.folder, PROGRAMS[name])]
     for repository in sorted({PROGRAMS[name].repository for name in set(args.only) - set(here)}):
         owner, name = repository.split("/")
         print(f"wanted: https://github.com/{repository} in {args.folder / owner}+{name}")
+    results = json.loads(args.results.read_text()) if args.results.exists() else {}
     for name in here:
         program = PROGRAMS[name]
         print(f"{name}: {program.repository}, {program.file}", flush=True)
-        results = measure(program, args.folder)
-        kept = {
+        ways = measure(program, args.folder)
+        results[name] = {
             "commit": commit(find(args.folder, program.repository)),
             "library": library(),
             "environment": page.environment(*PACKAGES),
-            "ways": {way: result._asdict() for way, result in results.items()},
+            "ways": {way: result._asdict() for way, result in ways.items()},
         }
-        (args.output / f"{name}.json").write_text(json.dumps(kept, indent=1))
-        publish(args.output, pages)
-    publish(args.output, pages)
+        args.results.write_text(page.as_json(results))
+    text = tables(results)
+    if args.pages:
+        page.publish(page.Report(text), PART, args.pages / f"{PAGE}.md", COMMAND)
+    else:
+        print(text)
 
 
 def found(folder: Path, program: Program) -> bool:
@@ -171,43 +171,36 @@ def library() -> str:
     return f"{sha}, with changes" if changed else sha
 
 
-def publish(output: Path, pages: Path) -> None:
-    """Write the tables and the numbers of all results."""
-    files = {name: output / f"{name}.json" for name in PROGRAMS}
-    kept = {name: json.loads(f.read_text()) for name, f in files.items() if f.exists()}
-    page.publish(page.Report(tables(kept), kept), PART, pages / f"{PAGE}.md", COMMAND)
-
-
-def tables(kept: Mapping[str, Any]) -> str:
+def tables(results: Mapping[str, Any]) -> str:
     """Return both tables, why some ways are not for some programs, and how all was measured."""
     body: list[list[str]] = []
     own: list[list[str]] = []
     for name, program in PROGRAMS.items():
-        if name not in kept:
+        if name not in results:
             body.append([link(program, "HEAD"), *[NOT_RUN] * (len(HEAD) - 1)])
             continue
-        ways = {way: Result(**result) for way, result in kept[name]["ways"].items()}
-        body.append(row(program, ways, kept[name]["commit"]))
+        ways = {way: Result(**found) for way, found in results[name]["ways"].items()}
+        body.append(row(program, ways, results[name]["commit"]))
         if program.own:
-            own.append(own_row(program, ways, kept[name]["commit"]))
+            own.append(own_row(program, ways, results[name]["commit"]))
     marked = [
         f"- † {program.name.partition(':')[0]}, {' and '.join(program.unsuited)}: {program.reason}."
         for program in PROGRAMS.values()
         if program.unsuited
     ]
     texts = page.table(HEAD, body), "\n".join(marked), page.table(OWN, own, (0, 1)) if own else ""
-    return "\n\n".join(filter(None, [*texts, " ".join(about(kept))]))
+    return "\n\n".join(filter(None, [*texts, " ".join(about(results))]))
 
 
-def about(kept: Mapping[str, Any]) -> Iterator[str]:
+def about(results: Mapping[str, Any]) -> Iterator[str]:
     """Yield the library and the versions with which all was measured, when, and the licenses."""
-    environments = [each["environment"].partition(", ") for each in kept.values()]
+    environments = [each["environment"].partition(", ") for each in results.values()]
     places = {
         f"optax_lossscale at {each['library']}, {place}"
-        for each, (_, _, place) in zip(kept.values(), environments, strict=True)
+        for each, (_, _, place) in zip(results.values(), environments, strict=True)
     }
     if len(places) > 1:
-        raise ValueError(f"results in one folder must be of one library and machine, got {places}")
+        raise ValueError(f"the results must be of one library, machine and set of versions, got {places}")
     for place in places:
         yield f"{' and '.join(sorted({date for date, _, _ in environments}))}, {place}."
     others = [

@@ -38,6 +38,12 @@ def siglip(source: Source) -> None:
     names = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
     letters = np.array([[ord(c) - 96 for c in name.ljust(8, "`")] for name in names], np.int32)
     images, texts = digits(16, 3) * 2 - 1, letters[labels()]
+    tower: dict[str, Any] = {"width": 64, "depth": 2, "mlp_dim": 128, "num_heads": 4}
+    patch, width, words, rows = 4, 64, 32, 32
+    if source.large:
+        images, texts = np.zeros((64, 224, 224, 3), np.float32), np.ones((64, 64), np.int32)
+        tower = {"width": 768, "depth": 12, "mlp_dim": 3072, "num_heads": 12, **source.large}
+        patch, width, words, rows = 16, 768, 32000, 64
 
     def training(config: Any) -> Any:
         def spec(x: np.ndarray) -> Any:
@@ -48,7 +54,7 @@ def siglip(source: Source) -> None:
         return SimpleNamespace(element_spec=element), len(images)
 
     def start_global(*_: Any) -> Iterator[dict[str, np.ndarray]]:
-        for image, text in batches(32, images, texts):
+        for image, text in batches(rows, images, texts):
             yield {"image": image, "labels": text}
 
     source.package("big_vision")
@@ -61,19 +67,24 @@ def siglip(source: Source) -> None:
     utils = source.package("big_vision.utils")
     utils.BigVisionMetricWriter, utils.sync = mock.MagicMock(), mock.MagicMock()
     trainer = source.package("big_vision.trainers.proj.image_text.siglip")
-    tower = {"width": 64, "depth": 2, "mlp_dim": 128, "num_heads": 4, "scan": True}
     own = {"dtype_mm": "bfloat16"} if source.own else {}
     trainer.CONFIG = importlib.import_module("ml_collections").ConfigDict(
         {
-            "input": {"batch_size": 32},
+            "input": {"batch_size": rows},
             "pp_modules": ["ops_general"],
             "total_steps": 40,
             "log_training_steps": 20,
             "model_name": "proj.image_text.two_towers",
             "model": {
-                "image": {"patch_size": (4, 4), "pool_type": "map", **tower, **own},
-                "text": {"vocab_size": 32, **tower},
-                "out_dim": (None, 64),
+                "image": {
+                    "patch_size": (patch, patch),
+                    "pool_type": "map",
+                    "scan": True,
+                    **tower,
+                    **own,
+                },
+                "text": {"vocab_size": words, "scan": True, **tower},
+                "out_dim": (None, width),
                 "temperature_init": 10.0,
                 "bias_init": -2.71,
             },
@@ -150,7 +161,7 @@ def speech(source: Source) -> None:
         learning_rate=2e-3,
         one_minus_beta1=0.1,
         beta2=0.99,
-        warmup_factor=0.1,
+        warmup_factor=5 / workload.step_hint,  # five steps
         weight_decay=0.01,
         grad_clip=5.0,
         dropout_rate=0.0,
@@ -254,9 +265,12 @@ def named_axes(source: Source) -> None:
         HFCheckpointConverter=dict,
     )
     gpt2 = source.package("levanter.models.gpt2")
-    config = gpt2.Gpt2Config(seq_len=64, hidden_dim=64, num_layers=2, num_heads=4)
-    ols = source.library
+    sizes: dict[str, Any] = {"seq_len": 64, "hidden_dim": 64, "num_layers": 2, "num_heads": 4}
     rows, vocabulary = hax.Axis("batch", 16), hax.Axis("vocab", 128)
+    if source.large:
+        sizes, vocabulary = {"attn_backend": "jax_flash", **source.large}, hax.Axis("vocab", 50257)
+    config = gpt2.Gpt2Config(**sizes)
+    ols = source.library
     model = gpt2.Gpt2LMHeadModel.init(vocabulary, config, key=jax.random.PRNGKey(0))
     model = ols.cast(model, source.stored)
     tx = ols.with_loss_scaling(optax.adam(3e-3))
@@ -282,6 +296,6 @@ def named_axes(source: Source) -> None:
         return ols.cast(eqx.apply_updates(model, updates), source.stored), opt_state
 
     text = np.array([ord(character) for character in english()], np.int32)
-    windows = np.lib.stride_tricks.sliding_window_view(text, 64)
-    for (tokens,) in itertools.islice(batches(16, windows), 60):
+    windows = np.lib.stride_tricks.sliding_window_view(text, config.seq_len)
+    for (tokens,) in itertools.islice(batches(rows.size, windows), 60):
         model, opt_state = step(model, opt_state, tokens)

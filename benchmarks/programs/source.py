@@ -59,6 +59,7 @@ class Source(NamedTuple):
       half: The changed lines call it `half`: the dtype of matrix products.
       stored: The changed lines call it `stored`: the dtype of parameters.
       own: Whether to turn on the authors' own half precision.
+      large: Settings of a model of the authors' own size. Without any, it is small.
     """
 
     root: Path
@@ -67,6 +68,7 @@ class Source(NamedTuple):
     half: str
     stored: str
     own: bool = False
+    large: Mapping[str, Any] = {}
 
     def module(self, name: str = "") -> Any:
         """Import a module beside the changed file, which is the default."""

@@ -6,7 +6,7 @@ import io
 import math
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -187,9 +187,15 @@ def train_alone(program: Program, folder: Path, way: Way) -> tuple[Result, list[
     return train(program, folder, way)
 
 
-def train(program: Program, folder: Path, way: Way) -> tuple[Result, list[np.ndarray]]:
+def train(
+    program: Program,
+    folder: Path,
+    way: Way,
+    library: Library | None = None,
+    large: Mapping[str, Any] | None = None,
+) -> tuple[Result, list[np.ndarray]]:
     """Change a program, train it, and return what is found and its first gradient."""
-    library = Library(way)
+    library = library or Library(way)
     # The changed lines say `ols`, `half` and `stored`. A user's would import and write them.
     names: dict[str, Any] = {"ols": library, "half": way.half, "stored": way.stored}
     final, error = None, ""
@@ -200,8 +206,8 @@ def train(program: Program, folder: Path, way: Way) -> tuple[Result, list[np.nda
         lines = extract(program, folder, Path(root))
         try:
             with contextlib.redirect_stdout(io.StringIO()):
-                source = Source(Path(root), program.file, library, way.half, way.stored, way.own)
-                final = program.run(source)
+                dtypes = way.half, way.stored, way.own
+                final = program.run(Source(Path(root), program.file, library, *dtypes, large or {}))
             jax.effects_barrier()
         except Exception as raised:  # noqa: BLE001 (an error is a result)
             first = str(raised).partition("\n")[0]
