@@ -15,7 +15,6 @@ that `--only` trains some of them again, and `--only` without a name writes the 
 results in the file must be of the same library, versions and machine.
 """
 
-import json
 import math
 import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +26,8 @@ import numpy as np
 
 from benchmarks import page
 from benchmarks.programs.listed import PROGRAMS
-from benchmarks.programs.source import Program, commit, find, git
+from benchmarks.programs.memory import table as memory_table
+from benchmarks.programs.source import RESULTS, Program, commit, find, library, read
 from benchmarks.programs.training import EXACT, WAYS, Result, distance, train_alone
 
 COMMAND = "python -m benchmarks.programs"
@@ -41,19 +41,19 @@ OWN = (
     *("gradient off, %: theirs", "ours"),
 )
 NOT_RUN = "not run"
-RESULTS = Path(__file__).with_name("results.json")
 PACKAGES = "jax", "optax", "flax", "dm-haiku", "equinox", "diffrax", "distrax", "haliax", "jraph"
 
 
 def measure(program: Program, folder: Path) -> dict[str, Result]:
     """Train a program in each way, each in a process of its own."""
-    spawn = multiprocessing.get_context("spawn")
+    server = multiprocessing.get_context("forkserver")  # imports JAX once for all of them
+    server.set_forkserver_preload(["benchmarks.programs.listed", "benchmarks.programs.training"])
     found: dict[str, Result] = {}
     gradients: dict[str, list[np.ndarray]] = {}
     for name, way in WAYS.items():
         if way.own and not program.own:
             continue
-        with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        with ProcessPoolExecutor(1, mp_context=server) as pool:
             training = pool.submit(train_alone, program, folder, way).result()
         result, gradients[name] = training
         if name in EXACT:
@@ -136,19 +136,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     for repository in sorted({PROGRAMS[name].repository for name in set(args.only) - set(here)}):
         owner, name = repository.split("/")
         print(f"wanted: https://github.com/{repository} in {args.folder / owner}+{name}")
-    results = json.loads(args.results.read_text()) if args.results.exists() else {}
+    results = read(args.results)
     for name in here:
         program = PROGRAMS[name]
         print(f"{name}: {program.repository}, {program.file}", flush=True)
         ways = measure(program, args.folder)
-        results[name] = {
+        results["programs"][name] = {
             "commit": commit(find(args.folder, program.repository)),
             "library": library(),
             "environment": page.environment(*PACKAGES),
             "ways": {way: result._asdict() for way, result in ways.items()},
         }
         args.results.write_text(page.as_json(results))
-    text = tables(results)
+    text = tables(**results)
     if args.pages:
         page.publish(page.Report(text), PART, args.pages / f"{PAGE}.md", COMMAND)
     else:
@@ -163,44 +163,44 @@ def found(folder: Path, program: Program) -> bool:
         return False
 
 
-def library() -> str:
-    """Return the last commit that changed this library, and whether its files differ from it."""
-    here, package = Path(__file__).parents[2], "optax_lossscale"
-    changed = git(here, "status", "--porcelain", "--", package)
-    sha = git(here, "log", "-1", "--format=%h", "--abbrev=8", "--", package).decode().strip()
-    return f"{sha}, with changes" if changed else sha
-
-
-def tables(results: Mapping[str, Any]) -> str:
-    """Return both tables, why some ways are not for some programs, and how all was measured."""
+def tables(programs: Mapping[str, Any], memory: Mapping[str, Any]) -> str:
+    """Return the tables, why some ways are not for some programs, and how all was measured."""
     body: list[list[str]] = []
     own: list[list[str]] = []
     for name, program in PROGRAMS.items():
-        if name not in results:
+        if name not in programs:
             body.append([link(program, "HEAD"), *[NOT_RUN] * (len(HEAD) - 1)])
             continue
-        ways = {way: Result(**found) for way, found in results[name]["ways"].items()}
-        body.append(row(program, ways, results[name]["commit"]))
+        ways = {way: Result(**found) for way, found in programs[name]["ways"].items()}
+        body.append(row(program, ways, programs[name]["commit"]))
         if program.own:
-            own.append(own_row(program, ways, results[name]["commit"]))
+            own.append(own_row(program, ways, programs[name]["commit"]))
     marked = [
         f"- † {program.name.partition(':')[0]}, {' and '.join(program.unsuited)}: {program.reason}."
         for program in PROGRAMS.values()
         if program.unsuited
     ]
-    texts = page.table(HEAD, body), "\n".join(marked), page.table(OWN, own, (0, 1)) if own else ""
-    return "\n\n".join(filter(None, [*texts, " ".join(about(results))]))
+    texts = [
+        page.table(HEAD, body),
+        "\n".join(marked),
+        page.table(OWN, own, (0, 1)) if own else "",
+        memory_table(memory) if memory else "",
+        " ".join(about(programs)),
+    ]
+    return "\n\n".join(filter(None, texts))
 
 
-def about(results: Mapping[str, Any]) -> Iterator[str]:
+def about(programs: Mapping[str, Any]) -> Iterator[str]:
     """Yield the library and the versions with which all was measured, when, and the licenses."""
-    environments = [each["environment"].partition(", ") for each in results.values()]
+    environments = [each["environment"].partition(", ") for each in programs.values()]
     places = {
         f"optax_lossscale at {each['library']}, {place}"
-        for each, (_, _, place) in zip(results.values(), environments, strict=True)
+        for each, (_, _, place) in zip(programs.values(), environments, strict=True)
     }
     if len(places) > 1:
-        raise ValueError(f"the results must be of one library, machine and set of versions, got {places}")
+        raise ValueError(
+            f"the results must be of one library, machine and set of versions, got {places}"
+        )
     for place in places:
         yield f"{' and '.join(sorted({date for date, _, _ in environments}))}, {place}."
     others = [

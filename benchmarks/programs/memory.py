@@ -8,20 +8,20 @@ what the backward pass keeps: in float32, with the authors' own half precision, 
 with `autocast` and parameters stored in bfloat16.
 """
 
-import json
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.core import eval_jaxpr
 from jax.sharding import SingleDeviceSharding
 
 import optax_lossscale as ols
 from benchmarks import aot, hlo, page
 from benchmarks.programs.listed import PROGRAMS
-from benchmarks.programs.source import commit, find
+from benchmarks.programs.source import RESULTS, commit, find, library, read
 from benchmarks.programs.training import WAYS, Library, Way, train
 
 KEPT = {
@@ -67,7 +67,7 @@ class Compiler(Library):
 
             def run(_: Any, inputs: Sequence[Any]) -> list[Any]:
                 consts = inputs[: len(closed.consts)]
-                return jax.core.eval_jaxpr(closed.jaxpr, consts, *inputs[len(consts) :])
+                return eval_jaxpr(closed.jaxpr, consts, *inputs[len(consts) :])
 
             options = aot.ON_GPU | {"xla_gpu_enable_triton_gemm": False}
             _, self.counts = hlo.compile_step(run, (), shapes, options=options)
@@ -81,28 +81,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = page.parser("benchmarks.programs.memory", str(__doc__))
     parser.add_argument("folder", type=Path, help="where the programs' repositories are")
     parser.add_argument("--only", nargs="+", choices=KEPT, default=[*KEPT])
-    parser.add_argument("--output", type=Path, default=Path("output/programs"))
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the file of results")
     args = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     warnings.simplefilter("ignore")
-    args.output.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {}
+    results = read(args.results)
     for name in args.only:
         program = PROGRAMS[name]
         sha = commit(find(args.folder, program.repository))
         for kept, large in KEPT[name].items():
-            row = found[f"{program.name}, keeps {kept}"] = {"commit": sha}
+            row: dict[str, Any] = {"commit": sha, "library": library()}
+            results["memory"][f"{program.name}, keeps {kept}"] = row
             for way in COLUMNS:
                 compiler = Compiler(WAYS[way])
                 result, _ = train(program, args.folder, WAYS[way], compiler, large)
                 row[way] = compiler.counts or {"error": result.error}
                 print(name, kept, way, row[way], flush=True)
-            (args.output / "memory.json").write_text(json.dumps(found, indent=1) + "\n")
-    print(table(found))
+            args.results.write_text(page.as_json(results))
+    print(table(results["memory"]))
 
 
-def table(found: dict[str, Any]) -> str:
+def table(found: Mapping[str, Any]) -> str:
     """Return a row for each model and setting, with temporary memory in gigabytes."""
 
     def shown(counts: dict[str, Any]) -> str:

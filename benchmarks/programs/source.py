@@ -15,6 +15,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
 
+RESULTS = Path(__file__).with_name("results.json")
+
 
 class Program(NamedTuple):
     """A program that others wrote, and how it is trained.
@@ -109,6 +111,19 @@ def find(folder: Path, repository: str) -> Path:
 def commit(folder: Path) -> str:
     """Return the commit of a repository."""
     return git(folder, "rev-parse", "HEAD").decode().strip()
+
+
+def library() -> str:
+    """Return the last commit that changed this library, and whether its files differ from it."""
+    here, package = Path(__file__).parents[2], "optax_lossscale"
+    changed = git(here, "status", "--porcelain", "--", package)
+    sha = git(here, "log", "-1", "--format=%h", "--abbrev=8", "--", package).decode().strip()
+    return f"{sha}, with changes" if changed else sha
+
+
+def read(file: Path) -> dict[str, Any]:
+    """Return the results in a file: of the programs, and of their memory."""
+    return json.loads(file.read_text()) if file.exists() else {"programs": {}, "memory": {}}
 
 
 def extract(program: Program, folder: Path, root: Path) -> int:
