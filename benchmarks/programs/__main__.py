@@ -169,7 +169,7 @@ def tables(programs: Mapping[str, Any], memory: Mapping[str, Any]) -> str:
     own: list[list[str]] = []
     for name, program in PROGRAMS.items():
         if name not in programs:
-            body.append([link(program, "HEAD"), *[NOT_RUN] * (len(HEAD) - 1)])
+            body.append([link(program, "HEAD"), NOT_RUN, *[""] * (len(HEAD) - 2)])
             continue
         ways = {way: Result(**found) for way, found in programs[name]["ways"].items()}
         body.append(row(program, ways, programs[name]["commit"]))

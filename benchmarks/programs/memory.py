@@ -34,6 +34,7 @@ KEPT = {
         "all that it needs": {"gradient_checkpointing": False},
     },
 }
+DEVICE = "h100"
 COLUMNS = {"float32": "float32", "own": "theirs", "autocast": "ours", "masters": "ours, stored"}
 
 
@@ -61,7 +62,7 @@ class Compiler(Library):
 
             # What the loss closes over may be traced. It becomes an argument.
             closed = jax.make_jaxpr(on_arrays)(*(leaves[place] for place in places))
-            sharding = SingleDeviceSharding(aot.find_devices("h100")[0])
+            sharding = SingleDeviceSharding(aot.find_devices(DEVICE)[0])
             inputs = [*closed.consts, *(leaves[place] for place in places)]
             shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in inputs]
 
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Compile all, and print a table."""
     parser = page.parser("benchmarks.programs.memory", str(__doc__))
     parser.add_argument("folder", type=Path, help="where the programs' repositories are")
-    parser.add_argument("--only", nargs="+", choices=KEPT, default=[*KEPT])
+    parser.add_argument("--only", nargs="+", choices=KEPT, default=[*KEPT], help="the programs")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the file of results")
     args = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")
