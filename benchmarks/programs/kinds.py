@@ -211,7 +211,11 @@ def nerf(source: Source) -> None:
         "NerfMLP.bottleneck_width": 64,
         "NerfMLP.net_width_viewdirs": 64,
         "Model.num_prop_samples": 16,
-        "Model.num_nerf_samples": 16,
+        "Model.num_nerf_samples": 8,
+        # As in the authors' own configuration for scenes without bounds.
+        "PropMLP.disable_density_normals": True,
+        "PropMLP.disable_rgb": True,
+        "NerfMLP.disable_density_normals": True,
     }.items():
         gin.bind_parameter(name, value)
     config = configs.Config(max_steps=40, lr_delay_steps=8, batch_size=128)

@@ -4,6 +4,7 @@ import builtins
 import contextlib
 import io
 import math
+import os
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
@@ -181,6 +182,8 @@ def distance(gradient: list[np.ndarray], exact: list[np.ndarray]) -> float:
 
 def train_alone(program: Program, folder: Path, way: Way) -> tuple[Result, list[np.ndarray]]:
     """Train a program in a process of its own: programs import and set what they like."""
+    # On a busy machine, a thread may wait long for the others of a collective.
+    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_collective_call_terminate_timeout_seconds=900")
     jax.config.update("jax_num_cpu_devices", program.devices)
     jax.config.update("jax_disable_most_optimizations", True)  # compiling takes most of the time
     warnings.simplefilter("ignore")  # deprecations, and autocast's own about a low share
