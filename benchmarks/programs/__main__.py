@@ -11,8 +11,9 @@ the group `test`: `clu`, `diffrax`, `distrax`, `dm-pix`, `draccus`, `einops`, `g
 `gymnax<0.0.9`, `haliax>=1.4.dev0`, `jmp`, `jraph`, `ml_collections`, `scipy`, `tabulate`.
 
 All of them take about an hour on two cores. The table has every program in the file of results, so
-that `--only` trains some of them again, and `--only` without a name writes the page again. All
-results in the file must be of the same library, versions and machine.
+that `--only` trains some of them again, and `--only` without a name writes the page again. Parts
+can run beside one another, each with its own `--results`, and `--merge` puts them together. All
+results must be of the same library, versions and machine.
 """
 
 import math
@@ -40,6 +41,12 @@ OWN = (
     *("loss: float32", "theirs", "ours"),
     *("gradient off, %: theirs", "ours"),
 )
+LEGEND = """\
+*masters*: bfloat16 parameters, masters in remainders, moments in bfloat16. *stochastic*: bfloat16
+parameters with stochastic rounding, moments in bfloat16. *half*: the share of the operations of
+matrix products that run in half precision. *gradient off*: the relative error of the first gradient
+against float32 at the same stored weights, with `autocast` / with bfloat16 parameters. *bytes*: of
+parameters and optimizer state for each parameter, in float32 / *masters* / *stochastic*."""
 NOT_RUN = "not run"
 PACKAGES = "jax", "optax", "flax", "dm-haiku", "equinox", "diffrax", "distrax", "haliax", "jraph"
 
@@ -129,6 +136,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("folder", type=Path, help="where the programs' repositories are")
     add("--only", nargs="*", choices=PROGRAMS, default=[*PROGRAMS], help="the programs to train")
+    add("--merge", nargs="+", type=Path, default=[], help="files of results to add")
     add("--results", type=Path, default=RESULTS, help="the file of results")
     add("--pages", type=Path, help="folder of the pages; without it, the tables are printed")
     args = parser.parse_args(argv)
@@ -137,6 +145,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         owner, name = repository.split("/")
         print(f"wanted: https://github.com/{repository} in {args.folder / owner}+{name}")
     results = read(args.results)
+    for file in args.merge:
+        for part, added in read(file).items():
+            results[part] |= added
+        args.results.write_text(page.as_json(results))
     for name in here:
         program = PROGRAMS[name]
         print(f"{name}: {program.repository}, {program.file}", flush=True)
@@ -181,6 +193,7 @@ def tables(programs: Mapping[str, Any], memory: Mapping[str, Any]) -> str:
         if program.unsuited
     ]
     texts = [
+        LEGEND,
         page.table(HEAD, body),
         "\n".join(marked),
         page.table(OWN, own, (0, 1)) if own else "",

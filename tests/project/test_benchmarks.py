@@ -310,7 +310,12 @@ def test_the_command_keeps_results_and_writes_them_to_the_page(public, monkeypat
     assert written.startswith("Before")
     assert written.endswith("After")
     programs.main([str(public), f"--results={results}", "--only"])
-    assert written.count(capsys.readouterr().out.partition("\n")[2]) == 1
+    assert capsys.readouterr().out.endswith(
+        written.partition("-->\n\n")[2].partition("\n\n<!--")[0] + "\n"
+    )
+    merged = public / "merged.json"
+    programs.main([str(public), f"--results={merged}", "--merge", str(results), "--only"])
+    assert merged.read_text() == results.read_text()
     kept = json.loads(results.read_text())["programs"]
     kept["other"] = kept["lines"] | {"library": "01234567"}
     with pytest.raises(ValueError, match="must be of one library"):
