@@ -114,7 +114,7 @@ def _with_inputs(jaxpr: Jaxpr, inputs: list[Any]) -> Jaxpr:
         for x in atoms:
             if not is_literal(x) and x in stored and x not in converted:
                 converted.add(x)
-                eqns.append(conversion(stored[x], x, beside))
+                eqns.append(conversion(stored[x], x, _in_mesh_of(x, beside, jaxpr)))
 
     for eqn in jaxpr.eqns:
         as_stored = [
@@ -134,6 +134,19 @@ def _with_inputs(jaxpr: Jaxpr, inputs: list[Any]) -> Jaxpr:
     if eqns:
         convert(jaxpr.outvars, eqns[-1])
     return jaxpr.replace(invars=inputs, eqns=eqns)
+
+
+def _in_mesh_of(x: Any, beside: Equation, jaxpr: Jaxpr) -> Equation:
+    """Return an equation under the mesh of a variable, with its other properties from `beside`.
+
+    An equation that reshards an array, as in `jax.sharding.auto_axes`, is under the mesh that the
+    result has. JAX refuses to convert an array under another mesh than its own.
+    """
+    mesh = x.aval.sharding.mesh
+    for eqn in (beside, *jaxpr.eqns):
+        if eqn.ctx.cur_abstract_mesh == mesh:
+            return beside.replace(ctx=eqn.ctx)
+    return beside
 
 
 def _first_entered(eqn: Equation) -> int:
