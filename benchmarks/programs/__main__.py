@@ -13,7 +13,7 @@ the group `test`: `clu`, `diffrax`, `distrax`, `dm-pix`, `draccus`, `einops`, `g
 All of them take about an hour on two cores. The table has every program in the file of results, so
 that `--only` trains some of them again, and `--only` without a name writes the page again. Parts
 can run beside one another, each with its own `--results`, and `--merge` puts them together. All
-results must be of the same library, versions and machine.
+results must be of the same versions and machine.
 """
 
 import math
@@ -198,28 +198,28 @@ def tables(programs: Mapping[str, Any], memory: Mapping[str, Any]) -> str:
         "\n".join(marked),
         page.table(OWN, own, (0, 1)) if own else "",
         memory_table(memory) if memory else "",
-        " ".join(about(programs)),
+        " ".join(about(programs)) if programs else "",
     ]
     return "\n\n".join(filter(None, texts))
 
 
 def about(programs: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the library and the versions with which all was measured, when, and the licenses."""
-    environments = [each["environment"].partition(", ") for each in programs.values()]
-    places = {
-        f"optax_lossscale at {each['library']}, {place}"
-        for each, (_, _, place) in zip(programs.values(), environments, strict=True)
-    }
-    if len(places) > 1:
-        raise ValueError(
-            f"the results must be of one library, machine and set of versions, got {places}"
-        )
-    for place in places:
-        yield f"{' and '.join(sorted({date for date, _, _ in environments}))}, {place}."
-    others = [
+    """Yield the libraries and the versions with which all was measured, when, and the licenses."""
+    dates, machines, libraries = set[str](), set[str](), dict[str, list[str]]()
+    for name, each in programs.items():
+        date, _, machine = each["environment"].partition(", ")
+        dates.add(date)
+        machines.add(machine)
+        libraries.setdefault(each["library"], []).append(PROGRAMS[name].name.partition(":")[0])
+    if len(machines) > 1:
+        raise ValueError(f"the results must be of one machine and set of versions, got {machines}")
+    usual, *others = sorted(libraries, key=lambda commit: -len(libraries[commit]))
+    exceptions = "".join(f" ({commit}: {'; '.join(libraries[commit])})" for commit in others)
+    yield f"{' and '.join(sorted(dates))}, {machines.pop()}, optax_lossscale at {usual}{exceptions}."
+    licenses = [
         f"{p.repository}: {p.license}" for p in PROGRAMS.values() if p.license != "Apache-2.0"
     ]
-    yield f"All programs are licensed under Apache-2.0, except {', '.join(others)}."
+    yield f"All programs are licensed under Apache-2.0, except {', '.join(licenses)}."
 
 
 if __name__ == "__main__":

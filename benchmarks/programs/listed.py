@@ -120,6 +120,7 @@ PROGRAMS = {
         changes=(
             FILTERED,
             "compute_grads(«state, »model, images,",
+            "optimizer.update(grads, state, «eqx.filter(»model«, eqx.is_inexact_array)»)",
             ADDED,
             "«model = ols.cast(model, stored)\n»state = optimizer.init(",
             "optimizer = «ols.with_loss_scaling(»optax.adamw(",

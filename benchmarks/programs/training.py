@@ -182,7 +182,8 @@ def distance(gradient: list[np.ndarray], exact: list[np.ndarray]) -> float:
 
 def train_alone(program: Program, folder: Path, way: Way) -> tuple[Result, list[np.ndarray]]:
     """Train a program in a process of its own: programs import and set what they like."""
-    # On a busy machine, a thread may wait long for the others of a collective.
+    # Threads wait for one another in collectives: with few of them, or on a busy machine, for ever.
+    os.environ.setdefault("PJRT_NPROC", str(4 * program.devices))
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_collective_call_terminate_timeout_seconds=900")
     jax.config.update("jax_num_cpu_devices", program.devices)
     jax.config.update("jax_disable_most_optimizations", True)  # compiling takes most of the time

@@ -306,7 +306,7 @@ def test_the_command_keeps_results_and_writes_them_to_the_page(public, monkeypat
     written = (public / "evidence.md").read_text()
     assert "0.5 † | 1 | 4 / 4 / 4 |" in written
     assert "- † Lines, stochastic: lines need digits." in written
-    assert f"optax_lossscale at {library()}, " in written
+    assert f"optax_lossscale at {library()}." in written
     assert written.startswith("Before")
     assert written.endswith("After")
     programs.main([str(public), f"--results={results}", "--only"])
@@ -317,8 +317,11 @@ def test_the_command_keeps_results_and_writes_them_to_the_page(public, monkeypat
     programs.main([str(public), f"--results={merged}", "--merge", str(results), "--only"])
     assert merged.read_text() == results.read_text()
     kept = json.loads(results.read_text())["programs"]
+    monkeypatch.setitem(programs.PROGRAMS, "other", LINES._replace(name="Others"))
     kept["other"] = kept["lines"] | {"library": "01234567"}
-    with pytest.raises(ValueError, match="must be of one library"):
+    assert "(01234567: Others)" in programs.tables(kept, {})
+    kept["other"]["environment"] += ", jax 0.0.1"
+    with pytest.raises(ValueError, match="must be of one machine"):
         programs.tables(kept, {})
 
 
