@@ -215,7 +215,8 @@ def about(programs: Mapping[str, Any]) -> Iterator[str]:
         raise ValueError(f"the results must be of one machine and set of versions, got {machines}")
     usual, *others = sorted(libraries, key=lambda commit: -len(libraries[commit]))
     exceptions = "".join(f" ({commit}: {'; '.join(libraries[commit])})" for commit in others)
-    yield f"{' and '.join(sorted(dates))}, {machines.pop()}, optax_lossscale at {usual}{exceptions}."
+    when, machine = " and ".join(sorted(dates)), machines.pop()
+    yield f"{when}, {machine}, optax_lossscale at {usual}{exceptions}."
     licenses = [
         f"{p.repository}: {p.license}" for p in PROGRAMS.values() if p.license != "Apache-2.0"
     ]
