@@ -5,20 +5,20 @@
 FOLDER holds checkouts or Git directories of the programs' repositories, which others wrote and
 which are no part of this one: `FOLDER/owner+name/repo`, `FOLDER/owner+name`, `FOLDER/owner/name` or
 `FOLDER/name`. Nothing is downloaded: the command names the checkouts that it misses, and the table
-says that their programs were not run. The functions of `drivers.py` make each program small and
-give it data that needs no download. They need what the programs import beyond the group `test`:
-`clu`, `diffrax`, `distrax`, `dm-pix`, `draccus`, `einops`, `gin-config`, `gymnax<0.0.9`,
-`haliax>=1.4.dev0`, `jraph`, `ml_collections`, `scipy`, `tabulate`.
+says that their programs were not run. The functions of `drivers.py` and `kinds.py` make each
+program small and give it data that needs no download. They need what the programs import beyond
+the group `test`: `clu`, `diffrax`, `distrax`, `dm-pix`, `draccus`, `einops`, `gin-config`,
+`gymnax<0.0.9`, `haliax>=1.4.dev0`, `jmp`, `jraph`, `ml_collections`, `scipy`, `tabulate`.
 
-All of them take about an hour on two cores. The table has every program whose results are in the
-folder of `--output`, so that `--only` measures some of them anew.
+All of them take about an hour on two cores. The table has every program in the file of results, so
+that `--only` trains some of them again, and `--only` without a name writes the page again. Parts
+can run beside one another, each with its own `--results`, and `--merge` puts them together. All
+results must be of the same versions and machine.
 """
 
-import json
 import math
 import multiprocessing
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,28 +27,40 @@ import numpy as np
 
 from benchmarks import page
 from benchmarks.programs.listed import PROGRAMS
-from benchmarks.programs.source import Program, commit, find
+from benchmarks.programs.memory import table as memory_table
+from benchmarks.programs.source import RESULTS, Program, commit, find, library, read
 from benchmarks.programs.training import EXACT, WAYS, Result, distance, train_alone
 
 COMMAND = "python -m benchmarks.programs"
-PART, PAGE = "programs", "trust"
-LOSSES = ("program", "license", "changed lines", "half, %", *WAYS)
-STORED = (
+PART, PAGE = "programs", "evidence"
+SHOWN = "float32", "autocast", "masters", "stochastic"
+HEAD = ("program", "changed lines", "half, %", *SHOWN, "gradient off, %", "bytes")
+OWN = (
     "program",
-    *(f"gradient off, %: {way}" for way in EXACT),
-    *(f"bytes: {way}" for way in WAYS if way not in ("rounded", "autocast")),
+    *("their setting", "half, %: theirs", "ours"),
+    *("loss: float32", "theirs", "ours"),
+    *("gradient off, %: theirs", "ours"),
 )
+LEGEND = """\
+*masters*: bfloat16 parameters, masters in remainders, moments in bfloat16. *stochastic*: bfloat16
+parameters with stochastic rounding, moments in bfloat16. *half*: the share of the operations of
+matrix products that run in half precision. *gradient off*: the relative error of the first gradient
+against float32 at the same stored weights, with `autocast` / with bfloat16 parameters. *bytes*: of
+parameters and optimizer state for each parameter, in float32 / *masters* / *stochastic*."""
 NOT_RUN = "not run"
 PACKAGES = "jax", "optax", "flax", "dm-haiku", "equinox", "diffrax", "distrax", "haliax", "jraph"
 
 
 def measure(program: Program, folder: Path) -> dict[str, Result]:
     """Train a program in each way, each in a process of its own."""
-    spawn = multiprocessing.get_context("spawn")
+    server = multiprocessing.get_context("forkserver")  # imports JAX once for all of them
+    server.set_forkserver_preload(["benchmarks.programs.listed", "benchmarks.programs.training"])
     found: dict[str, Result] = {}
     gradients: dict[str, list[np.ndarray]] = {}
     for name, way in WAYS.items():
-        with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        if way.own and not program.own:
+            continue
+        with ProcessPoolExecutor(1, mp_context=server) as pool:
             training = pool.submit(train_alone, program, folder, way).result()
         result, gradients[name] = training
         if name in EXACT:
@@ -65,25 +77,30 @@ def link(program: Program, sha: str) -> str:
     return f"[{name}](https://github.com/{program.repository}/blob/{sha[:8]}/{file}){colon}{result}"
 
 
-def losses(program: Program, results: Mapping[str, Result], sha: str) -> list[str]:
-    """Return the row of a program in the table of losses."""
-    lines = str(results["autocast"].lines) if program.changes else "our loop"
-    shares = [share(results[way]) for way in ("autocast", "masters")]
-    finals = (final(result) + mark(program, way) for way, result in results.items())
+def row(program: Program, results: Mapping[str, Result], sha: str) -> list[str]:
+    """Return the row of a program in the table of losses, gradients and bytes."""
+    shares = dict.fromkeys(share(results[way]) for way in SHOWN[1:])
+    finals = (final(results[way]) + mark(program, way) for way in SHOWN)
+    off = dict.fromkeys(percent(results[way].distance) for way in SHOWN[1:])
+    held = (number(results[way].held) for way in SHOWN if way != "autocast")
     return [
         link(program, sha),
-        program.license,
-        lines,
-        " / ".join(dict.fromkeys(shares)),
+        str(results["autocast"].lines) if program.changes else "our loop",
+        " / ".join(shares),
         *finals,
+        " / ".join(off),
+        " / ".join(held),
     ]
 
 
-def stored(program: Program, results: Mapping[str, Result], sha: str) -> list[str]:
-    """Return the row of a program in the table of gradients and bytes."""
-    off = (percent(results[way].distance) + mark(program, way) for way in EXACT)
-    held = (results[way].held for way in WAYS if way not in ("rounded", "autocast"))
-    return [link(program, sha), *off, *(number(bytes_) for bytes_ in held)]
+def own_row(program: Program, results: Mapping[str, Result], sha: str) -> list[str]:
+    """Return the row of a program in the table of the authors' own half precision."""
+    theirs, ours = results["own"], results["autocast"]
+    return [
+        *(link(program, sha), program.own, share(theirs), share(ours)),
+        *(final(result) for result in (results["float32"], theirs, ours)),
+        *(percent(theirs.distance), percent(ours.distance)),
+    ]
 
 
 def mark(program: Program, way: str) -> str:
@@ -105,43 +122,49 @@ def final(result: Result) -> str:
 
 def percent(part: float) -> str:
     """Return a percentage with two digits."""
-    return number(100 * part)
+    return f"{100 * part:.2g}" if math.isfinite(part) else "none"
 
 
 def number(value: float) -> str:
-    """Return a number with three digits, or that there is none."""
-    return f"{value:.3g}" if math.isfinite(value) else "none"
+    """Return a number with two digits, or that there is none."""
+    return f"{value:.2g}" if math.isfinite(value) else "none"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train the programs, and write the tables to their page after each of them."""
-    parser = page.parser("benchmarks.programs", __doc__)
+    """Train the programs, keep the results of each, and write the tables to their page."""
+    parser = page.parser("benchmarks.programs", str(__doc__))
     add = parser.add_argument
     add("folder", type=Path, help="where the programs' repositories are")
-    add("--only", nargs="+", choices=PROGRAMS, default=[*PROGRAMS], help="the programs to train")
-    add("--output", type=Path, default=Path("output/programs"), help="folder of the results")
-    add("--pages", type=Path, help="folder of the pages; without it, a copy beside the results")
+    add("--only", nargs="*", choices=PROGRAMS, default=[*PROGRAMS], help="the programs to train")
+    add("--merge", nargs="+", type=Path, default=[], help="files of results to add")
+    add("--results", type=Path, default=RESULTS, help="the file of results")
+    add("--pages", type=Path, help="folder of the pages; without it, the tables are printed")
     args = parser.parse_args(argv)
-    pages = args.pages or args.output
-    args.output.mkdir(parents=True, exist_ok=True)
-    if not (pages / f"{PAGE}.md").exists():
-        shutil.copy(f"docs/{PAGE}.md", pages)
     here = [name for name in args.only if found(args.folder, PROGRAMS[name])]
     for repository in sorted({PROGRAMS[name].repository for name in set(args.only) - set(here)}):
         owner, name = repository.split("/")
         print(f"wanted: https://github.com/{repository} in {args.folder / owner}+{name}")
+    results = read(args.results)
+    for file in args.merge:
+        for part, added in read(file).items():
+            results[part] |= added
+        args.results.write_text(page.as_json(results))
     for name in here:
         program = PROGRAMS[name]
         print(f"{name}: {program.repository}, {program.file}", flush=True)
-        results = measure(program, args.folder)
-        kept = {
+        ways = measure(program, args.folder)
+        results["programs"][name] = {
             "commit": commit(find(args.folder, program.repository)),
+            "library": library(),
             "environment": page.environment(*PACKAGES),
-            "ways": {way: result._asdict() for way, result in results.items()},
+            "ways": {way: result._asdict() for way, result in ways.items()},
         }
-        (args.output / f"{name}.json").write_text(json.dumps(kept, indent=1))
-        publish(args.output, pages)
-    publish(args.output, pages)
+        args.results.write_text(page.as_json(results))
+    text = tables(**results)
+    if args.pages:
+        page.publish(page.Report(text), PART, args.pages / f"{PAGE}.md", COMMAND)
+    else:
+        print(text)
 
 
 def found(folder: Path, program: Program) -> bool:
@@ -152,33 +175,52 @@ def found(folder: Path, program: Program) -> bool:
         return False
 
 
-def publish(output: Path, pages: Path) -> None:
-    """Write the tables and the numbers of all results."""
-    files = {name: output / f"{name}.json" for name in PROGRAMS}
-    kept = {name: json.loads(f.read_text()) for name, f in files.items() if f.exists()}
-    page.publish(page.Report(tables(kept), kept), PART, pages / f"{PAGE}.md", COMMAND)
-
-
-def tables(kept: Mapping[str, Any]) -> str:
-    """Return both tables, why some ways are not for some programs, and how all was measured."""
-    bodies: tuple[list[list[str]], list[list[str]]] = [], []
-    about: dict[str, None] = {}
+def tables(programs: Mapping[str, Any], memory: Mapping[str, Any]) -> str:
+    """Return the tables, why some ways are not for some programs, and how all was measured."""
+    body: list[list[str]] = []
+    own: list[list[str]] = []
     for name, program in PROGRAMS.items():
-        for body, row, head in zip(bodies, (losses, stored), (LOSSES, STORED), strict=True):
-            if name in kept:
-                ways = {way: Result(**result) for way, result in kept[name]["ways"].items()}
-                body.append(row(program, ways, kept[name]["commit"]))
-            else:
-                body.append([link(program, "HEAD"), *[NOT_RUN] * (len(head) - 1)])
-        if name in kept:
-            about[kept[name]["environment"]] = None
+        if name not in programs:
+            body.append([link(program, "HEAD"), NOT_RUN, *[""] * (len(HEAD) - 2)])
+            continue
+        ways = {way: Result(**found) for way, found in programs[name]["ways"].items()}
+        body.append(row(program, ways, programs[name]["commit"]))
+        if program.own:
+            own.append(own_row(program, ways, programs[name]["commit"]))
     marked = [
         f"- † {program.name.partition(':')[0]}, {' and '.join(program.unsuited)}: {program.reason}."
         for program in PROGRAMS.values()
         if program.unsuited
     ]
-    texts = page.table(LOSSES, bodies[0], (0, 1)), page.table(STORED, bodies[1]), "\n".join(marked)
-    return "\n\n".join(filter(None, [*texts, *(f"{each}." for each in about)]))
+    texts = [
+        LEGEND,
+        page.table(HEAD, body),
+        "\n".join(marked),
+        page.table(OWN, own, (0, 1)) if own else "",
+        memory_table(memory) if memory else "",
+        " ".join(about(programs)) if programs else "",
+    ]
+    return "\n\n".join(filter(None, texts))
+
+
+def about(programs: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the libraries and the versions with which all was measured, when, and the licenses."""
+    dates, machines, libraries = set[str](), set[str](), dict[str, list[str]]()
+    for name, each in programs.items():
+        date, _, machine = each["environment"].partition(", ")
+        dates.add(date)
+        machines.add(machine)
+        libraries.setdefault(each["library"], []).append(PROGRAMS[name].name.partition(":")[0])
+    if len(machines) > 1:
+        raise ValueError(f"the results must be of one machine and set of versions, got {machines}")
+    usual, *others = sorted(libraries, key=lambda commit: -len(libraries[commit]))
+    exceptions = "".join(f" ({commit}: {'; '.join(libraries[commit])})" for commit in others)
+    when, machine = " and ".join(sorted(dates)), machines.pop()
+    yield f"{when}, {machine}, optax_lossscale at {usual}{exceptions}."
+    licenses = [
+        f"{p.repository}: {p.license}" for p in PROGRAMS.values() if p.license != "Apache-2.0"
+    ]
+    yield f"All programs are licensed under Apache-2.0, except {', '.join(licenses)}."
 
 
 if __name__ == "__main__":

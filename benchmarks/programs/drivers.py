@@ -23,6 +23,11 @@ class Tensor:
     """The type of another framework: einops asks whether its arguments have it."""
 
 
+def as_tensor(array: np.ndarray) -> SimpleNamespace:
+    """Return an array as a data loader of Torch yields it."""
+    return SimpleNamespace(numpy=lambda: array)
+
+
 def give_older_names() -> None:
     """Give JAX the names that older programs use and newer versions miss."""
     older = (jax, "tree_map", jax.tree.map), (jax, "tree_leaves", jax.tree.leaves)
@@ -84,7 +89,7 @@ def gemma(source: Source) -> None:
     config = source.module("configs.tiny").get_config()
     config = config.replace(
         transformer_params={**config.transformer_params, **size, "attention_types": (1, 1)},
-        use_bfloat16=False,  # float32 is what the program is compared with
+        use_bfloat16=source.own,
         fsdp_parallelism=4,
         tensor_parallelism=2,
         num_train_steps=30,
@@ -174,10 +179,6 @@ def score(source: Source) -> None:
 
 def vision_transformer(source: Source) -> None:
     """Train Equinox's vision transformer on digits in color."""
-
-    def as_tensor(array: np.ndarray) -> SimpleNamespace:
-        return SimpleNamespace(numpy=lambda: array)
-
     images = digits(32, 3).transpose(0, 3, 1, 2)
     loader = ([as_tensor(array) for array in each] for each in batches(64, images, labels()))
     stand_in("torch", Tensor=Tensor)
@@ -261,10 +262,6 @@ def allen_cahn(source: Source) -> float:
 
 def s5(source: Source) -> None:
     """Train a stack of S5 layers on digits, pixel by pixel."""
-
-    def as_tensor(array: np.ndarray) -> SimpleNamespace:
-        return SimpleNamespace(numpy=lambda: array)
-
     pixels = digits(8, 1).reshape(-1, 64, 1)
     loader = batches(64, pixels, labels())
     epoch = [tuple(as_tensor(array) for array in next(loader)) for _ in range(60)]

@@ -1,14 +1,23 @@
-"""Drivers of further kinds of programs: two towers, graphs, speech, a flow, a NeRF, named axes."""
+"""Drivers of further kinds of programs: two towers, graphs, speech, a flow, a NeRF, named axes.
 
+Packages outside the group `test` are imported by name, since type checkers need not find them.
+"""
+
+import functools
+import importlib
 import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import equinox as eqx
 import jax
+import jax.numpy as jnp
+import jmp
 import numpy as np
 import optax
+from absl import flags
 from flax import jax_utils
 
 from benchmarks.programs.drivers import (
@@ -29,6 +38,12 @@ def siglip(source: Source) -> None:
     names = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
     letters = np.array([[ord(c) - 96 for c in name.ljust(8, "`")] for name in names], np.int32)
     images, texts = digits(16, 3) * 2 - 1, letters[labels()]
+    tower: dict[str, Any] = {"width": 64, "depth": 2, "mlp_dim": 128, "num_heads": 4}
+    patch, width, words, rows = 4, 64, 32, 32
+    if source.large:
+        images, texts = np.zeros((64, 224, 224, 3), np.float32), np.ones((64, 64), np.int32)
+        tower = {"width": 768, "depth": 12, "mlp_dim": 3072, "num_heads": 12, **source.large}
+        patch, width, words, rows = 16, 768, 32000, 64
 
     def training(config: Any) -> Any:
         def spec(x: np.ndarray) -> Any:
@@ -39,7 +54,7 @@ def siglip(source: Source) -> None:
         return SimpleNamespace(element_spec=element), len(images)
 
     def start_global(*_: Any) -> Iterator[dict[str, np.ndarray]]:
-        for image, text in batches(32, images, texts):
+        for image, text in batches(rows, images, texts):
             yield {"image": image, "labels": text}
 
     source.package("big_vision")
@@ -52,20 +67,24 @@ def siglip(source: Source) -> None:
     utils = source.package("big_vision.utils")
     utils.BigVisionMetricWriter, utils.sync = mock.MagicMock(), mock.MagicMock()
     trainer = source.package("big_vision.trainers.proj.image_text.siglip")
-    tower = {"width": 64, "depth": 2, "mlp_dim": 128, "num_heads": 4, "scan": True}
-    from ml_collections import ConfigDict  # noqa: PLC0415 (only a few programs need it)
-
-    trainer.CONFIG = ConfigDict(
+    own = {"dtype_mm": "bfloat16"} if source.own else {}
+    trainer.CONFIG = importlib.import_module("ml_collections").ConfigDict(
         {
-            "input": {"batch_size": 32},
+            "input": {"batch_size": rows},
             "pp_modules": ["ops_general"],
             "total_steps": 40,
             "log_training_steps": 20,
             "model_name": "proj.image_text.two_towers",
             "model": {
-                "image": {"patch_size": (4, 4), "pool_type": "map", **tower},
-                "text": {"vocab_size": 32, **tower},
-                "out_dim": (None, 64),
+                "image": {
+                    "patch_size": (patch, patch),
+                    "pool_type": "map",
+                    "scan": True,
+                    **tower,
+                    **own,
+                },
+                "text": {"vocab_size": words, "scan": True, **tower},
+                "out_dim": (None, width),
                 "temperature_init": 10.0,
                 "bias_init": -2.71,
             },
@@ -80,16 +99,18 @@ def siglip(source: Source) -> None:
     trainer.main(None)
 
 
-class Graphs(list):
+class Graphs(list[Any]):
     """Batches of graphs as a data set of TensorFlow offers them."""
 
-    as_numpy_iterator = list.__iter__
+    def as_numpy_iterator(self) -> Iterator[Any]:
+        """Yield the batches."""
+        return iter(self)
 
 
 def graphs(source: Source) -> None:
     """Train a graph network to tell properties of random rings."""
-    import jraph  # noqa: PLC0415
-    from clu import metrics  # noqa: F401, PLC0415 (only this program needs these)
+    jraph = importlib.import_module("jraph")
+    importlib.import_module("clu.metrics")  # before a stand-in for the rest of `clu`
 
     rng = np.random.default_rng(0)
 
@@ -132,12 +153,15 @@ def speech(source: Source) -> None:
     source.package("algoperf")
     stand_in(f"{base}.metrics", f"{base}.input_pipeline", "algoperf.data_utils")
     workload = source.package(f"{base}.librispeech_jax.workload").LibriSpeechConformerWorkload()
+    models = source.package(f"{base}.librispeech_jax.models")
+    dtype = jnp.bfloat16 if source.own else jnp.float32
+    models.ConformerConfig = functools.partial(models.ConformerConfig, dtype=dtype)
     submission = source.module()
     hyper = SimpleNamespace(
         learning_rate=2e-3,
         one_minus_beta1=0.1,
         beta2=0.99,
-        warmup_factor=0.1,
+        warmup_factor=5 / workload.step_hint,  # five steps
         weight_decay=0.01,
         grad_clip=5.0,
         dropout_rate=0.0,
@@ -163,8 +187,6 @@ def speech(source: Source) -> None:
 
 def flow(source: Source) -> None:
     """Train a flow on digits."""
-    from absl import flags  # noqa: PLC0415 (only this program needs it)
-
     images = (digits(8, 1) * 255).astype(np.uint8)
     stand_in("tensorflow_datasets")
     program = source.module()
@@ -180,8 +202,7 @@ def nerf(source: Source) -> None:
     stand_in("internal.datasets", "internal.vis", "pycolmap", "cv2", "rawpy")
     train_utils = source.package("internal.train_utils")
     configs, utils = source.package("internal.configs"), source.package("internal.utils")
-    import gin  # noqa: PLC0415 (only this program needs it)
-
+    gin = importlib.import_module("gin")
     for name, value in {
         "NerfMLP.net_width": 64,
         "PropMLP.net_width": 64,
@@ -190,7 +211,11 @@ def nerf(source: Source) -> None:
         "NerfMLP.bottleneck_width": 64,
         "NerfMLP.net_width_viewdirs": 64,
         "Model.num_prop_samples": 16,
-        "Model.num_nerf_samples": 16,
+        "Model.num_nerf_samples": 8,
+        # As in the authors' own configuration for scenes without bounds.
+        "PropMLP.disable_density_normals": True,
+        "PropMLP.disable_rgb": True,
+        "NerfMLP.disable_density_normals": True,
     }.items():
         gin.bind_parameter(name, value)
     config = configs.Config(max_steps=40, lr_delay_steps=8, batch_size=128)
@@ -227,9 +252,7 @@ def nerf(source: Source) -> None:
 def named_axes(source: Source) -> None:
     """Train Levanter's GPT-2 on the characters of Python's help. The loop is ours."""
     give_older_names()
-    import equinox as eqx  # noqa: PLC0415 (only a few programs need these)
-    import haliax as hax  # noqa: PLC0415
-
+    hax = importlib.import_module("haliax")
     folder = str(source.root / "src/levanter")
     stand_in("levanter", __path__=[folder])
     stand_in("levanter.models", __path__=[f"{folder}/models"])
@@ -246,15 +269,22 @@ def named_axes(source: Source) -> None:
         HFCheckpointConverter=dict,
     )
     gpt2 = source.package("levanter.models.gpt2")
-    config = gpt2.Gpt2Config(seq_len=64, hidden_dim=64, num_layers=2, num_heads=4)
-    ols = source.library
+    sizes: dict[str, Any] = {"seq_len": 64, "hidden_dim": 64, "num_layers": 2, "num_heads": 4}
     rows, vocabulary = hax.Axis("batch", 16), hax.Axis("vocab", 128)
+    if source.large:
+        sizes, vocabulary = {"attn_backend": "jax_flash", **source.large}, hax.Axis("vocab", 50257)
+    config = gpt2.Gpt2Config(**sizes)
+    ols = source.library
     model = gpt2.Gpt2LMHeadModel.init(vocabulary, config, key=jax.random.PRNGKey(0))
     model = ols.cast(model, source.stored)
     tx = ols.with_loss_scaling(optax.adam(3e-3))
     opt_state = tx.init(eqx.filter(model, eqx.is_inexact_array))
 
+    # The authors' trainer casts the model for each step, by this library's `Policy`.
+    policy = jmp.get_policy("params=float32,compute=bfloat16" if source.own else "float32")
+
     def loss_fn(model: Any, tokens: Any) -> Any:
+        model = policy.cast_to_compute(model) if source.own else model
         example = hax.vmap(lm.LmExample.causal, rows)(hax.named(tokens, (rows, config.Pos)))
         return lm.compute_next_token_loss(model, example, reduction=None).mean().scalar()
 
@@ -270,6 +300,6 @@ def named_axes(source: Source) -> None:
         return ols.cast(eqx.apply_updates(model, updates), source.stored), opt_state
 
     text = np.array([ord(character) for character in english()], np.int32)
-    windows = np.lib.stride_tricks.sliding_window_view(text, 64)
-    for (tokens,) in itertools.islice(batches(16, windows), 60):
+    windows = np.lib.stride_tricks.sliding_window_view(text, config.seq_len)
+    for (tokens,) in itertools.islice(batches(rows.size, windows), 60):
         model, opt_state = step(model, opt_state, tokens)

@@ -1,18 +1,19 @@
-"""The programs of the table: where each lies, and the lines that are changed in it.
+"""The programs of the table: where each is, and the lines that are changed in it.
 
-The changed lines say `ols` for this library, `half` for the dtype of matrix products, and `stored`
-for the dtype of parameters.
+A change is a part of the program with marks: «new» is inserted, and «new|old» stands in place of
+what was there. The changed lines call this library `ols`, the dtype of matrix products `half`, and
+the dtype of parameters `stored`.
 """
 
 from benchmarks.programs import drivers, kinds
 from benchmarks.programs.source import Program
 
-# Equinox adds float32 updates to bfloat16 parameters, and leaves the sum in float32.
-ADDED = "eqx.apply_updates(model, updates)"
-STORED = "ols.cast(eqx.apply_updates(model, updates), stored)"
 # Equinox differentiates functions by a decorator.
-FILTERED = "@eqx.filter_value_and_grad"
-OURS = "@lambda f: ols.value_and_grad(ols.autocast(f, half), transform=eqx.filter_value_and_grad)"
+FILTERED = (
+    "@«lambda f: ols.value_and_grad(ols.autocast(f, half), transform=»eqx.filter_value_and_grad«)»"
+)
+# It adds float32 updates to bfloat16 parameters, and leaves the sum in float32.
+ADDED = "«ols.cast(»eqx.apply_updates(model, updates)«, stored)»"
 
 PROGRAMS = {
     "gemma": Program(
@@ -20,32 +21,30 @@ PROGRAMS = {
         repository="google/flax",
         file="examples/gemma/train.py",
         also=("examples/gemma",),
-        changes={
-            "jax.value_and_grad(loss_fn, has_aux=True)": (
-                "ols.value_and_grad(ols.autocast(loss_fn, half), has_aux=True)"
+        changes=(
+            "«ols|jax».value_and_grad(«ols.autocast(»loss_fn«, half)», has_aux=True)",
+            "grad_fn(«optimizer.opt_state, »params, rngs.fork())",
+            (
+                "    «nnx.update(model, ols.cast(nnx.state(model), stored))\n    »"
+                "optimizer = nnx.Optimizer(\n"
             ),
-            "grad_fn(params, rngs.fork())": "grad_fn(optimizer.opt_state, params, rngs.fork())",
-            "    optimizer = nnx.Optimizer(\n": (
-                "    nnx.update(model, ols.cast(nnx.state(model), stored))\n"
-                "    optimizer = nnx.Optimizer(\n"
-            ),
-            "tx=optax.adamw(": "tx=ols.with_loss_scaling(optax.adamw(",
-            "weight_decay=config.weight_decay,\n        ),": (
-                "weight_decay=config.weight_decay,\n        )),"
-            ),
-        },
+            "tx=«ols.with_loss_scaling(»optax.adamw(",
+            "weight_decay=config.weight_decay,\n        )«)»,",
+        ),
         run=drivers.gemma,
         devices=8,
+        own="`use_bfloat16`",
     ),
     "shard_map": Program(
         name="JAX's FSDP and TP notebook",
         repository="jax-ml/jax",
         file="docs/notebooks/shard_map.py",
-        changes={
-            "jax.jit(jax.grad(loss_fsdp_tp))(params, batch)": (
-                "jax.jit(ols.grad(ols.autocast(loss_fsdp_tp, half)))(ols.init(), params, batch)"
-            )
-        },
+        changes=(
+            (
+                "jax.jit(«ols|jax».grad(«ols.autocast(»loss_fsdp_tp«, half)»))"
+                "(«ols.init(), »params, batch)"
+            ),
+        ),
         settings={"# #### SPMD pipeline parallelism": "raise StopIteration\n# "},
         run=drivers.shard_map,
         devices=8,
@@ -55,37 +54,32 @@ PROGRAMS = {
         repository="kvfrans/jax-diffusion-transformer",
         file="train_diffusion.py",
         also=("diffusion_transformer.py", "schedulers.py", "utils"),
-        changes={
-            "jax.grad(loss_fn, has_aux=True)(self.model.params)": (
-                "ols.grad(ols.autocast(loss_fn, half), has_aux=True)"
-                "(self.model.opt_state, self.model.params)"
+        changes=(
+            (
+                "«ols|jax».grad(«ols.autocast(»loss_fn«, half)», has_aux=True)"
+                "(«self.model.opt_state, »self.model.params)"
             ),
-            "TrainState.create(model_def, params, tx=tx)": (
-                "TrainState.create(model_def, ols.cast(params, stored), tx=tx)"
+            "TrainState.create(model_def, «ols.cast(»params«, stored)», tx=tx)",
+            (
+                "tx = «ols.with_loss_scaling(»optax.adam(learning_rate=FLAGS.model['lr'], "
+                "b1=FLAGS.model['beta1'], b2=FLAGS.model['beta2'])«)»"
             ),
-            "tx = optax.adam(learning_rate=FLAGS.model['lr'], b1=FLAGS.model['beta1'], "
-            "b2=FLAGS.model['beta2'])": (
-                "tx = ols.with_loss_scaling(optax.adam(learning_rate=FLAGS.model['lr'], "
-                "b1=FLAGS.model['beta1'], b2=FLAGS.model['beta2']))"
-            ),
-        },
+        ),
         run=drivers.diffusion_transformer,
     ),
     "vq_vae": Program(
         name="Haiku's VQ-VAE",
         repository="google-deepmind/dm-haiku",
         file="examples/vqvae_example.ipynb",
-        changes={
-            "jax.grad(adapt_forward, has_aux=True)(params, state, data))": (
-                "ols.grad(ols.autocast(adapt_forward, half), has_aux=True)"
-                "(opt_state, params, state, data))"
+        changes=(
+            (
+                "«ols|jax».grad(«ols.autocast(»adapt_forward«, half)», has_aux=True)"
+                "(«opt_state, »params, state, data))"
             ),
-            "optax.adam(learning_rate)": "ols.with_loss_scaling(optax.adam(learning_rate))",
-            "optimizer.update(grads, opt_state)": "optimizer.update(grads, opt_state, params)",
-            "opt_state = optimizer.init(params)": (
-                "params = ols.cast(params, stored)\nopt_state = optimizer.init(params)"
-            ),
-        },
+            "«ols.with_loss_scaling(»optax.adam(learning_rate)«)»",
+            "optimizer.update(grads, opt_state«, params»)",
+            "«params = ols.cast(params, stored)\n»opt_state = optimizer.init(params)",
+        ),
         settings={
             "num_training_updates = 100000": "num_training_updates = 30",
             "num_hiddens = 128\n": "num_hiddens = 64\n",
@@ -97,18 +91,14 @@ PROGRAMS = {
         repository="google-deepmind/dm-haiku",
         file="examples/transformer/train.py",
         also=("examples/transformer", "examples/__init__.py"),
-        changes={
-            "jax.value_and_grad(loss_fn.apply)": (
-                "ols.value_and_grad(ols.autocast(loss_fn.apply, half))"
-            ),
-            "loss_and_grad_fn(state.params,": "loss_and_grad_fn(state.opt_state, state.params,",
-            "loss_fn.init(init_rng, data)": "ols.cast(loss_fn.init(init_rng, data), stored)",
-            "update(gradients, state.opt_state)": (
-                "update(gradients, state.opt_state, state.params)"
-            ),
-            "return optax.chain(": "return ols.with_loss_scaling(optax.chain(",
-            "b2=0.99),\n  )": "b2=0.99),\n  ))",
-        },
+        changes=(
+            "«ols|jax».value_and_grad(«ols.autocast(»loss_fn.apply«, half)»)",
+            "loss_and_grad_fn(«state.opt_state, »state.params,",
+            "«ols.cast(»loss_fn.init(init_rng, data)«, stored)»",
+            "update(gradients, state.opt_state«, state.params»)",
+            "return «ols.with_loss_scaling(»optax.chain(",
+            "b2=0.99),\n  )«)»",
+        ),
         run=drivers.language,
     ),
     "vae": Program(
@@ -116,29 +106,26 @@ PROGRAMS = {
         repository="google/flax",
         file="examples/vae/train.py",
         also=("examples/vae",),
-        changes={
-            "jax.grad(loss_fn)(state.params)": (
-                "ols.grad(ols.autocast(loss_fn, half))(state.opt_state, state.params)"
-            ),
-            "      params=params,": "      params=ols.cast(params, stored),",
-            "tx=optax.adam(config.learning_rate),": (
-                "tx=ols.with_loss_scaling(optax.adam(config.learning_rate)),"
-            ),
-        },
+        changes=(
+            "«ols|jax».grad(«ols.autocast(»loss_fn«, half)»)(«state.opt_state, »state.params)",
+            "      params=«ols.cast(»params«, stored)»,",
+            "tx=«ols.with_loss_scaling(»optax.adam(config.learning_rate)«)»,",
+        ),
         run=drivers.vae,
     ),
     "vit": Program(
         name="Equinox's vision transformer",
         repository="patrick-kidger/equinox",
         file="docs/examples/vision_transformer.ipynb",
-        changes={
-            FILTERED: OURS,
-            "compute_grads(model, images,": "compute_grads(state, model, images,",
-            ADDED: STORED,
-            "state = optimizer.init(": ("model = ols.cast(model, stored)\nstate = optimizer.init("),
-            "optimizer = optax.adamw(": "optimizer = ols.with_loss_scaling(optax.adamw(",
-            "b2=beta2,\n)": "b2=beta2,\n))",
-        },
+        changes=(
+            FILTERED,
+            "compute_grads(«state, »model, images,",
+            "optimizer.update(grads, state, «eqx.filter(»model«, eqx.is_inexact_array)»)",
+            ADDED,
+            "«model = ols.cast(model, stored)\n»state = optimizer.init(",
+            "optimizer = «ols.with_loss_scaling(»optax.adamw(",
+            "b2=beta2,\n)«)»",
+        ),
         settings={
             "num_steps = 100000": "num_steps = 50",
             "embedding_dim = 512": "embedding_dim = 64",
@@ -154,21 +141,17 @@ PROGRAMS = {
         name="Equinox's score model",
         repository="patrick-kidger/equinox",
         file="docs/examples/score_based_diffusion.ipynb",
-        changes={
-            "eqx.filter_value_and_grad(batch_loss_fn)": (
-                "ols.value_and_grad(ols.autocast(batch_loss_fn, half), "
-                "transform=eqx.filter_value_and_grad)"
+        changes=(
+            (
+                "«ols.value_and_grad(ols.autocast(batch_loss_fn, half), "
+                "transform=»eqx.filter_value_and_grad«|(batch_loss_fn»)"
             ),
-            "grads = loss_fn(model, weight,": "grads = loss_fn(opt_state, model, weight,",
-            "optax.adabelief(lr)": "ols.with_loss_scaling(optax.adabelief(lr))",
-            "opt_update(grads, opt_state)": (
-                "opt_update(grads, opt_state, eqx.filter(model, eqx.is_inexact_array))"
-            ),
-            ADDED: STORED,
-            "    opt_state = opt.init(": (
-                "    model = ols.cast(model, stored)\n    opt_state = opt.init("
-            ),
-        },
+            "grads = loss_fn(«opt_state, »model, weight,",
+            "«ols.with_loss_scaling(»optax.adabelief(lr)«)»",
+            "opt_update(grads, opt_state«, eqx.filter(model, eqx.is_inexact_array)»)",
+            ADDED,
+            "    «model = ols.cast(model, stored)\n    »opt_state = opt.init(",
+        ),
         settings={"\nmain()": ""},
         run=drivers.score,
     ),
@@ -176,17 +159,13 @@ PROGRAMS = {
         name="Equinox's RNN",
         repository="patrick-kidger/equinox",
         file="docs/examples/train_rnn.ipynb",
-        changes={
-            FILTERED: OURS,
-            "compute_loss(model, x, y)\n        updates": (
-                "compute_loss(opt_state, model, x, y)\n        updates"
-            ),
-            "optax.adam(learning_rate)": "ols.with_loss_scaling(optax.adam(learning_rate))",
-            ADDED: STORED,
-            "    opt_state = optim.init(": (
-                "    model = ols.cast(model, stored)\n    opt_state = optim.init("
-            ),
-        },
+        changes=(
+            FILTERED,
+            "compute_loss(«opt_state, »model, x, y)\n        updates",
+            "«ols.with_loss_scaling(»optax.adam(learning_rate)«)»",
+            ADDED,
+            "    «model = ols.cast(model, stored)\n    »opt_state = optim.init(",
+        ),
         settings={"\nmain()": "\n"},
         run=drivers.rnn,
     ),
@@ -195,16 +174,12 @@ PROGRAMS = {
         repository="luchris429/purejaxrl",
         file="purejaxrl/ppo.py",
         also=("purejaxrl/wrappers.py",),
-        changes={
-            "jax.value_and_grad(_loss_fn, has_aux=True)": (
-                "ols.value_and_grad(ols.autocast(_loss_fn, half), has_aux=True)"
-            ),
-            "train_state.params, traj_batch,": (
-                "train_state.opt_state, train_state.params, traj_batch,"
-            ),
-            "params=network_params,": "params=ols.cast(network_params, stored),",
-            "tx=tx,": "tx=ols.with_loss_scaling(tx),",
-        },
+        changes=(
+            "«ols|jax».value_and_grad(«ols.autocast(»_loss_fn«, half)», has_aux=True)",
+            "«train_state.opt_state, »train_state.params, traj_batch,",
+            "params=«ols.cast(»network_params«, stored)»,",
+            "tx=«ols.with_loss_scaling(»tx«)»,",
+        ),
         run=drivers.ppo,
     ),
     "allen_cahn": Program(
@@ -213,15 +188,11 @@ PROGRAMS = {
         license="Penn's own",
         file="jaxpi/models.py",
         also=("jaxpi", "examples/allen_cahn"),
-        changes={
-            "grad(self.loss)(state.params,": (
-                "ols.grad(ols.autocast(self.loss, half))(state.opt_state, state.params,"
-            ),
-            "        params=params,\n        tx": (
-                "        params=ols.cast(params, stored),\n        tx"
-            ),
-            "    return tx\n": "    return ols.with_loss_scaling(tx)\n",
-        },
+        changes=(
+            " «ols.»grad(«ols.autocast(»self.loss«, half)»)(«state.opt_state, »state.params,",
+            "        params=«ols.cast(»params«, stored)»,\n        tx",
+            "    return «ols.with_loss_scaling(»tx«)»\n",
+        ),
         run=drivers.allen_cahn,
     ),
     "s5": Program(
@@ -230,16 +201,14 @@ PROGRAMS = {
         license="MIT",
         file="s5/train_helpers.py",
         also=("s5",),
-        changes={
-            "jax.value_and_grad(loss_fn, has_aux=True)(state.params)": (
-                "ols.value_and_grad(ols.autocast(loss_fn, half), has_aux=True)"
-                "(state.opt_state, state.params)"
+        changes=(
+            (
+                "«ols|jax».value_and_grad(«ols.autocast(»loss_fn«, half)», has_aux=True)"
+                "(«state.opt_state, »state.params)"
             ),
-            "params=params, tx=tx": (
-                "params=ols.cast(params, stored), tx=ols.with_loss_scaling(tx)"
-            ),
-            "state.opt_state.inner_states[": "ols.inner(state.opt_state).inner_states[",
-        },
+            "params=«ols.cast(»params«, stored)», tx=«ols.with_loss_scaling(»tx«)»",
+            "«ols.inner(»state.opt_state«)».inner_states[",
+        ),
         settings={'variables["params"].unfreeze()': 'variables["params"]'},
         run=drivers.s5,
     ),
@@ -247,20 +216,14 @@ PROGRAMS = {
         name="Diffrax's neural ODE",
         repository="patrick-kidger/diffrax",
         file="docs/examples/neural_ode.ipynb",
-        changes={
-            FILTERED: OURS,
-            "grad_loss(model, ti, yi)\n        updates": (
-                "grad_loss(opt_state, model, ti, yi)\n        updates"
-            ),
-            "optax.adabelief(lr)": "ols.with_loss_scaling(optax.adabelief(lr))",
-            "optim.update(grads, opt_state)": (
-                "optim.update(grads, opt_state, eqx.filter(model, eqx.is_inexact_array))"
-            ),
-            ADDED: STORED,
-            "        opt_state = optim.init(": (
-                "        model = ols.cast(model, stored)\n        opt_state = optim.init("
-            ),
-        },
+        changes=(
+            FILTERED,
+            "grad_loss(«opt_state, »model, ti, yi)\n        updates",
+            "«ols.with_loss_scaling(»optax.adabelief(lr)«)»",
+            "optim.update(grads, opt_state«, eqx.filter(model, eqx.is_inexact_array)»)",
+            ADDED,
+            "        «model = ols.cast(model, stored)\n        »opt_state = optim.init(",
+        ),
         settings={"\nts, ys, model = main()": "\n"},
         run=drivers.neural_ode,
     ),
@@ -272,17 +235,11 @@ PROGRAMS = {
             *("big_vision/__init__.py", "big_vision/models", "big_vision/pp/registry.py"),
             *("big_vision/optax.py", "big_vision/sharding.py", "big_vision/utils.py"),
         ),
-        changes={
-            "jax.value_and_grad(loss_fn)(params)": (
-                "ols.value_and_grad(ols.autocast(loss_fn, half))(opt, params)"
-            ),
-            "    return params\n\n  # This seed": (
-                "    return ols.cast(params, stored)\n\n  # This seed"
-            ),
-            "  opt_shape = jax.eval_shape(": (
-                "  tx = ols.with_loss_scaling(tx)\n  opt_shape = jax.eval_shape("
-            ),
-        },
+        changes=(
+            "«ols|jax».value_and_grad(«ols.autocast(»loss_fn«, half)»)(«opt, »params)",
+            "    return «ols.cast(»params«, stored)»\n\n  # This seed",
+            "  «tx = ols.with_loss_scaling(tx)\n  »opt_shape = jax.eval_shape(",
+        ),
         settings={
             'jax.config.update("jax_transfer_guard", "disallow")': "",
             "jax.distributed.initialize()": "",
@@ -290,21 +247,18 @@ PROGRAMS = {
             "flags.FLAGS.workdir": "None",
         },
         run=kinds.siglip,
+        own="`dtype_mm` (image tower)",
     ),
     "graphs": Program(
         name="Flax's graph network",
         repository="google/flax",
         file="examples/ogbg_molpcba/train.py",
         also=("examples/ogbg_molpcba",),
-        changes={
-            "jax.value_and_grad(loss_fn, has_aux=True)": (
-                "ols.value_and_grad(ols.autocast(loss_fn, half), has_aux=True)"
-            ),
-            "grad_fn(state.params, graphs)": "grad_fn(state.opt_state, state.params, graphs)",
-            "params=params, tx=tx\n": (
-                "params=ols.cast(params, stored), tx=ols.with_loss_scaling(tx)\n"
-            ),
-        },
+        changes=(
+            "«ols|jax».value_and_grad(«ols.autocast(»loss_fn«, half)», has_aux=True)",
+            "grad_fn(«state.opt_state, »state.params, graphs)",
+            "params=«ols.cast(»params«, stored)», tx=«ols.with_loss_scaling(»tx«)»\n",
+        ),
         run=kinds.graphs,
     ),
     "speech": Program(
@@ -312,21 +266,13 @@ PROGRAMS = {
         repository="mlcommons/algorithmic-efficiency",
         file="algorithms/archived_paper_baselines/nadamw/jax/submission.py",
         also=("algoperf",),
-        changes={
-            "jax.value_and_grad(_loss_fn, has_aux=True)": (
-                "ols.value_and_grad(ols.autocast(_loss_fn, half), has_aux=True)"
-            ),
-            "grad_fn(\n    current_param_container\n  )": (
-                "grad_fn(\n    optimizer_state, current_param_container\n  )"
-            ),
-            "opt_init_fn, opt_update_fn = nadamw(": (
-                "opt_init_fn, opt_update_fn = ols.with_loss_scaling(nadamw("
-            ),
-            "    weight_decay=hyperparameters.weight_decay,\n  )\n": (
-                "    weight_decay=hyperparameters.weight_decay,\n  ))\n"
-            ),
-            "jnp.zeros(s.shape_tuple)": "jnp.zeros(s.shape_tuple, stored)",
-        },
+        changes=(
+            "«ols|jax».value_and_grad(«ols.autocast(»_loss_fn«, half)», has_aux=True)",
+            "grad_fn(\n    «optimizer_state, »current_param_container\n  )",
+            "opt_init_fn, opt_update_fn = «ols.with_loss_scaling(»nadamw(",
+            "    weight_decay=hyperparameters.weight_decay,\n  )«)»\n",
+            "jnp.zeros(s.shape_tuple«, stored»)",
+        ),
         settings={
             "from ._version import version as __version__": "",
             "[(320000,), (320000,)]": "[(8000,), (8000,)]",
@@ -336,21 +282,18 @@ PROGRAMS = {
             "num_encoder_layers: int = 4": "num_encoder_layers: int = 1",
         },
         run=kinds.speech,
+        own="`dtype`",
     ),
     "flow": Program(
         name="Distrax's spline flow",
         repository="google-deepmind/distrax",
         file="examples/flow.py",
-        changes={
-            "jax.grad(loss_fn)(params,": "ols.grad(ols.autocast(loss_fn, half))(opt_state, params,",
-            "optax.adam(FLAGS.learning_rate)": (
-                "ols.with_loss_scaling(optax.adam(FLAGS.learning_rate))"
-            ),
-            "optimizer.update(grads, opt_state)": "optimizer.update(grads, opt_state, params)",
-            "  opt_state = optimizer.init(params)": (
-                "  params = ols.cast(params, stored)\n  opt_state = optimizer.init(params)"
-            ),
-        },
+        changes=(
+            "«ols|jax».grad(«ols.autocast(»loss_fn«, half)»)(«opt_state, »params,",
+            "«ols.with_loss_scaling(»optax.adam(FLAGS.learning_rate)«)»",
+            "optimizer.update(grads, opt_state«, params»)",
+            "  «params = ols.cast(params, stored)\n  »opt_state = optimizer.init(params)",
+        ),
         settings={"(28, 28, 1)": "(8, 8, 1)"},
         run=kinds.flow,
     ),
@@ -359,18 +302,12 @@ PROGRAMS = {
         repository="google-research/multinerf",
         file="internal/train_utils.py",
         also=("internal",),
-        changes={
-            "jax.value_and_grad(loss_fn, has_aux=True)": (
-                "ols.value_and_grad(ols.autocast(loss_fn, half), has_aux=True)"
-            ),
-            "loss_grad_fn(state.params)": "loss_grad_fn(state.opt_state, state.params)",
-            "tx = optax.adam(learning_rate=lr_fn_main, **adam_kwargs)": (
-                "tx = ols.with_loss_scaling(optax.adam(learning_rate=lr_fn_main, **adam_kwargs))"
-            ),
-            "apply_fn=None, params=variables,": (
-                "apply_fn=None, params=ols.cast(variables, stored),"
-            ),
-        },
+        changes=(
+            "«ols|jax».value_and_grad(«ols.autocast(»loss_fn«, half)», has_aux=True)",
+            "loss_grad_fn(«state.opt_state, »state.params)",
+            "tx = «ols.with_loss_scaling(»optax.adam(learning_rate=lr_fn_main, **adam_kwargs)«)»",
+            "apply_fn=None, params=«ols.cast(»variables«, stored)»,",
+        ),
         run=kinds.nerf,
     ),
     "named_axes": Program(
@@ -378,7 +315,8 @@ PROGRAMS = {
         repository="stanford-crfm/levanter",
         file="src/levanter/models/gpt2.py",
         also=("src/levanter",),
-        changes={},
+        changes=(),
         run=kinds.named_axes,
+        own="a jmp policy",
     ),
 }

@@ -1,4 +1,4 @@
-"""Public programs: where they lie, what is changed in them, and what stands in for libraries."""
+"""Public programs: where they are, what is changed in them, and what replaces their libraries."""
 
 import contextlib
 import difflib
@@ -9,11 +9,13 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
+
+RESULTS = Path(__file__).with_name("results.json")
 
 
 class Program(NamedTuple):
@@ -23,12 +25,14 @@ class Program(NamedTuple):
       name: What the table calls it, and after a colon a result that is no loss.
       repository: Its owner and name on GitHub.
       file: The file that is changed.
-      changes: What is replaced in its files, and by what. Each line that differs counts.
+      changes: What is changed in its files, with marks: «new» or «new|old». Each line that differs
+        counts.
       run: Trains it, and returns a result other than the last losses, or None.
       license: What its authors allow.
       settings: What else is replaced: its size, its data, and names that newer libraries miss.
       also: Further files or folders that it reads.
       devices: The number of devices on which it runs.
+      own: The authors' own setting for half precision, if they have one.
       unsuited: The ways of training that it should not use.
       reason: Why, from what was measured.
     """
@@ -36,12 +40,13 @@ class Program(NamedTuple):
     name: str
     repository: str
     file: str
-    changes: Mapping[str, str]
+    changes: Sequence[str]
     run: Callable[["Source"], float | None]
     settings: Mapping[str, str] = {}
     also: tuple[str, ...] = ()
     devices: int = 1
     license: str = "Apache-2.0"
+    own: str = ""
     unsuited: tuple[str, ...] = ()
     reason: str = ""
 
@@ -50,11 +55,13 @@ class Source(NamedTuple):
     """The files of a program, as they are trained.
 
     Attributes:
-      root: The folder in which they lie.
+      root: The folder that holds them.
       file: The changed one.
       library: The changed lines call it `ols`.
       half: The changed lines call it `half`: the dtype of matrix products.
       stored: The changed lines call it `stored`: the dtype of parameters.
+      own: Whether to turn on the authors' own half precision.
+      large: Settings of a model of the authors' own size. Without any, it is small.
     """
 
     root: Path
@@ -62,6 +69,8 @@ class Source(NamedTuple):
     library: Any
     half: str
     stored: str
+    own: bool = False
+    large: Mapping[str, Any] = {}
 
     def module(self, name: str = "") -> Any:
         """Import a module beside the changed file, which is the default."""
@@ -104,6 +113,19 @@ def commit(folder: Path) -> str:
     return git(folder, "rev-parse", "HEAD").decode().strip()
 
 
+def library() -> str:
+    """Return the last commit that changed this library, and whether its files differ from it."""
+    here, package = Path(__file__).parents[2], "optax_lossscale"
+    changed = git(here, "status", "--porcelain", "--", package)
+    sha = git(here, "log", "-1", "--format=%h", "--abbrev=8", "--", package).decode().strip()
+    return f"{sha}, with changes" if changed else sha
+
+
+def read(file: Path) -> dict[str, Any]:
+    """Return the results in a file: of the programs, and of their memory."""
+    return json.loads(file.read_text()) if file.exists() else {"programs": {}, "memory": {}}
+
+
 def extract(program: Program, folder: Path, root: Path) -> int:
     """Write the program to `root` with its changes, and return the number of changed lines."""
     repository = find(folder, program.repository)
@@ -121,7 +143,7 @@ def extract(program: Program, folder: Path, root: Path) -> int:
         elif path.suffix == ".py":
             texts[path] = content.decode()
     sized = replace(texts, program.settings)
-    changed = replace(sized, program.changes)
+    changed = replace(sized, dict(map(change, program.changes)))
     for path, text in changed.items():
         path.write_text(text)
     lines = sum(new_lines(sized[path], text) for path, text in changed.items())
@@ -133,6 +155,12 @@ def code(notebook: str) -> str:
     cells = json.loads(notebook)["cells"]
     code = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     return re.sub(r"^[%!].*$", "", code, flags=re.MULTILINE)
+
+
+def change(marked: str) -> tuple[str, str]:
+    """Return a part of a program before and after the change that its marks show."""
+    mark = re.compile(r"«([^|»]*)\|?([^»]*)»")
+    return mark.sub(r"\2", marked), mark.sub(r"\1", marked)
 
 
 def replace(texts: Mapping[Path, str], pairs: Mapping[str, str]) -> dict[Path, str]:

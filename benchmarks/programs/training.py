@@ -4,9 +4,10 @@ import builtins
 import contextlib
 import io
 import math
+import os
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -29,12 +30,14 @@ class Way(NamedTuple):
       stored: The dtype of its parameters.
       rounded: Whether float32 parameters start from numbers that bfloat16 holds.
       masters: Whether bfloat16 parameters have masters. Otherwise they are rounded stochastically.
+      own: Whether the authors' own setting for half precision replaces `autocast`.
     """
 
     half: str
     stored: str = "float32"
     rounded: bool = False
     masters: bool = False
+    own: bool = False
 
     def wrap(self, tx: Any) -> Any:
         """Return the optimizer that a user of this way writes."""
@@ -51,9 +54,10 @@ WAYS = {
     "autocast": Way("bfloat16"),
     "masters": Way("bfloat16", stored="bfloat16", masters=True),
     "stochastic": Way("bfloat16", stored="bfloat16"),
+    "own": Way("bfloat16", own=True),
 }
 # The float32 run that starts from the same weights, and so has the exact first gradient.
-EXACT = {"autocast": "float32", "masters": "rounded", "stochastic": "rounded"}
+EXACT = {"autocast": "float32", "masters": "rounded", "stochastic": "rounded", "own": "float32"}
 WRAPPERS = ols.GuardState, ols.MasterWeightsState, ols.StochasticRoundingState, ols.Bfloat16State
 
 
@@ -105,6 +109,10 @@ class Library:
     def __getattr__(self, name: str) -> Any:
         """Return what the library itself has by this name."""
         return getattr(ols, name)
+
+    def autocast(self, fun: Callable[..., Any], dtype: str) -> Callable[..., Any]:
+        """Run matrix products in this dtype, unless the authors' own setting does."""
+        return fun if self.way.own else ols.autocast(fun, dtype)
 
     def cast(self, tree: Any, dtype: Any) -> Any:
         """Store parameters in this dtype, and round the first ones if they are to start so."""
@@ -174,15 +182,24 @@ def distance(gradient: list[np.ndarray], exact: list[np.ndarray]) -> float:
 
 def train_alone(program: Program, folder: Path, way: Way) -> tuple[Result, list[np.ndarray]]:
     """Train a program in a process of its own: programs import and set what they like."""
+    # Threads wait for one another in collectives: with few of them, or on a busy machine, for ever.
+    os.environ.setdefault("PJRT_NPROC", str(4 * program.devices))
+    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_collective_call_terminate_timeout_seconds=900")
     jax.config.update("jax_num_cpu_devices", program.devices)
     jax.config.update("jax_disable_most_optimizations", True)  # compiling takes most of the time
     warnings.simplefilter("ignore")  # deprecations, and autocast's own about a low share
     return train(program, folder, way)
 
 
-def train(program: Program, folder: Path, way: Way) -> tuple[Result, list[np.ndarray]]:
+def train(
+    program: Program,
+    folder: Path,
+    way: Way,
+    library: Library | None = None,
+    large: Mapping[str, Any] | None = None,
+) -> tuple[Result, list[np.ndarray]]:
     """Change a program, train it, and return what is found and its first gradient."""
-    library = Library(way)
+    library = library or Library(way)
     # The changed lines say `ols`, `half` and `stored`. A user's would import and write them.
     names: dict[str, Any] = {"ols": library, "half": way.half, "stored": way.stored}
     final, error = None, ""
@@ -193,8 +210,8 @@ def train(program: Program, folder: Path, way: Way) -> tuple[Result, list[np.nda
         lines = extract(program, folder, Path(root))
         try:
             with contextlib.redirect_stdout(io.StringIO()):
-                source = Source(Path(root), program.file, library, way.half, way.stored)
-                final = program.run(source)
+                dtypes = way.half, way.stored, way.own
+                final = program.run(Source(Path(root), program.file, library, *dtypes, large or {}))
             jax.effects_barrier()
         except Exception as raised:  # noqa: BLE001 (an error is a result)
             first = str(raised).partition("\n")[0]

@@ -115,7 +115,7 @@ def _with_inputs(jaxpr: Jaxpr, inputs: list[Atom]) -> Jaxpr:
         for x in atoms:
             if not isinstance(x, Literal) and x in stored and x not in converted:
                 converted.add(x)
-                eqns.append(conversion(stored[x], x, beside))
+                eqns.append(conversion(stored[x], x, _in_mesh_of(x, beside, jaxpr)))
 
     for eqn in jaxpr.eqns:
         as_stored = [
@@ -135,6 +135,19 @@ def _with_inputs(jaxpr: Jaxpr, inputs: list[Atom]) -> Jaxpr:
     if eqns:
         convert(jaxpr.outvars, eqns[-1])
     return jaxpr.replace(invars=inputs, eqns=eqns)
+
+
+def _in_mesh_of(x: Atom, beside: Equation, jaxpr: Jaxpr) -> Equation:
+    """Return an equation under the mesh of a variable, with its other properties from `beside`.
+
+    An equation that reshards an array, as in `jax.sharding.auto_axes`, is under the mesh that the
+    result has. JAX refuses to convert an array under another mesh than its own.
+    """
+    mesh = x.aval.sharding.mesh
+    for eqn in (beside, *jaxpr.eqns):
+        if eqn.ctx.cur_abstract_mesh == mesh:
+            return beside.replace(ctx=eqn.ctx)
+    return beside
 
 
 def _first_entered(eqn: Equation) -> int:

@@ -421,6 +421,21 @@ def test_results_keep_their_sharding_with_explicit_axes(x, w):
     assert dtypes(cast, x, w) == ["float16"]
 
 
+@pytest.mark.parametrize("uses", [1, 2])
+def test_a_stored_argument_under_an_explicit_mesh_enters_a_function_of_automatic_axes(uses):
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        table = jax.device_put(jnp.ones((32, 24), jnp.bfloat16), P(None, "i"))
+        rows = jax.sharding.auto_axes(lambda table: table[:4] * 2, out_sharding=P(None, "i"))
+
+        def loss_fn(table):
+            return sum(jnp.sum(rows(table)) for _ in range(uses))
+
+        grads = jax.jit(jax.grad(ols.autocast(loss_fn, jnp.bfloat16)))(table)
+    assert jax.typeof(grads) == jax.typeof(table)
+    np.testing.assert_array_equal(grads[:4], 2 * uses)
+    np.testing.assert_array_equal(grads[4:], 0)
+
+
 def test_products_saved_by_a_checkpoint_policy_are_in_half_precision(params, x):
     policy = jax.checkpoint_policies.checkpoint_dots
 

@@ -16,8 +16,8 @@ from benchmarks import aot, cases, guards, hlo, page, run, workloads
 from benchmarks.contenders import CONTENDERS, Keras
 from benchmarks.page import version
 from benchmarks.programs import __main__ as programs
-from benchmarks.programs import training
-from benchmarks.programs.source import Program
+from benchmarks.programs import memory, training
+from benchmarks.programs.source import RESULTS, Program, change, library, read
 
 pytestmark = pytest.mark.filterwarnings("default:::(jmp|mpx|jaxamp|equinox|keras)")
 
@@ -201,9 +201,11 @@ def test_steps_are_compiled_for_devices_and_counted(tmp_path):
 
 PUBLIC = """\
 import jax, jax.numpy as jnp, optax
+HALF = False
 x = jnp.ones((16, 8))
 def loss_fn(params, y):
-  return jnp.mean((x @ params - y) ** 2)
+  cast = jnp.bfloat16 if HALF else jnp.float32
+  return jnp.mean((x.astype(cast) @ params.astype(cast) - y) ** 2)
 tx = optax.sgd(STEP)
 params = jnp.full((8, 8), 0.1)
 opt_state = tx.init(params)
@@ -214,74 +216,142 @@ for _ in range(20):
 """
 
 
-@pytest.mark.integration
-def test_a_public_program_is_changed_and_trained_in_each_way(tmp_path):
+def train_lines(source):
+    path = source.root / source.file
+    path.write_text(path.read_text().replace("HALF = False", f"HALF = {source.own}"))
+    source.execute()
+
+
+LINES = Program(
+    name="Lines: loss",
+    repository="someone/lines",
+    file="train.py",
+    changes=(
+        "«ols|jax».grad(«ols.autocast(»loss_fn«, half)»)(«opt_state, »params",
+        "«ols.with_loss_scaling(»optax.sgd(0.1)«)»",
+        "«params = ols.cast(params, stored)\n»opt_state = tx.init(params)",
+        "tx.update(grads, opt_state«, params»)",
+    ),
+    settings={"STEP": "0.1"},
+    run=train_lines,
+    own="`HALF`",
+    unsuited=("stochastic",),
+    reason="lines need digits",
+)
+
+
+@pytest.fixture
+def public(tmp_path):
+    """A folder of checkouts, which holds one program."""
     folder = tmp_path / "someone/lines"
     folder.mkdir(parents=True)
     (folder / "train.py").write_text(PUBLIC)
     user = "-c", "user.name=Someone", "-c", "user.email=someone@example.org"
     for command in (["init"], ["add", "."], [*user, "commit", "--message=All"]):
         subprocess.run(["git", "-C", folder, *command], check=True, capture_output=True)  # noqa: S603, S607
-    program = Program(
-        name="Lines: loss",
-        repository="someone/lines",
-        file="train.py",
-        changes={
-            "jax.grad(loss_fn)(": "ols.grad(ols.autocast(loss_fn, half))(opt_state, ",
-            "optax.sgd(0.1)": "ols.with_loss_scaling(optax.sgd(0.1))",
-            "opt_state = tx.init(params)": (
-                "params = ols.cast(params, stored); opt_state = tx.init(params)"
-            ),
-            "tx.update(grads, opt_state)": "tx.update(grads, opt_state, params)",
-        },
-        settings={"STEP": "0.1"},
-        run=lambda source: source.execute() and None,
-        unsuited=("stochastic",),
-        reason="lines need digits",
-    )
-    trained = {name: training.train(program, tmp_path, way) for name, way in training.WAYS.items()}
+    return tmp_path
+
+
+def test_the_marks_of_a_change_show_what_is_inserted_and_what_is_replaced():
+    marked = "«ols|jax».grad(«ols.autocast(»f«, half)»)"
+    assert change(marked) == ("jax.grad(f)", "ols.grad(ols.autocast(f, half))")
+
+
+@pytest.mark.integration
+def test_a_public_program_is_changed_and_trained_in_each_way(public):
+    trained = {name: training.train(LINES, public, way) for name, way in training.WAYS.items()}
     results = {name: result for name, (result, _) in trained.items()}
-    assert [result.share for result in results.values()] == [0, 0, 1, 1, 1]
+    assert [result.share for result in results.values()] == [0, 0, 1, 1, 1, 1]
     assert all(result[3:5] == (20, 0) and not result.error for result in results.values())
     assert all(result.final < 1 for result in results.values())
     # Momentum-free SGD keeps nothing but the guard's counts, and remainders keep two bytes.
-    assert [round(result.held) for result in results.values()] == [4, 4, 4, 4, 2]
+    assert [round(result.held) for result in results.values()] == [4, 4, 4, 4, 2, 4]
     # 0.1 is no bfloat16, so the weights of one float32 run are not those of the other.
     exact, rounded = (trained[name][1] for name in ("float32", "rounded"))
     assert 0 < training.distance(rounded, exact) < 2**-7
     assert training.distance(exact, exact) == 0
     for way, start in training.EXACT.items():
         assert 0 <= training.distance(trained[way][1], trained[start][1]) < 2**-6
-    assert programs.losses(program, results, "0123456789")[:4] == [
+    cells = programs.row(LINES, results, "0123456789")
+    assert cells[:3] == [
         "[Lines](https://github.com/someone/lines/blob/01234567/train.py): loss",
-        *("Apache-2.0", "5", "100"),
+        *("5", "100"),
     ]
-    assert programs.losses(program, results, "01")[-1].endswith(" †")
+    assert [cell.endswith(" †") for cell in cells[3:7]] == [False, False, False, True]
+    assert [round(float(cell)) for cell in cells[-1].split(" / ")] == [4, 4, 2]
+    own = programs.own_row(LINES, results, "01")
+    assert own[1:4] == ["`HALF`", "100", "100"]
     with pytest.raises(ValueError, match="another version of the program"):
-        training.train(
-            program._replace(changes={"tx.step": ""}), tmp_path, training.WAYS["float32"]
-        )
-    failing = program._replace(run=lambda _: 1 / 0)
-    failed, none = training.train(failing, tmp_path, training.WAYS["float32"])
+        training.train(LINES._replace(changes=["tx.step"]), public, training.WAYS["float32"])
+    failing = LINES._replace(run=lambda _: 1 / 0)
+    failed, none = training.train(failing, public, training.WAYS["float32"])
     assert (programs.share(failed), programs.final(failed)) == ("none", "ZeroDivisionError")
     assert np.isnan(training.distance(none, exact))
 
 
+def result(**fields):
+    known = {"lines": 5, "flops": {"bfloat16": 3, "float32": 1}, "final": 0.5, "steps": 20}
+    return training.Result(**known | fields)
+
+
+def test_the_command_keeps_results_and_writes_them_to_the_page(public, monkeypatch, capsys):
+    ways = {way: result(held=4.0, distance=0.01) for way in training.WAYS}
+    monkeypatch.setattr(programs, "PROGRAMS", {"lines": LINES})
+    monkeypatch.setattr(programs, "measure", lambda *_: ways)
+    (public / "evidence.md").write_text(
+        "\n".join(["Before", *page.comments(programs.PART, programs.COMMAND), "After"])
+    )
+    results = public / "results.json"
+    programs.main([str(public), f"--results={results}", f"--pages={public}"])
+    written = (public / "evidence.md").read_text()
+    assert "0.5 † | 1 | 4 / 4 / 4 |" in written
+    assert "- † Lines, stochastic: lines need digits." in written
+    assert f"optax_lossscale at {library()}." in written
+    assert written.startswith("Before")
+    assert written.endswith("After")
+    programs.main([str(public), f"--results={results}", "--only"])
+    assert capsys.readouterr().out.endswith(
+        written.partition("-->\n\n")[2].partition("\n\n<!--")[0] + "\n"
+    )
+    merged = public / "merged.json"
+    programs.main([str(public), f"--results={merged}", "--merge", str(results), "--only"])
+    assert merged.read_text() == results.read_text()
+    kept = json.loads(results.read_text())["programs"]
+    monkeypatch.setitem(programs.PROGRAMS, "other", LINES._replace(name="Others"))
+    kept["other"] = kept["lines"] | {"library": "01234567"}
+    assert "(01234567: Others)" in programs.tables(kept, {})
+    kept["other"]["environment"] += ", jax 0.0.1"
+    with pytest.raises(ValueError, match="must be of one machine"):
+        programs.tables(kept, {})
+
+
+def test_the_memory_of_a_programs_gradient_is_counted(public, monkeypatch):
+    monkeypatch.setattr(memory, "PROGRAMS", {"lines": LINES})
+    monkeypatch.setattr(memory, "KEPT", {"lines": {"all": {"layers": 12}}})
+    monkeypatch.setattr(memory, "DEVICE", "cpu")
+    results = public / "results.json"
+    memory.main([str(public), f"--results={results}", "--only", "lines"])
+    (row,) = read(results)["memory"].values()
+    assert all(row[way]["temporary"] > 0 for way in memory.COLUMNS)
+    assert row["library"] == library()
+    (cells,) = memory.table({"Lines": row}).splitlines()[2:]
+    assert cells == "| Lines | 0.00 | 0.00 | 0.00 | 0.00 |"
+
+
 def test_a_program_that_is_missing_is_wanted_and_not_run(tmp_path, capsys):
-    programs.main([str(tmp_path / "programs"), f"--output={tmp_path}", "--only", "nerf"])
+    results = f"--results={tmp_path / 'results.json'}"
+    programs.main([str(tmp_path / "programs"), results, "--only", "nerf"])
     wanted = tmp_path / "programs/google-research+multinerf"
-    assert f"github.com/google-research/multinerf in {wanted}" in capsys.readouterr().out
-    page_text = (tmp_path / f"{programs.PAGE}.md").read_text()
-    assert page_text.count("| not run |") > len(programs.PROGRAMS)
+    printed = capsys.readouterr().out
+    assert f"github.com/google-research/multinerf in {wanted}" in printed
+    assert printed.count("| not run |") == len(programs.PROGRAMS)
 
 
-def test_each_row_on_the_page_is_of_a_public_program_that_the_command_knows():
+def test_the_page_has_a_row_for_each_program_as_the_command_writes_it():
     text = (Path(__file__).parents[2] / f"docs/{programs.PAGE}.md").read_text()
     begin, end = page.comments(programs.PART, programs.COMMAND)
-    rows = re.findall(r"^\| \[.*", text.partition(begin)[2].partition(end)[0], re.MULTILINE)
-    assert len(rows) >= 13
-    known = {program.repository for program in programs.PROGRAMS.values()}
-    assert len(programs.PROGRAMS) >= 19
-    for row in rows:
-        assert re.search(r"github\.com/([\w.-]+/[\w.-]+)/blob/", row)[1] in known
-        assert all(row.strip("| ").split(" | "))
+    results = json.loads(RESULTS.read_text())
+    written = text.partition(begin)[2].partition(end)[0].strip()
+    assert written == programs.tables(**results)
+    assert "not run" not in written
+    assert set(results["programs"]) == set(programs.PROGRAMS)
