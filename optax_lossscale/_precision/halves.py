@@ -150,10 +150,10 @@ def _neighbor(x: jax.Array, count: jax.Array, seed: int) -> jax.Array:
     # becomes infinite.
     largest = jnp.finfo(jnp.bfloat16).max.astype(jnp.float32)
     word = jax.lax.bitcast_convert_type(jax.lax.clamp(-largest, x, largest), jnp.uint32)
-    # The random bits are hashes, so none are stored or read. XLA:GPU (jaxlib 0.10.2) would hash a
-    # scalar `count` in a separate kernel for each array (38 kernels instead of 15), so add it to
-    # every element. If arrays of one shape shared their indices, XLA:GPU would compute these in a
-    # separate kernel too, so each array's indices start at its seed.
+    # The random bits are hashes, so none are stored or read. Each array's indices start at its
+    # seed. If arrays of one shape shared their indices, XLA:GPU (jaxlib 0.10.2) would update many
+    # of them in one kernel, after all of their gradients: training 24 matrices with AdamW and both
+    # roundings then takes 8.5 bytes per parameter on an H100 instead of 7.6.
     first = np.uint32(seed)
     index = jnp.full(x.shape, first)
     for axis, size in enumerate(x.shape):
