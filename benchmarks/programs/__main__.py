@@ -18,6 +18,7 @@ results must be of the same versions and machine.
 
 import math
 import multiprocessing
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -53,6 +54,9 @@ PACKAGES = "jax", "optax", "flax", "dm-haiku", "equinox", "diffrax", "distrax", 
 
 def measure(program: Program, folder: Path) -> dict[str, Result]:
     """Train a program in each way, each in a process of its own."""
+    # Threads wait for one another in collectives: with few of them, or on a busy machine, for ever.
+    os.environ.setdefault("PJRT_NPROC", str(4 * program.devices))
+    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_collective_call_terminate_timeout_seconds=900")
     server = multiprocessing.get_context("forkserver")  # imports JAX once for all of them
     server.set_forkserver_preload(["benchmarks.programs.listed", "benchmarks.programs.training"])
     found: dict[str, Result] = {}

@@ -6,7 +6,7 @@ Packages outside the group `test` are imported by name, since type checkers need
 import functools
 import importlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -30,6 +30,9 @@ from benchmarks.programs.drivers import (
     labels,
 )
 from benchmarks.programs.source import Source, stand_in
+
+
+HALF_TOWER = {"dtype_mm": "bfloat16"}
 
 
 def siglip(source: Source) -> None:
@@ -67,7 +70,9 @@ def siglip(source: Source) -> None:
     utils = source.package("big_vision.utils")
     utils.BigVisionMetricWriter, utils.sync = mock.MagicMock(), mock.MagicMock()
     trainer = source.package("big_vision.trainers.proj.image_text.siglip")
-    own = {"dtype_mm": "bfloat16"} if source.own else {}
+    if source.own:
+        towers = source.package("big_vision.models.proj.image_text.two_towers")
+        towers.Model = functools.partial(towers_in_half, towers.Model)
     trainer.CONFIG = importlib.import_module("ml_collections").ConfigDict(
         {
             "input": {"batch_size": rows},
@@ -81,7 +86,6 @@ def siglip(source: Source) -> None:
                     "pool_type": "map",
                     "scan": True,
                     **tower,
-                    **own,
                 },
                 "text": {"vocab_size": words, "scan": True, **tower},
                 "out_dim": (None, width),
@@ -97,6 +101,20 @@ def siglip(source: Source) -> None:
         }
     )
     trainer.main(None)
+
+
+def towers_in_half(make: Callable[..., Any], *, image: Any, **config: Any) -> Any:
+    """Return SigLIP's model with the authors' half precision and the first weights of float32.
+
+    It draws some weights in the dtype of activations, and bfloat16 has other random numbers.
+    """
+    plain, half = make(image=image, **config), make(image={**image, **HALF_TOWER}, **config)
+
+    def init(*args: Any) -> Any:
+        shapes = jax.eval_shape(half.init, *args)
+        return jax.tree.map(lambda x, like: x.astype(like.dtype), plain.init(*args), shapes)
+
+    return SimpleNamespace(init=init, apply=half.apply)
 
 
 class Graphs(list[Any]):

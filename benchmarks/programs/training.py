@@ -4,7 +4,6 @@ import builtins
 import contextlib
 import io
 import math
-import os
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
@@ -134,7 +133,8 @@ class Library:
         """Note a step's loss, how many steps were skipped before it, and the first gradient."""
         self.losses.append(float(loss))
         self.skipped = int(state.total_skipped)
-        if not state.growth_count and not state.total_skipped:
+        # A program that makes another optimizer later has another state without any step.
+        if not self.gradient and not state.growth_count and not state.total_skipped:
             self.gradient = [np.asarray(g, np.float32) for g in gradient]
 
     def value_and_grad(self, fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -182,9 +182,6 @@ def distance(gradient: list[np.ndarray], exact: list[np.ndarray]) -> float:
 
 def train_alone(program: Program, folder: Path, way: Way) -> tuple[Result, list[np.ndarray]]:
     """Train a program in a process of its own: programs import and set what they like."""
-    # Threads wait for one another in collectives: with few of them, or on a busy machine, for ever.
-    os.environ.setdefault("PJRT_NPROC", str(4 * program.devices))
-    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_collective_call_terminate_timeout_seconds=900")
     jax.config.update("jax_num_cpu_devices", program.devices)
     jax.config.update("jax_disable_most_optimizations", True)  # compiling takes most of the time
     warnings.simplefilter("ignore")  # deprecations, and autocast's own about a low share
