@@ -443,10 +443,18 @@ TABLE = {
     "TypeError: `transform` must take a function and has_aux, argnums": lambda: [
         lambda: differentiate(jnp.sum, transform=lambda fun: fun, argnums=1)
     ],
-    "TypeError: `transform` must return ((loss, aux), grads)": lambda: [
-        lambda x=x: differentiate(jnp.sum, transform=constant(constant(x)))
-        for x in (3.0, (1.0, 2.0), (jnp.ones(2), 2.0), ((1.0, None),))
-    ],
+    "TypeError: `transform` must return ((loss, aux), grads)": lambda: (
+        [
+            lambda x=x: differentiate(jnp.sum, transform=constant(constant(x)))
+            for x in (3.0, (1.0, 2.0), (jnp.ones(2), 2.0), ((1.0, None),))
+        ]
+        + [  # two gradients look like a loss and its aux
+            lambda x=x: ols.value_and_grad(lambda pair: pair[0] * pair[1], transform=jax.grad)(
+                scale_state(), x
+            )
+            for x in ([2.0, 3.0], (2.0, 3.0))
+        ]
+    ),
     # -- arguments that are kept for later
     "TypeError: `{}` must be a function, got ": lambda: [
         *calls((ols.value_and_grad, ols.grad), "transform", None, 3, fun=jnp.sum),
@@ -455,7 +463,7 @@ TABLE = {
     "TypeError: `argnums` must be an integer or a tuple of them, got ": lambda: [
         lambda f=f, x=x: f(jnp.sum, argnums=x)
         for f in (ols.value_and_grad, ols.grad)
-        for x in ("w", 1.5, None, (0, "w"))
+        for x in ("w", "", 1.5, None, (0, "w"))
     ],
     "TypeError: `has_aux` must be True or False, got ": lambda: [
         lambda x=x: ols.value_and_grad(jnp.sum, has_aux=x) for x in ("aux", None, 2)

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +75,7 @@ def value_and_grad(
         if not isinstance(state, GuardState):
             warn_of_outside(state, warnings_given)
 
-        def scaled_loss(*args: P.args, **kwds: P.kwargs) -> tuple[Any, Value]:
+        def scaled_loss(*args: P.args, **kwds: P.kwargs) -> tuple[Any, _Unscaled]:
             value = fun(*args, **kwds)
             loss: Any = value
             if has_aux:
@@ -84,7 +84,7 @@ def value_and_grad(
             result = scaled(loss, loss_scale)
             if jnp.dtype("bfloat16") in map(jnp.result_type, jax.tree.leaves(loss)):
                 warn_once(_BFLOAT16_LOSS, warnings_given)
-            return result, value
+            return result, _Unscaled(value)
 
         try:
             differentiated = transform(scaled_loss, has_aux=True, **kwargs)
@@ -99,7 +99,7 @@ def value_and_grad(
             checks.require_no_functions(args, positions)
             raise
         match result:
-            case ((_, value), grads):
+            case ((_, _Unscaled(value)), grads):
                 return value, grads
             case _:  # `jax.grad` returns gradients and aux
                 raise TypeError(
@@ -146,6 +146,12 @@ def grad(
         return (grads, value[1]) if has_aux else grads
 
     return _with_signature_of(fun, scaled_grad)
+
+
+class _Unscaled(NamedTuple):
+    """What the loss function returned. Gradients are never mistaken for it."""
+
+    value: PyTree
 
 
 _BFLOAT16_LOSS = (

@@ -131,7 +131,8 @@ def require_extra_args(
 
 def read_argnums(argnums: int | Sequence[int]) -> Sequence[int]:
     """Return the positions in `argnums`, a number or a sequence of them."""
-    positions = argnums if isinstance(argnums, Sequence) else (argnums,)
+    is_text = isinstance(argnums, str)  # whose letters are no positions
+    positions = argnums if isinstance(argnums, Sequence) and not is_text else (argnums,)
     for number in positions:
         if not isinstance(number, numbers.Integral):
             raise TypeError(
