@@ -306,10 +306,11 @@ def _incomplete(kind: type[Any], tree: PyTree) -> Iterator[str]:
         return isinstance(node, Mapping) and fields[0] in node and node.keys() <= {*fields}
 
     for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_some):
-        if is_some(node):
-            missing = next(name for name in needed if name not in node)
+        missing = [name for name in needed if name not in node] if is_some(node) else []
+        if missing:
             yield (
-                f"The one at {path_name(path)} lacks the field `{missing}`: add its initial value."
+                f"The one at {path_name(path)} lacks the field `{missing[0]}`: add its initial "
+                "value."
             )
 
 
@@ -320,18 +321,21 @@ def spike_statistics(state: SpikeState) -> tuple[jax.Array, jax.Array]:
     """
     if state.held.ndim:  # as under `jax.vmap`
         return jax.vmap(spike_statistics)(state)
-    state = repaired(state)
-    unit = unit_of(state)
+    mean, deviation, unit = relative_statistics(repaired(state))
+    return mean * unit, deviation * unit
+
+
+def relative_statistics(state: SpikeState) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the mean and the standard deviation in a unit, and the unit. `float32[]`.
+
+    The unit is the largest magnitude in the window: in this unit, squares fit a float32.
+    """
+    unit = jnp.clip(jnp.max(jnp.abs(state.values)), SMALLEST_SCALE, LARGEST_SCALE)
     relative = state.values / unit
     n = jnp.maximum(state.held, 1).astype(jnp.float32)
     mean = jnp.sum(relative) / n
     squares = jnp.where(_is_held(state), (relative - mean) ** 2, 0)
-    return mean * unit, jnp.sqrt(jnp.sum(squares) / n) * unit
-
-
-def unit_of(state: SpikeState) -> jax.Array:
-    """Return the largest magnitude in the window: in this unit, squares fit a float32."""
-    return jnp.clip(jnp.max(jnp.abs(state.values)), SMALLEST_SCALE, LARGEST_SCALE)
+    return mean, jnp.sqrt(jnp.sum(squares) / n), unit
 
 
 def repaired(state: SpikeState) -> SpikeState:

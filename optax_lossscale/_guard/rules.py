@@ -11,7 +11,7 @@ import optax
 
 from optax_lossscale._guard.keep import safe_call
 from optax_lossscale._loss_scale.policies import LossScale
-from optax_lossscale._state import SpikeState, increment, repaired, spike_statistics, unit_of
+from optax_lossscale._state import SpikeState, increment, relative_statistics, repaired
 from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import as_float32
 from optax_lossscale._support.choose import safe_extra_args, tree_where, zeros_if_skipped
@@ -98,12 +98,16 @@ def measure(
     """Return what a rule measures, or 0 if the step is not finite. `float32[]`."""
     safe_args = safe_extra_args(finite, extra_args)
 
+    def measured(grads: optax.Updates) -> jax.Array:
+        number = rule.measure(grads, params, **safe_args)
+        name, remedy = f"{type(rule).__name__}.measure", "Return one number, such as a mean."
+        checks.require_scalar(name, number, remedy)
+        # Convert it here: an object with `__jax_array__` hides its array from `safe_call`.
+        return jnp.asarray(number, jnp.float32)
+
     # The measure of finite gradients may overflow. That skips the step, and is not an error.
     with jax.debug_nans(False), jax.debug_infs(False):
-        measure = safe_call(finite, lambda grads: rule.measure(grads, params, **safe_args), grads)
-        name, remedy = f"{type(rule).__name__}.measure", "Return one number, such as a mean."
-        checks.require_scalar(name, measure, remedy)
-        return zeros_if_skipped(finite, jnp.asarray(measure, jnp.float32))
+        return zeros_if_skipped(finite, safe_call(finite, measured, grads))
 
 
 def judge(
@@ -223,8 +227,7 @@ class Spike:
                 "`init`. Under `jax.shard_map`, give `rule_states` the spec `P()`."
             )
         state = repaired(state)
-        unit = unit_of(state)
-        mean, deviation = spike_statistics(state._replace(values=state.values / unit))
+        mean, deviation, unit = relative_statistics(state)
         # The deviation of equal values is 0, but their mean is rounded.
         rounding = jnp.finfo(jnp.float32).eps * jnp.abs(mean)
         warmup = window // 2 if self.warmup is None else int(self.warmup)
@@ -241,7 +244,9 @@ class Spike:
             consecutive_skipped=jnp.where(is_spike, increment(state.consecutive_skipped), 0),
         )
         is_finite = jnp.isfinite(measure)
-        return is_spike | ~is_finite, tree_where(is_finite, after, state)
+        # `tree_where` would not take a state with Python's numbers or NumPy's wider ones.
+        select = lambda new, old: jnp.where(is_finite, new, old)  # noqa: E731
+        return is_spike | ~is_finite, jax.tree.map(select, after, state)
 
 
 Spike.__module__ = "optax_lossscale"  # pickles name it there, as they do its state

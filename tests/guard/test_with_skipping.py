@@ -146,6 +146,41 @@ def test_a_spike_among_equal_values_is_remembered_whole(value):
     np.testing.assert_allclose(state.values[-1], 6 * value + 1e-20, rtol=1e-6)
 
 
+def test_a_spike_judges_a_state_of_numpy_or_python():
+    rule = ols.Spike(window=4, warmup=2)
+    state, _ = spikes(rule, [1, 1.1])
+    restored = ols.SpikeState(np.float64(state.values), np.int64(2), 0)
+    for measure in (1.2, 9.0, np.nan):
+        expected, result = (jax.tree.leaves(rule.judge(s, measure)) for s in (state, restored))
+        np.testing.assert_array_equal(np.hstack(result), np.hstack(expected))
+
+
+def test_a_spike_computes_its_statistics_once():
+    rule = ols.Spike()
+    program = str(jax.make_jaxpr(rule.judge)(rule.init(None), 1.0))
+    assert program.count(" reduce_max[") == 1
+
+
+class Hidden:
+    """An object that JAX converts to an array."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __jax_array__(self):
+        return self.array
+
+
+@pytest.mark.parametrize("run", [jax.jit, lambda update: update])
+def test_a_measure_may_be_an_object_that_converts_to_an_array(run):
+    rule = Countdown()
+    rule.measure = lambda *_, value: Hidden(value)
+    tx = ols.with_skipping(SGD, skip_if=rule)
+    _, state = run(tx.update)(PARAMS, tx.init(PARAMS), PARAMS, value=jnp.float32(3))
+    assert ols.applied(state)
+    assert state.rule_states[0]["left"] == 1
+
+
 @pytest.mark.parametrize("held", [-5, 9, 2**30])
 def test_a_damaged_count_is_repaired(held):
     rule = ols.Spike(window=8)

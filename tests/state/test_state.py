@@ -210,3 +210,6 @@ def test_a_mapping_that_lacks_a_field_is_refused_by_its_name(field):
         ols.loss_scale_state(restored)
     with pytest.raises(ValueError, match=r"got 0 in a dict\. Wrap the whole optimizer"):
         ols.loss_scale_state({"an empty state": {}})
+    found = r"got 2 in a list, found at: `\[0\]`, `\[1\]`\. Wrap the whole optimizer"
+    with pytest.raises(ValueError, match=found):  # nothing is missing in either
+        ols.loss_scale_state([ols.init()._asdict()] * 2)
