@@ -41,7 +41,8 @@ nitpick_ignore_regex = [
     ("py:.*", r"(collections|flax|jax|matplotlib|numpy|optax)\..*"),
     (
         "py:class",
-        r"ArrayTree|Axes|P|optax_lossscale\._\w+\.\w+\.(Tree|Result|Value)",
+        r"ArrayTree|Axes|P|optax_lossscale\._order\.Guard"
+        r"|optax_lossscale\._\w+\.\w+\.(Tree|Result|Transformation|Value)",
     ),
 ]
 

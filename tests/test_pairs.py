@@ -402,7 +402,7 @@ REFUSED = [
     (["TrainState"], KERAS, f"{ANOTHER_GUARD}.*TrainState.create.tx=inner, .*skip_if="),
     (KERAS, RULES, f"{ANOTHER_GUARD}.*`with_loss_scaling.inner, skip_if=rule.`"),
     (KERAS, ["MultiSteps"], "Use `gradient_accumulation_steps`"),
-    (KERAS[1:], HALVES, "`inner` must leave the updates of `with_.*` as they are"),
+    (KERAS[1:], HALVES, "`inner` must not change the updates of `with_"),
     (["stochastic rounding"], ["master_weights"], "exactly one MasterWeightsState, got 0"),
 ]
 # Close to another feature: only `make test-all` pairs them.

@@ -144,10 +144,9 @@ def _in_mesh_of(x: Atom, beside: Equation, jaxpr: Jaxpr) -> Equation:
     result has. JAX refuses to convert an array under another mesh than its own.
     """
     mesh = x.aval.sharding.mesh
-    for eqn in (beside, *jaxpr.eqns):
-        if eqn.ctx.cur_abstract_mesh == mesh:
-            return beside.replace(ctx=eqn.ctx)
-    return beside
+    contexts = (eqn.ctx for eqn in (beside, *jaxpr.eqns))
+    own = (context for context in contexts if context.cur_abstract_mesh == mesh)
+    return beside.replace(ctx=next(own, beside.ctx))
 
 
 def _first_entered(eqn: Equation) -> int:

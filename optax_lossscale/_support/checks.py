@@ -131,9 +131,8 @@ def require_extra_args(
 
 def read_argnums(argnums: int | Sequence[int]) -> Sequence[int]:
     """Return the positions in `argnums`, a number or a sequence of them."""
-    is_several = isinstance(argnums, Sequence) and not isinstance(argnums, str)
-    positions = argnums if is_several else (argnums,)
-    for number in positions:
+    positions = argnums if isinstance(argnums, Sequence) else (argnums,)
+    for number in [argnums] if isinstance(argnums, str) else positions:
         if not isinstance(number, numbers.Integral):
             raise TypeError(
                 f"`argnums` must be an integer or a tuple of them, got {number!r}. Count from the "
