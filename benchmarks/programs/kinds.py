@@ -31,7 +31,6 @@ from benchmarks.programs.drivers import (
 )
 from benchmarks.programs.source import Source, stand_in
 
-
 HALF_TOWER = {"dtype_mm": "bfloat16"}
 
 

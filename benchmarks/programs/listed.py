@@ -79,6 +79,8 @@ PROGRAMS = {
             "«ols.with_loss_scaling(»optax.adam(learning_rate)«)»",
             "optimizer.update(grads, opt_state«, params»)",
             "«params = ols.cast(params, stored)\n»opt_state = optimizer.init(params)",
+            # Convolutions refuse float32 images with bfloat16 weights.
+            "«params = ols.cast(params, 'float32')\n»train_batch = next(iter(train_dataset))",
         ),
         settings={
             "num_training_updates = 100000": "num_training_updates = 30",
@@ -151,6 +153,8 @@ PROGRAMS = {
             "opt_update(grads, opt_state«, eqx.filter(model, eqx.is_inexact_array)»)",
             ADDED,
             "    «model = ols.cast(model, stored)\n    »opt_state = opt.init(",
+            # Convolutions refuse float32 images with bfloat16 weights.
+            "ft.partial(single_sample_fn, «ols.cast(»model«, 'float32')»,",
         ),
         settings={"\nmain()": ""},
         run=drivers.score,
