@@ -39,11 +39,8 @@ myst_heading_anchors = 3
 # arguments and the result of a function.
 nitpick_ignore_regex = [
     ("py:.*", r"(collections|flax|jax|matplotlib|numpy|optax)\..*"),
-    (
-        "py:class",
-        r"ArrayTree|Axes|P|optax_lossscale\._order\.Guard"
-        r"|optax_lossscale\._\w+\.\w+\.(Tree|Result|Transformation|Value)",
-    ),
+    ("py:class", r"ArrayTree|Axes|P|optax_lossscale\._order\.Guard"),
+    ("py:class", r"optax_lossscale\._\w+\.\w+\.(Tree|Result|Transformation|Value)"),
 ]
 
 add_module_names = False
