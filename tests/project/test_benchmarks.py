@@ -17,7 +17,7 @@ from benchmarks.contenders import CONTENDERS, Keras
 from benchmarks.page import version
 from benchmarks.programs import __main__ as programs
 from benchmarks.programs import memory, training
-from benchmarks.programs.source import RESULTS, Program, change, library, read
+from benchmarks.programs.source import RESULTS, Program, change, library
 
 pytestmark = pytest.mark.filterwarnings("default:::(jmp|mpx|jaxamp|equinox|keras)")
 
@@ -326,14 +326,9 @@ def test_the_command_keeps_results_and_writes_them_to_the_page(public, monkeypat
 
 
 def test_the_memory_of_a_programs_gradient_is_counted(public, monkeypatch):
-    monkeypatch.setattr(memory, "PROGRAMS", {"lines": LINES})
-    monkeypatch.setattr(memory, "KEPT", {"lines": {"all": {"layers": 12}}})
     monkeypatch.setattr(memory, "DEVICE", "cpu")
-    results = public / "results.json"
-    memory.main([str(public), f"--results={results}", "--only", "lines"])
-    (row,) = read(results)["memory"].values()
-    assert all(row[way]["temporary"] > 0 for way in memory.COLUMNS)
-    assert row["library"] == library()
+    row = {way: memory.count(LINES, public, training.WAYS[way], {}) for way in memory.COLUMNS}
+    assert all(counts["temporary"] > 0 for counts in row.values())
     (cells,) = memory.table({"Lines": row}).splitlines()[2:]
     assert cells == "| Lines | 0.00 | 0.00 | 0.00 | 0.00 |"
 
