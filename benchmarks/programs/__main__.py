@@ -112,6 +112,13 @@ def mark(program: Program, way: str) -> str:
     return " †" if way in program.unsuited else ""
 
 
+def note(program: Program) -> str:
+    """Return what to know about a program's row, after a mark if a way is not for it."""
+    name = program.name.partition(":")[0]
+    marked = f"† {name}, {' and '.join(program.unsuited)}" if program.unsuited else name
+    return f"- {marked}: {program.reason}."
+
+
 def share(result: Result) -> str:
     """Return the percentage of the products' operations in half precision."""
     return f"{100 * result.share:.3g}" if result.flops else "none"
@@ -180,7 +187,7 @@ def found(folder: Path, program: Program) -> bool:
 
 
 def tables(programs: Mapping[str, Any], memory: Mapping[str, Any]) -> str:
-    """Return the tables, why some ways are not for some programs, and how all was measured."""
+    """Return the tables, notes on some rows, and how all was measured."""
     body: list[list[str]] = []
     own: list[list[str]] = []
     for name, program in PROGRAMS.items():
@@ -191,15 +198,11 @@ def tables(programs: Mapping[str, Any], memory: Mapping[str, Any]) -> str:
         body.append(row(program, ways, programs[name]["commit"]))
         if program.own:
             own.append(own_row(program, ways, programs[name]["commit"]))
-    marked = [
-        f"- † {program.name.partition(':')[0]}, {' and '.join(program.unsuited)}: {program.reason}."
-        for program in PROGRAMS.values()
-        if program.unsuited
-    ]
+    notes = [note(program) for program in PROGRAMS.values() if program.reason]
     texts = [
         LEGEND,
         page.table(HEAD, body),
-        "\n".join(marked),
+        "\n".join(notes),
         page.table(OWN, own, (0, 1)) if own else "",
         memory_table(memory) if memory else "",
         " ".join(about(programs)) if programs else "",
