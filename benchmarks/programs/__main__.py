@@ -48,6 +48,10 @@ parameters with stochastic rounding, moments in bfloat16. *half*: the share of t
 matrix products that run in half precision. *gradient off*: the relative error of the first gradient
 against float32 at the same stored weights, with `autocast` / with bfloat16 parameters. *bytes*: of
 parameters and optimizer state for each parameter, in float32 / *masters* / *stochastic*."""
+MEMORY = """\
+Temporary memory of the gradient on an H100, as XLA's compiler counts it, by what the backward pass
+keeps. Levanter's flash attention is a `while_loop`. `autocast` leaves a scan around one alone, so
+its layers keep float32 arrays."""
 NOT_RUN = "not run"
 PACKAGES = "jax", "optax", "flax", "dm-haiku", "equinox", "diffrax", "distrax", "haliax", "jraph"
 
@@ -204,7 +208,7 @@ def tables(programs: Mapping[str, Any], memory: Mapping[str, Any]) -> str:
         page.table(HEAD, body),
         "\n".join(notes),
         page.table(OWN, own, (0, 1)) if own else "",
-        memory_table(memory) if memory else "",
+        f"{MEMORY}\n\n{memory_table(memory)}" if memory else "",
         " ".join(about(programs)) if programs else "",
     ]
     return "\n\n".join(filter(None, texts))
