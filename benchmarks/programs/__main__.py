@@ -35,7 +35,7 @@ from benchmarks.programs.training import EXACT, WAYS, Result, distance, train_al
 COMMAND = "python -m benchmarks.programs"
 PART, PAGE = "programs", "evidence"
 SHOWN = "float32", "autocast", "masters", "stochastic"
-HEAD = ("program", "changed lines", "half, %", *SHOWN, "gradient off, %", "bytes")
+HEAD = ("program", "half, %", *SHOWN, "gradient off, %", "bytes")
 OWN = (
     "program",
     *("their setting", "half, %: theirs", "ours"),
@@ -43,11 +43,15 @@ OWN = (
     *("gradient off, %: theirs", "ours"),
 )
 LEGEND = """\
-*masters*: bfloat16 parameters, masters in remainders, moments in bfloat16. *stochastic*: bfloat16
-parameters with stochastic rounding, moments in bfloat16. *half*: the share of the operations of
-matrix products that run in half precision. *gradient off*: the relative error of the first gradient
-against float32 at the same stored weights, with `autocast` / with bfloat16 parameters. *bytes*: of
-parameters and optimizer state for each parameter, in float32 / *masters* / *stochastic*."""
+*masters*: bfloat16 parameters with masters in remainders. *stochastic*: bfloat16 parameters with
+stochastic rounding. Both keep moments in bfloat16. *half*: the share of the products' operations in
+half precision. *gradient off*: the relative error of the first gradient against float32 from the
+same stored weights, with `autocast`/with bfloat16 parameters. *bytes* per parameter and its state:
+float32/*masters*/*stochastic*."""
+MEMORY = """\
+Temporary memory of the gradient on an H100, as XLA's compiler counts it, by what the backward pass
+keeps. Levanter's flash attention is a `while_loop`. `autocast` leaves a scan around one alone, so
+its layers keep float32 arrays."""
 NOT_RUN = "not run"
 PACKAGES = "jax", "optax", "flax", "dm-haiku", "equinox", "diffrax", "distrax", "haliax", "jraph"
 
@@ -89,11 +93,10 @@ def row(program: Program, results: Mapping[str, Result], sha: str) -> list[str]:
     held = (number(results[way].held) for way in SHOWN if way != "autocast")
     return [
         link(program, sha),
-        str(results["autocast"].lines) if program.changes else "our loop",
-        " / ".join(shares),
+        "/".join(shares),
         *finals,
-        " / ".join(off),
-        " / ".join(held),
+        "/".join(off),
+        "/".join(held),
     ]
 
 
@@ -110,6 +113,13 @@ def own_row(program: Program, results: Mapping[str, Result], sha: str) -> list[s
 def mark(program: Program, way: str) -> str:
     """Return a mark for a way that the program should not use."""
     return " †" if way in program.unsuited else ""
+
+
+def note(program: Program) -> str:
+    """Return what to know about a program's row, after a mark if a way is not for it."""
+    name = program.name.partition(":")[0]
+    marked = f"† {name}, {' and '.join(program.unsuited)}" if program.unsuited else name
+    return f"- {marked}: {program.reason}."
 
 
 def share(result: Result) -> str:
@@ -180,7 +190,7 @@ def found(folder: Path, program: Program) -> bool:
 
 
 def tables(programs: Mapping[str, Any], memory: Mapping[str, Any]) -> str:
-    """Return the tables, why some ways are not for some programs, and how all was measured."""
+    """Return the tables, notes on some rows, and how all was measured."""
     body: list[list[str]] = []
     own: list[list[str]] = []
     for name, program in PROGRAMS.items():
@@ -191,17 +201,13 @@ def tables(programs: Mapping[str, Any], memory: Mapping[str, Any]) -> str:
         body.append(row(program, ways, programs[name]["commit"]))
         if program.own:
             own.append(own_row(program, ways, programs[name]["commit"]))
-    marked = [
-        f"- † {program.name.partition(':')[0]}, {' and '.join(program.unsuited)}: {program.reason}."
-        for program in PROGRAMS.values()
-        if program.unsuited
-    ]
+    notes = [note(program) for program in PROGRAMS.values() if program.reason]
     texts = [
         LEGEND,
         page.table(HEAD, body),
-        "\n".join(marked),
+        "\n".join(notes),
         page.table(OWN, own, (0, 1)) if own else "",
-        memory_table(memory) if memory else "",
+        f"{MEMORY}\n\n{memory_table(memory)}" if memory else "",
         " ".join(about(programs)) if programs else "",
     ]
     return "\n\n".join(filter(None, texts))
@@ -218,7 +224,7 @@ def about(programs: Mapping[str, Any]) -> Iterator[str]:
     if len(machines) > 1:
         raise ValueError(f"the results must be of one machine and set of versions, got {machines}")
     usual, *others = sorted(libraries, key=lambda commit: -len(libraries[commit]))
-    exceptions = "".join(f" ({commit}: {'; '.join(libraries[commit])})" for commit in others)
+    exceptions = "".join(f", {len(libraries[commit])} programs at {commit}" for commit in others)
     when, machine = " and ".join(sorted(dates)), machines.pop()
     yield f"{when}, {machine}, optax_lossscale at {usual}{exceptions}."
     licenses = [

@@ -289,7 +289,7 @@ def named_axes(source: Source) -> None:
     sizes: dict[str, Any] = {"seq_len": 64, "hidden_dim": 64, "num_layers": 2, "num_heads": 4}
     rows, vocabulary = hax.Axis("batch", 16), hax.Axis("vocab", 128)
     if source.large:
-        sizes, vocabulary = {"attn_backend": "jax_flash", **source.large}, hax.Axis("vocab", 50257)
+        sizes, vocabulary = {**source.large}, hax.Axis("vocab", 50257)
     config = gpt2.Gpt2Config(**sizes)
     ols = source.library
     model = gpt2.Gpt2LMHeadModel.init(vocabulary, config, key=jax.random.PRNGKey(0))

@@ -34,7 +34,7 @@ class Program(NamedTuple):
       devices: The number of devices on which it runs.
       own: The authors' own setting for half precision, if they have one.
       unsuited: The ways of training that it should not use.
-      reason: Why, from what was measured.
+      reason: Why, from what was measured, or what else the table does not show.
     """
 
     name: str

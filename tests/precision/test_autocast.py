@@ -421,14 +421,16 @@ def test_results_keep_their_sharding_with_explicit_axes(x, w):
     assert dtypes(cast, x, w) == ["float16"]
 
 
+@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="newer than jax 0.7.0")
 @pytest.mark.parametrize("uses", [1, 2])
-def test_a_stored_argument_under_an_explicit_mesh_enters_a_function_of_automatic_axes(uses):
+def test_rows_of_a_stored_argument_are_looked_up_under_an_explicit_mesh(uses):
     with jax.set_mesh(mesh(AxisType.Explicit)):
         table = jax.device_put(jnp.ones((32, 24), jnp.bfloat16), P(None, "i"))
-        rows = jax.sharding.auto_axes(lambda table: table[:4] * 2, out_sharding=P(None, "i"))
 
         def loss_fn(table):
-            return sum(jnp.sum(rows(table)) for _ in range(uses))
+            # JAX looks rows up with automatic axes.
+            rows = [table.at[jnp.arange(4)].get(out_sharding=P(None, "i")) for _ in range(uses)]
+            return 2 * sum(map(jnp.sum, rows))
 
         grads = jax.jit(jax.grad(ols.autocast(loss_fn, jnp.bfloat16)))(table)
     assert jax.typeof(grads) == jax.typeof(table)
