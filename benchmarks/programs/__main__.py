@@ -224,13 +224,13 @@ def about(programs: Mapping[str, Any]) -> Iterator[str]:
     if len(machines) > 1:
         raise ValueError(f"the results must be of one machine and set of versions, got {machines}")
     usual, *others = sorted(libraries, key=lambda commit: -len(libraries[commit]))
-    exceptions = "".join(f", {len(libraries[commit])} programs at {commit}" for commit in others)
+    exceptions = "".join(f", {len(libraries[commit])} of them at {commit}" for commit in others)
     when, machine = " and ".join(sorted(dates)), machines.pop()
     yield f"{when}, {machine}, optax_lossscale at {usual}{exceptions}."
     licenses = [
         f"{p.repository}: {p.license}" for p in PROGRAMS.values() if p.license != "Apache-2.0"
     ]
-    yield f"All programs are licensed under Apache-2.0, except {', '.join(licenses)}."
+    yield f"Licenses: Apache-2.0; {', '.join(licenses) or 'no other'}."
 
 
 if __name__ == "__main__":

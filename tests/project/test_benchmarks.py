@@ -317,7 +317,7 @@ def test_the_command_keeps_results_and_writes_them_to_the_page(public, monkeypat
     kept = json.loads(results.read_text())["programs"]
     monkeypatch.setitem(programs.PROGRAMS, "other", LINES._replace(name="Others"))
     kept["other"] = kept["lines"] | {"library": "01234567"}
-    assert "(01234567: Others)" in programs.tables(kept, {})
+    assert "1 of them at 01234567" in programs.tables(kept, {})
     kept["other"]["environment"] += ", jax 0.0.1"
     with pytest.raises(ValueError, match="must be of one machine"):
         programs.tables(kept, {})
