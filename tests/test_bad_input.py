@@ -747,3 +747,11 @@ def test_the_bounds_themselves_are_accepted():
     ]
     for _, call in accepted:
         call()
+
+
+def test_a_string_in_place_of_a_bool_is_called_a_string():
+    # Without the words, `got 'False'` looks like the right value.
+    with pytest.raises(TypeError, match=r"must be True or False, got the string 'False'\.$"):
+        FixedLossScale(1, skip_nonfinite="False")
+    with pytest.raises(TypeError, match=r"must be True or False, got 0\.$"):
+        FixedLossScale(1, skip_nonfinite=0)
