@@ -34,9 +34,8 @@ highlight_language = "none"  # a block that names no language is a rule or a dra
 
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
-# Types of others, for which no inventory can be read without a network, in full and as Optax and
-# matplotlib shorten them; and our type variables: a tree that comes out as it went in, and the
-# arguments and the result of a function.
+# Types of other libraries, whose inventories need a network, also as Optax and matplotlib shorten
+# them; our type variables; and the classes of what our wrappers return.
 nitpick_ignore_regex = [
     ("py:.*", r"(collections|flax|jax|matplotlib|numpy|optax)\..*"),
     ("py:class", r"ArrayTree|Axes|P|optax_lossscale\._order\.Guard"),

@@ -118,7 +118,7 @@ def with_skipping(
     *,
     axis_name: AxisName | None = None,
 ) -> Guard:
-    """Skip each step whose gradients or loss are not finite, and those that a rule names.
+    """Skip each step whose gradients or loss are not finite, or that a rule rejects.
 
     This is the guard of `with_loss_scaling` without a loss scale, for bfloat16 and float32. Unlike
     `optax.apply_if_finite`, it copies no state and never gives up. If you need a loss scale, give

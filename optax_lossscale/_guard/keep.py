@@ -114,7 +114,7 @@ def _like(old: Tree, new: Tree) -> Tree:
     )
     checks.require_same_structure("inner", new, old, remedy)
 
-    def cast(path: KeyPath, old_leaf: PyTree, new_leaf: Leaf) -> Leaf:
+    def cast(path: KeyPath, old_leaf: Leaf, new_leaf: Leaf) -> Leaf:
         if not isinstance(old_leaf, jax.Array):
             checks.require_same(path, new_leaf, old_leaf)
             return new_leaf

@@ -13,10 +13,10 @@ import numpy as np
 
 
 def with_derivative_of(x: jax.Array, value: jax.Array) -> jax.Array:
-    """Return the float32 `value` unchanged, differentiated as if it were `x`.
+    """Return the float32 `value`, differentiated as if it were `x`.
 
     Rounding and bitcasts have no derivative. A `custom_jvp` would define one, but jax 0.10.2 drops
-    it in `scan` under forward-over-reverse differentiation. XLA:CPU flushes subnormal values to
+    it in `scan` under forward-over-reverse differentiation. XLA:CPU flushes a subnormal `value` to
     zero.
     """
     value = jax.lax.stop_gradient(value)

@@ -200,7 +200,7 @@ def _weights(
     masters: dict[_Name, tuple[KeyPath, Leaf]],
     params: dict[_Name, tuple[KeyPath, Leaf]],
 ) -> dict[_Name, jax.Array]:
-    """Return the current master weights by name, if each has its parameter."""
+    """Return the current master weights by name. Raise if one has no parameter."""
     weights: dict[_Name, jax.Array] = {}
     for name, (path, master) in masters.items():
         if _is_missing(master):

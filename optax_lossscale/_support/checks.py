@@ -129,10 +129,11 @@ def require_extra_args(
         pass
 
 
-def read_argnums(argnums: int | Sequence[int]) -> Sequence[int]:
+def read_argnums(argnums: Any) -> Sequence[int]:
     """Return the positions in `argnums`, a number or a sequence of them."""
-    positions = argnums if isinstance(argnums, Sequence) else (argnums,)
-    for number in [argnums] if isinstance(argnums, str) else positions:
+    is_several = isinstance(argnums, Sequence) and not isinstance(argnums, str)
+    positions = argnums if is_several else (argnums,)
+    for number in positions:
         if not isinstance(number, numbers.Integral):
             raise TypeError(
                 f"`argnums` must be an integer or a tuple of them, got {number!r}. Count from the "
