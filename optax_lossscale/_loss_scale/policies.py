@@ -246,40 +246,34 @@ class DynamicLossScale(_Policy):
         grads_finite = checks.read_flag("grads_finite", grads_finite)
         loss_finite = checks.read_flag("loss_finite", loss_finite)
         applied = grads_finite & loss_finite
-        skipped = increment(state.consecutive_skipped)
-        is_forgiven = ~loss_finite & (skipped < self.loss_patience)
         # So that a loss scale that is NaN or out of bounds recovers.
         scale = jnp.clip(state.loss_scale, self.min_scale, self.max_scale)
         state = state._replace(loss_scale=jnp.where(jnp.isnan(scale), self.min_scale, scale))
 
-        forgiven = state._replace(growth_count=jnp.zeros_like(state.growth_count))
-        overflow, finite = self._after_overflow(state), self._after_finite(state)
-        skip = jax.tree.map(functools.partial(jnp.where, is_forgiven), forgiven, overflow)
-        new = jax.tree.map(functools.partial(jnp.where, applied), finite, skip)
-        return count_step(new, state, applied)
-
-    def _after_overflow(self, state: LossScaleState) -> LossScaleState:
-        """Return the state after an overflow."""
-        overflow_count = jnp.minimum(increment(state.overflow_count), self.hysteresis)
-        backed_off = jnp.maximum(state.loss_scale * self.backoff_factor, self.min_scale)
-        backs_off = overflow_count >= self.hysteresis
-        return state._replace(
-            loss_scale=jnp.where(backs_off, backed_off, state.loss_scale),
-            growth_count=jnp.zeros_like(state.growth_count),
-            overflow_count=overflow_count,
-        )
-
-    def _after_finite(self, state: LossScaleState) -> LossScaleState:
-        """Return the state after a finite step."""
         growth_count = increment(state.growth_count)
         grown = jnp.minimum(state.loss_scale * self.growth_factor, self.max_scale)
         grows = growth_count >= self.growth_interval
         resets = grows | self.consecutive_hysteresis
-        return state._replace(
+        after_finite = state._replace(
             loss_scale=jnp.where(grows, grown, state.loss_scale),
             growth_count=jnp.where(grows, 0, growth_count),
             overflow_count=jnp.where(resets, 0, state.overflow_count),
         )
+
+        forgiven = state._replace(growth_count=jnp.zeros_like(state.growth_count))
+        overflow_count = jnp.minimum(increment(state.overflow_count), self.hysteresis)
+        backed_off = jnp.maximum(state.loss_scale * self.backoff_factor, self.min_scale)
+        backs_off = overflow_count >= self.hysteresis
+        after_overflow = forgiven._replace(
+            loss_scale=jnp.where(backs_off, backed_off, state.loss_scale),
+            overflow_count=overflow_count,
+        )
+
+        skipped = increment(state.consecutive_skipped)
+        is_forgiven = ~loss_finite & (skipped < self.loss_patience)
+        skip = jax.tree.map(functools.partial(jnp.where, is_forgiven), forgiven, after_overflow)
+        new = jax.tree.map(functools.partial(jnp.where, applied), after_finite, skip)
+        return count_step(new, state, applied)
 
 
 for _public in (FixedLossScale, DynamicLossScale):
