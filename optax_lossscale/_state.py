@@ -321,30 +321,23 @@ def spike_statistics(state: SpikeState) -> tuple[jax.Array, jax.Array]:
     """
     if state.held.ndim:  # as under `jax.vmap`
         return jax.vmap(spike_statistics)(state)
-    mean, deviation, unit = relative_statistics(repaired(state))
+    mean, deviation, unit = relative_statistics(state)
     return mean * unit, deviation * unit
 
 
 def relative_statistics(state: SpikeState) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the mean and the standard deviation in a unit, and the unit. `float32[]`.
 
-    The unit is the largest magnitude in the window: in this unit, squares fit a float32.
+    The unit is the largest magnitude in the window: in this unit, squares fit a float32. Values in
+    unused places do not count.
     """
-    unit = jnp.clip(jnp.max(jnp.abs(state.values)), SMALLEST_SCALE, LARGEST_SCALE)
-    relative = state.values / unit
-    n = jnp.maximum(state.held, 1).astype(jnp.float32)
-    mean = jnp.sum(relative) / n
-    squares = jnp.where(_is_held(state), (relative - mean) ** 2, 0)
-    return mean, jnp.sqrt(jnp.sum(squares) / n), unit
-
-
-def repaired(state: SpikeState) -> SpikeState:
-    """Return the state with a count within the window, and zeros in unused places."""
-    state = state._replace(held=jnp.clip(state.held, 0, state.values.size))
-    return state._replace(values=jnp.where(_is_held(state), state.values, 0))
-
-
-def _is_held(state: SpikeState) -> jax.Array:
-    """Return which places in the window hold a value."""
     window = state.values.size
-    return jnp.arange(window, dtype=jnp.int32) >= window - state.held
+    held = jnp.clip(state.held, 0, window)
+    is_held = jnp.arange(window, dtype=jnp.int32) >= window - held
+    values = jnp.where(is_held, state.values, 0)
+    unit = jnp.clip(jnp.max(jnp.abs(values)), SMALLEST_SCALE, LARGEST_SCALE)
+    relative = values / unit
+    n = jnp.maximum(held, 1).astype(jnp.float32)
+    mean = jnp.sum(relative) / n
+    squares = jnp.where(is_held, (relative - mean) ** 2, 0)
+    return mean, jnp.sqrt(jnp.sum(squares) / n), unit

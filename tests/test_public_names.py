@@ -190,8 +190,8 @@ def test_modules_are_short_and_the_picture_names_each():
 MOST_TO_WALK = {
     ("PLAIN", False): step_trace.Walk(functions=46, files=10, changes=58),
     ("PLAIN", True): step_trace.Walk(functions=62, files=12, changes=92),
-    ("STACK", False): step_trace.Walk(functions=74, files=14, changes=115),
-    ("STACK", True): step_trace.Walk(functions=91, files=17, changes=189),
+    ("STACK", False): step_trace.Walk(functions=69, files=13, changes=105),
+    ("STACK", True): step_trace.Walk(functions=86, files=16, changes=189),
 }
 
 

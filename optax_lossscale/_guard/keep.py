@@ -95,14 +95,6 @@ def run_where(
     return out, kept
 
 
-def safe_call(
-    applied: Flag, fun: Callable[[optax.Updates], PyTree], grads: optax.Updates
-) -> PyTree:
-    """Return `fun(grads)`, or an undefined result if `applied` is false. See `run_where`."""
-    out, _ = run_where(applied, lambda grads, none: (fun(grads), none), grads, ())
-    return out
-
-
 def _like(old: Tree, new: Tree) -> Tree:
     """Return the inner optimizer's new state, cast to the dtypes of the old one.
 

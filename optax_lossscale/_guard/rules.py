@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._guard.keep import safe_call
+from optax_lossscale._guard.keep import run_where
 from optax_lossscale._loss_scale.policies import LossScale
-from optax_lossscale._state import SpikeState, increment, relative_statistics, repaired
+from optax_lossscale._state import SpikeState, increment, relative_statistics
 from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import as_float32
 from optax_lossscale._support.choose import safe_extra_args, tree_where, zeros_if_skipped
@@ -98,16 +98,17 @@ def measure(
     """Return what a rule measures, or 0 if the step is not finite. `float32[]`."""
     safe_args = safe_extra_args(finite, extra_args)
 
-    def measured(grads: optax.Updates) -> jax.Array:
+    def measured(grads: optax.Updates, none: tuple[()]) -> tuple[jax.Array, tuple[()]]:
         number = rule.measure(grads, params, **safe_args)
         name, remedy = f"{type(rule).__name__}.measure", "Return one number, such as a mean."
         checks.require_scalar(name, number, remedy)
-        # Convert it here: an object with `__jax_array__` hides its array from `safe_call`.
-        return jnp.asarray(number, jnp.float32)
+        # Convert it here: an object with `__jax_array__` hides its array from `run_where`.
+        return jnp.asarray(number, jnp.float32), none
 
     # The measure of finite gradients may overflow. That skips the step, and is not an error.
     with jax.debug_nans(False), jax.debug_infs(False):
-        return zeros_if_skipped(finite, safe_call(finite, measured, grads))
+        number, _ = run_where(finite, measured, grads, ())
+        return zeros_if_skipped(finite, number)
 
 
 def judge(
@@ -226,7 +227,6 @@ class Spike:
                 f"{state.values.shape}. If the window has changed, start with a new state from its "
                 "`init`. Under `jax.shard_map`, give `rule_states` the spec `P()`."
             )
-        state = repaired(state)
         mean, deviation, unit = relative_statistics(state)
         # The deviation of equal values is 0, but their mean is rounded.
         rounding = jnp.finfo(jnp.float32).eps * jnp.abs(mean)
@@ -240,7 +240,7 @@ class Spike:
         remembered = jnp.where(is_spike & (deviation > 0), as_spike, measure)
         after = SpikeState(
             values=jnp.concatenate([state.values[1:], remembered[None]]),
-            held=jnp.minimum(state.held + 1, window),
+            held=jnp.clip(state.held, 0, window - 1) + 1,
             consecutive_skipped=jnp.where(is_spike, increment(state.consecutive_skipped), 0),
         )
         is_finite = jnp.isfinite(measure)
