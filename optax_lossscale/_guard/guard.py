@@ -167,7 +167,7 @@ def _guard(
 ) -> Guard:
     inner = checks.read_optimizer("inner", inner)
     checks.require_axis_name(axis_name)
-    if rules and isinstance(policy, FixedLossScale) and not policy.skip_nonfinite:
+    if rules and isinstance(policy, FixedLossScale):
         # A rule brings the check with it. A subclass may have an `__init__` of its own.
         policy = copy.copy(policy)
         object.__setattr__(policy, "skip_nonfinite", True)  # it is frozen

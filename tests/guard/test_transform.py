@@ -154,7 +154,9 @@ def test_an_error_of_the_inner_optimizer_names_half_precision_parameters(dtype, 
 class CountsFlags:
     """A user-defined policy that skips nothing. Its loss scale depends on the flags."""
 
-    skip_nonfinite = False
+    @property
+    def skip_nonfinite(self):
+        return False
 
     def init(self):
         return ols.init(4.0)

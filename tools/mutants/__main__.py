@@ -238,10 +238,15 @@ class Run:
         """Return the tests to run within the budget, the likeliest to fail first."""
         executing, others = self.covering(mutant)
         near, far = self.killers[mutant.path, mutant.scope], self.killers[mutant.path]
+        # A test that executes a line that few tests execute can tell how its condition is wrong.
+        rare: Counter[str] = Counter()
+        for row in range(mutant.scope[0], mutant.scope[1] + 1):
+            tests = self.lines[mutant.path][row]
+            rare.update(dict.fromkeys(tests, 30 / max(len(tests), 1)))
         home = f"test_{Path(mutant.path).parts[1].strip('_').removesuffix('.py')}.py"
 
         def rank(test: str) -> tuple[bool, float, str]:
-            likelihood = 1 + near[test] + far[test] + 9 * (home in test)
+            likelihood = 1 + near[test] + far[test] + rare[test] + 9 * (home in test)
             likelihood += 99 * (test == self.last.get(mutant.key))
             return test in others, (self.seconds[test] + 0.05) / likelihood, test
 
