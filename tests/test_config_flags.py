@@ -139,6 +139,7 @@ def difference(grads, _, other):
     return jnp.sum(grads**2) - jnp.sum(grads**2) > other
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("debugger")
 @pytest.mark.parametrize("rule", [ols.Spike("grad_norm"), ols.Spike("other"), difference])
 def test_a_measure_of_finite_gradients_may_overflow_or_be_nan(rule, not_a_number):

@@ -340,6 +340,7 @@ def test_devices_that_decide_each_for_itself_diverge(name, changes):
         assert furthest(run, expected)[1] is diverge
 
 
+@pytest.mark.slow
 def test_check_vma_refuses_a_replicated_state_that_was_not_agreed():
     with pytest.raises(ValueError, match="replicat"):
         scaled("manual FSDP", axis_name=None)

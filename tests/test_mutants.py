@@ -36,6 +36,7 @@ def test_each_kind_of_change_is_made_and_nothing_else(source, expected):
         assert new in mutated
 
 
+@pytest.mark.slow
 def test_every_listed_survivor_exists_and_has_a_reason():
     for path, table in tomllib.loads((TOOL / "survivors.toml").read_text("utf-8")).items():
         assert table.keys() <= {m.change for m in mutants_of(path, (ROOT / path).read_bytes())}

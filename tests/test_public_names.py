@@ -195,6 +195,7 @@ MOST_TO_WALK = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 @pytest.mark.parametrize("case", MOST_TO_WALK, ids=str)
 def test_a_reader_can_follow_one_traced_step(case, monkeypatch):

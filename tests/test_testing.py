@@ -22,6 +22,7 @@ pytestmark = pytest.mark.integration
 TX = ols.with_loss_scaling(optax.adam(1e-3))
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_nnx_is_a_state():
     model = nnx.Linear(3, 1, rngs=nnx.Rngs(1))
     grad_fn = ols.grad(lambda model: jnp.sum(model(jnp.ones((4, 3)))), transform=nnx.value_and_grad)

@@ -200,6 +200,7 @@ def test_a_rule_is_the_only_cause_if_it_skipped_every_step(policy, rule, steps, 
     assert_causes(stalled, causes, policy=ols.as_loss_scale(policy))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [lambda f: f, jax.jit])
 def test_metrics_include_the_statistics_of_a_spike(run):
     tx = ols.with_skipping(SGD, (above_two, SPIKE))
@@ -299,6 +300,7 @@ def test_counts_of_arrays_with_more_elements_than_int32_do_not_overflow():
     jax.eval_shape(gradient_exponents, fits)
 
 
+@pytest.mark.slow
 def test_arrays_with_symbolic_shapes_are_counted():
     def counted(x):
         return nonfinite_report(x)[""], gradient_exponents(x)
@@ -331,6 +333,7 @@ def test_a_report_prints_the_worst_array_first():
     assert str(finite) == "0 of 2 arrays are not finite."
 
 
+@pytest.mark.slow
 def test_a_report_is_a_mapping_and_transformations_preserve_its_order():
     tree = {"z": jnp.ones((2, 3)), "a": jnp.array([[NAN, 1.0], [INF, NAN]])}
 
@@ -524,6 +527,7 @@ def legend(ax):
     return [text.get_text() for text in ax.get_legend().get_texts()]
 
 
+@pytest.mark.slow
 def test_the_plot_shows_which_gradients_the_dtype_loses(tmp_path):
     powers = np.arange(-40, 30)
     counts = counts_of(*[0.0] * 30, *1.5 * 2.0**powers)
@@ -549,6 +553,7 @@ def test_counts_added_on_the_host_may_exceed_int32():
     assert diag.plot_gradient_exponents(counts).get_title().startswith("50.0 %")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("values", "x", "y"),
     [

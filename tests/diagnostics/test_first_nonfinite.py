@@ -520,6 +520,7 @@ def test_an_infinity_that_the_next_step_discards_is_not_blamed(result, steps, x,
         assert (found and found.operation) == operation
 
 
+@pytest.mark.slow
 def test_a_training_step_with_a_python_number_is_searched():
     tx = ols.with_loss_scaling(optax.sgd(1.0), 1.0)
     step = lambda g: jnp.log(tx.update(g, tx.init(ONE), value=1.0)[0].sum() + 2)  # noqa: E731

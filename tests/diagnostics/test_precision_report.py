@@ -38,6 +38,7 @@ def line_of(comment):
     return f"{__file__}:{number}: {line.strip()}"
 
 
+@pytest.mark.slow
 def test_a_step_that_updates_an_nnx_module_is_counted():
     def loss_fn(model, x):
         return jnp.mean(model(x))

@@ -133,6 +133,7 @@ def test_it_can_be_scanned_and_donated():
     assert float(scanned.loss_scale) == 2.0**14  # halved twice, doubled once
 
 
+@pytest.mark.slow
 def test_step_counts_skipped_steps_on_request_and_saturates():
     state, last = scalar_state(count_skipped=True), np.iinfo(np.int32).max
     assert state.count_skipped is True  # not a leaf of the tree
@@ -153,6 +154,7 @@ def test_without_checks_every_field_is_updated():
     assert jnp.isnan(after.params["w"])
 
 
+@pytest.mark.slow
 def test_a_step_equals_flaxs_step_with_the_true_gradients():
     w = {"w": jnp.ones(3)}
     lookahead = optax.lookahead(optax.sgd(0.1), sync_period=2, slow_step_size=0.5)
@@ -182,6 +184,7 @@ def test_the_value_is_passed_to_the_optimizer_and_can_skip_the_step():
         assert float(after.loss_scale) == float(state.loss_scale)
 
 
+@pytest.mark.slow
 def test_parameters_may_be_an_array_and_gradients_python_numbers():
     state = scalar_state(loss_scale=8)
     assert float(state.apply_gradients(grads={"w": 4.0}).params["w"]) == 0.5
@@ -326,6 +329,7 @@ def test_line_searches_get_their_arguments_from_apply_gradients():
         np.testing.assert_allclose(state.params["w"], expected["w"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_sophia_gets_its_function_from_apply_gradients():
     inner = optax.contrib.sophia(0.1)
     params = {"w": jnp.ones(3)}

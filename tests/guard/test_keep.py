@@ -114,6 +114,7 @@ def test_the_state_is_kept_whatever_an_update_computes_it_from(update, transform
     )
 
 
+@pytest.mark.slow
 @pytest.mark.needs_xla
 @pytest.mark.parametrize("name", ACTS | COMPUTES)
 def test_only_an_update_that_may_not_end_or_has_effects_is_given_zeros(name):

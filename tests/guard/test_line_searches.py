@@ -92,6 +92,7 @@ def test_a_line_search_finds_what_it_finds_in_plain_optax(search, guard, way):
     assert loss_fn(found) < loss_fn(w)
 
 
+@pytest.mark.slow
 def test_gradients_in_variables_of_nnx_are_recognized():
     model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
     tx = ols.with_loss_scaling(optax.chain(optax.sgd(1.0), BACKTRACKING), 2.0**10)

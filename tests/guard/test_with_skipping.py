@@ -149,6 +149,7 @@ def test_a_spike_among_equal_values_is_remembered_whole(value):
     np.testing.assert_allclose(state.values[-1], 6 * value + 1e-20, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_spike_judges_a_state_of_numpy_or_python():
     rule = ols.Spike(window=4, warmup=2)
     state, _ = spikes(rule, [1, 1.1])
@@ -205,6 +206,7 @@ def test_a_measure_that_is_not_finite_is_skipped_and_never_remembered(bad):
 RULES = [(None, 0), (above(3), 2), (ols.Spike(window=4), 0), ([above(3), ols.Spike(window=4)], 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rule", "more"), RULES, ids=["none", "function", "spike", "a list"])
 def test_both_guards_do_the_same_and_a_rule_does_not_lower_the_loss_scale(rule, more):
     policy = ols.DynamicLossScale(8.0, loss_patience=9)
@@ -226,6 +228,7 @@ def test_both_guards_do_the_same_and_a_rule_does_not_lower_the_loss_scale(rule, 
     assert (*alone[:3], alone.total_skipped) == (1, 3, 0, 2 + more)
 
 
+@pytest.mark.slow
 def test_a_step_is_skipped_without_a_trace_if_any_rule_says_so_and_all_of_them_remember_it():
     rules = above(3), ols.Spike("other", window=4, warmup=2), lambda *_, other, **__: other < 0
     tx = ols.with_skipping(optax.MultiSteps(optax.adamw(0.1), 2), rules)

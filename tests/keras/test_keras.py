@@ -217,6 +217,7 @@ def test_weights_decay_after_the_inner_optimizer_and_in_keras_before_it():
     np.testing.assert_allclose((theirs.params["p"], ours.params["p"]), (0.0, -0.05), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_wrapper_takes_arguments_that_keras_refuses_on_its_wrapper():
     for arguments in (CLIPNORM, CLIPVALUE, GLOBAL, DECAY, EMA, TWO):
         with pytest.raises(ValueError, match="does not support"):
@@ -227,6 +228,7 @@ def test_the_wrapper_takes_arguments_that_keras_refuses_on_its_wrapper():
 # What the library adds to Keras.
 
 
+@pytest.mark.slow
 def test_the_defaults_equal_those_of_tf_keras():
     tx = loss_scale_optimizer(optax.sgd(1.0), use_ema=True)
     params = jnp.float32(0)

@@ -241,6 +241,7 @@ class PowerOfTwo(ols.FixedLossScale):
         super().__init__(2.0**power, skip_nonfinite=False)
 
 
+@pytest.mark.slow
 def test_a_derived_policy_with_its_own_arguments_works_under_a_rule():
     policy = PowerOfTwo(3)
     tx = ols.with_loss_scaling(optax.sgd(0.1), policy, skip_if=ols.Spike())

@@ -22,6 +22,7 @@ def updated(tx, *grads, **extra_args):
     return found, opt_state
 
 
+@pytest.mark.slow
 def test_apply_if_finite_hides_overflows_until_it_gives_up_and_applies_nan_where_a_guard_skips():
     tx = optax.apply_if_finite(ols.with_loss_scaling(SGD, ols.DynamicLossScale(1024)), 2)
     for bad_steps, loss_scale in (1, 1024), (2, 1024), (3, 512):

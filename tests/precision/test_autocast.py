@@ -166,6 +166,7 @@ def test_matrix_products_that_fill_the_hardware_are_cast(name):
     assert dtypes(ols.autocast(fun, F16), *shapes) == ["float16"]
 
 
+@pytest.mark.slow
 @quiet
 @pytest.mark.parametrize("name", STAYS)
 def test_every_other_product_keeps_its_dtype_and_its_bits(name):
@@ -270,6 +271,7 @@ def test_backward_products_run_in_half_precision_and_gradients_are_float32(param
     assert {grad.dtype.name for grad in jax.grad(HALF)(params, x)} == {"float32"}
 
 
+@pytest.mark.slow
 def test_gradients_of_several_uses_of_a_weight_are_added_in_float32():
     def loss_fn(w, x):
         return lax.scan(lambda total, x: (total + jnp.sum(x @ w), None), 0.0, x)[0]
@@ -535,6 +537,7 @@ def test_eager_calls_compile_inner_functions_once(x, w):
     assert len(compiled) >= 2  # it counts
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_when_the_function_is_gone(x, w):
     class Big:
         pass
@@ -555,6 +558,7 @@ def test_nothing_is_kept_when_the_function_is_gone(x, w):
     assert (big(), own()) == (None, None)
 
 
+@pytest.mark.slow
 def test_it_works_in_threads_and_with_all_debug_checks_of_jax(params, x):
     found = []
     threads = [threading.Thread(target=lambda: found.append(HALF(params, x))) for _ in range(4)]

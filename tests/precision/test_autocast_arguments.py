@@ -124,6 +124,7 @@ def test_objects_of_nnx_from_an_outer_trace_can_be_read_but_not_written_as_witho
             jax.value_and_grad(fun)(w, nnx.BatchNorm(8, rngs=nnx.Rngs(0)))
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_it_works_in_a_training_step_of_nnx():
     model = Block(nnx.Rngs(0))
@@ -165,6 +166,7 @@ def test_an_optimizer_of_nnx_can_be_updated_inside():
 # -- Linen, Haiku, Equinox
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_linen_with_collections_and_random_streams():
     class Net(nn.Module):
@@ -202,6 +204,7 @@ def test_haiku():
     assert dtypes(jax.grad(loss), params, key, X) == ["float16"]
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_equinox_with_its_transform():
     model = eqx.filter_jit(eqx.nn.MLP)(8, 8, 16, 2, key=jax.random.key(1))

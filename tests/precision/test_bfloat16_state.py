@@ -236,6 +236,7 @@ def test_the_bits_do_not_depend_on_the_sharding(spec, axis_type):
     assert_same_bits(jax.device_get(state), jax.device_get(after(tx, plain)))
 
 
+@pytest.mark.slow
 def test_steps_are_the_same_one_by_one_in_scan_and_after_a_restart(tmp_path):
     tx = ols.with_loss_scaling(ols.with_bfloat16_state(optax.sgd(0.1, momentum=0.9)), 8.0)
     grads = jax.random.normal(jax.random.key(0), (4, 64, 64))

@@ -103,6 +103,7 @@ def test_the_state_of_loss_scaling_and_fp8_metadata_are_never_cast(scale):
     assert_same_bits(ols.cast((state, opt_state, metadata), jnp.float16), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_a_whole_model_is_cast_by_hand_in_one_line():
     params = {"w": jnp.linspace(-1, 1, 12).reshape(3, 4), "norm": jnp.linspace(0.5, 1, 4)}

@@ -154,6 +154,7 @@ def test_a_float32_splits_into_halves_and_back_exactly():
     np.testing.assert_array_equal(np.asarray(found).view(np.uint32), words)
 
 
+@pytest.mark.slow
 @each_kind
 @each_half
 def test_masters_follow_parameters_that_were_replaced(dtype, remainders):
@@ -335,6 +336,7 @@ def test_masters_are_refused_only_in_transformations_that_may_change_their_updat
             ols.with_skipping(inner).init({"w": jnp.ones(2, jnp.float16)})
 
 
+@pytest.mark.slow
 def test_a_parameter_may_be_named_value():
     # The array in an nnx.Variable is at `.value`; attention has a layer of that name.
     params = {name: jnp.full(2, len(name), jnp.bfloat16) for name in ("key", "query", "value")}

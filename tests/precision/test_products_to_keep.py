@@ -77,6 +77,7 @@ FACTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 @pytest.mark.parametrize("named", FACTS)
 def test_a_product_that_looks_like_a_layer_is_rounded_and_the_page_names_it(named):
@@ -94,6 +95,7 @@ def test_a_product_that_looks_like_a_layer_is_rounded_and_the_page_names_it(name
     assert named in text
 
 
+@pytest.mark.slow
 def test_a_class_masked_with_a_large_number_makes_ctc_nan_in_float16():
     masked = logits().at[:, :, -1].set(-1e9)
     assert jnp.isfinite(ctc(masked, labels())).all()

@@ -99,6 +99,7 @@ def test_zero_is_reached_with_the_sign_of_the_sum():
     assert_same_bits(moved(given, moves), jnp.asarray([0.0, 0.0, 0.0, -0.0, 0.5], BF16))
 
 
+@pytest.mark.slow
 def test_parameters_in_float32_are_updated_by_the_inner_optimizer_unchanged():
     params = {"w": jnp.ones(3), "none": None, "masked": optax.MaskedNode(), "n": jnp.float32(2)}
     inner = optax.adamw(0.1)
@@ -221,6 +222,7 @@ def test_the_bits_are_the_same_in_another_process(capsys):
     assert len(other.stdout.split()) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_the_bits_do_not_depend_on_the_sharding(axis_type):
     mesh = jax.make_mesh((2, 2), ("x", "y"), (axis_type,) * 2, devices=jax.devices()[:4])
@@ -230,6 +232,7 @@ def test_the_bits_do_not_depend_on_the_sharding(axis_type):
         np.testing.assert_array_equal(rounds_up(params), rounds_up(plain))
 
 
+@pytest.mark.slow
 def test_vmapped_parameters_share_bits_and_each_shard_counts_its_own_elements():
     params, grads = jnp.ones((4, 4096), BF16), jnp.full((4, 4096), HALFWAY, jnp.float32)
     stacked = jax.vmap(MOVING.init)(params)
@@ -259,6 +262,7 @@ def params():
     return {"w": jnp.asarray(wide.astype(BF16)), "b": jnp.ones(64, BF16), "n": jnp.ones(3)}
 
 
+@pytest.mark.slow
 def test_steps_are_the_same_one_by_one_in_scan_and_after_a_restart(params, tmp_path):
     inner = ols.with_stochastic_rounding(ols.with_bfloat16_state(optax.adam(1e-2)))
     tx = ols.with_loss_scaling(inner, 8.0)

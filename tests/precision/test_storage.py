@@ -96,6 +96,7 @@ def test_uses_of_a_stored_weight_are_added_in_float32(wrap):
     assert (grad.dtype, float(grad[0])) == (BF16, 2048)
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_float32_reads_stored_arguments_in_the_same_way():
     stored = ols.cast(parameters(), BF16)
@@ -197,6 +198,7 @@ STACKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STACKS)
 def test_a_stack_of_layers_is_never_float32_as_a_whole(name):
     fun, stack = STACKS[name]
@@ -313,6 +315,7 @@ def test_a_result_of_shard_map_is_the_argument_only_if_it_is_placed_alike():
         assert jax.eval_shape(ols.autocast(fun, BF16), W).dtype == dtype
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 @pytest.mark.parametrize("jit", [lambda fun: fun, nnx.jit])
 def test_variables_of_nnx_keep_the_dtypes_that_they_had(jit):

@@ -101,6 +101,7 @@ if __name__ == "__main__":
     resume_all(pathlib.Path(sys.argv[1]))
 
 
+@pytest.mark.slow
 def test_a_state_of_with_skipping_starts_the_loss_scale_anew_under_with_loss_scaling():
     policy, params = ols.DynamicLossScale(2.0**10), jnp.ones(2)
     skipping = ols.with_skipping(optax.adam(0.1))

@@ -181,6 +181,7 @@ def _skipped(tx):
     return opt_state, serialization.to_state_dict(opt_state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tx", [EVERYTHING, ols.with_skipping(optax.sgd(0.1))], ids=["everything", "with_skipping"]
 )

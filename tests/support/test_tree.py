@@ -63,6 +63,7 @@ def test_one_bad_element_of_a_large_array_is_found_at_any_position():
     assert_found_anywhere(arrays, [0, 7, 8, 31, 32, -33, -1, *anywhere])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
 def test_one_bad_element_of_a_small_array_is_found():
     # XLA:CPU's `max` drops NaN in arrays of 4096 elements and more.
@@ -119,6 +120,7 @@ def test_sharded_arrays_are_checked_as_a_whole_without_moving_them(axis_type):
                 array.fill(1)
 
 
+@pytest.mark.slow
 def test_it_selects_whole_trees_bit_for_bit_in_their_own_containers():
     keys = jax.random.split(jax.random.key(1, impl="rbg"))
     dtypes = *FLOATS, *FP8, "complex64", "int8", "int32", "uint32", "bool"
