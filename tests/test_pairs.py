@@ -405,21 +405,61 @@ REFUSED = [
     (KERAS[1:], HALVES, "`inner` must not change the updates of `with_"),
     (["stochastic rounding"], ["master_weights"], "exactly one MasterWeightsState, got 0"),
 ]
-# Close to another feature: only `make test-all` pairs them.
-VARIANTS = {"skip_if=function", "skip_if=Spike", "loss_scale_optimizer", "masters", "masked"}
 
 
-def pairs():
-    for pair in itertools.combinations_with_replacement(FEATURES, 2):
-        if not any(len(set(pair) & group) > 1 for group in ALTERNATIVES):
-            is_variant = len(set(pair)) > 1 and not VARIANTS.isdisjoint(pair)
-            mark = pytest.mark.exhaustive if is_variant else pytest.mark.slow
-            yield pytest.param(*pair, id=" with ".join(dict.fromkeys(pair)), marks=mark)
+def refusal(one, other):
+    """Return the message with which a pair is refused, or None if it works."""
+    found = (text for ones, others, text in REFUSED if one in ones and other in others)
+    return next(found, None)
 
 
-@pytest.mark.parametrize(("one", "other"), list(pairs()))
+def all_pairs():
+    """Return all pairs of features, and each feature with itself."""
+    pairs = itertools.combinations_with_replacement(FEATURES, 2)
+    return [pair for pair in pairs if not any(len({*pair} & group) > 1 for group in ALTERNATIVES)]
+
+
+def groups(most=5):
+    """Yield groups of features that work together, such that each pair is in one at least."""
+    work = {pair for pair in all_pairs() if refusal(*pair) is None}
+    left = dict.fromkeys(pair for pair in all_pairs() if pair in work)
+    while left:
+        group = {*next(iter(left))}
+        while len(group) < most:
+            fitting = [
+                pairs
+                for name in FEATURES
+                if name not in group and (pairs := pairs_within(group | {name})) <= work
+            ]
+            best = max(fitting, key=lambda pairs: len(pairs & left.keys()), default=set())
+            if not best & left.keys():
+                break
+            group = {name for pair in best for name in pair}
+        for pair in pairs_within(group):
+            left.pop(pair, None)
+        yield tuple(sorted(group, key=FEATURES.index))
+
+
+def pairs_within(group):
+    in_order = sorted(group, key=FEATURES.index)
+    return {*itertools.combinations_with_replacement(in_order, 2)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("features", list(groups()), ids=" with ".join)
+def test_whatever_is_public_works_with_whatever_else_is(features, tmp_path):
+    run(features, tmp_path)
+
+
+def each_pair():
+    for pair in all_pairs():
+        mark = pytest.mark.slow if refusal(*pair) else pytest.mark.exhaustive
+        yield pytest.param(*pair, id=" with ".join(dict.fromkeys(pair)), marks=mark)
+
+
+@pytest.mark.parametrize(("one", "other"), list(each_pair()))
 def test_every_pair_works_or_is_refused_with_the_remedy(one, other, tmp_path):
-    refused = [remedy for ones, others, remedy in REFUSED if one in ones and other in others]
-    error = pytest.raises((TypeError, ValueError), match=refused[0]) if refused else nullcontext()
+    message = refusal(one, other)
+    error = pytest.raises((TypeError, ValueError), match=message) if message else nullcontext()
     with error:
         run(tuple(dict.fromkeys((one, other))), tmp_path)
