@@ -332,12 +332,12 @@ def relative_statistics(state: SpikeState) -> tuple[jax.Array, jax.Array, jax.Ar
     unused places do not count.
     """
     window = state.values.size
-    held = jnp.clip(state.held, 0, window)
+    held = jnp.clip(state.held, 1, window)  # before the first value, a place holds 0
     is_held = jnp.arange(window, dtype=jnp.int32) >= window - held
     values = jnp.where(is_held, state.values, 0)
     unit = jnp.clip(jnp.max(jnp.abs(values)), SMALLEST_SCALE, LARGEST_SCALE)
     relative = values / unit
-    n = jnp.maximum(held, 1).astype(jnp.float32)
+    n = held.astype(jnp.float32)
     mean = jnp.sum(relative) / n
     squares = jnp.where(is_held, (relative - mean) ** 2, 0)
     return mean, jnp.sqrt(jnp.sum(squares) / n), unit

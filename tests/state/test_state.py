@@ -216,8 +216,9 @@ def test_a_mapping_that_lacks_a_field_is_refused_by_its_name(field):
     where = r"The one at `\['loss_scale_state'\]` "
     with pytest.raises(ValueError, match=rf"{where}lacks the field `{field}`: add its initial"):
         ols.loss_scale_state(restored)
-    with pytest.raises(ValueError, match=r"got 0 in a dict\. Wrap the whole optimizer"):
-        ols.loss_scale_state({"an empty state": {}})
+    for other in {"an empty state": {}}, {"loss_scale": 1.0, "of something else": 2.0}:
+        with pytest.raises(ValueError, match=r"got 0 in a dict\. Wrap the whole optimizer"):
+            ols.loss_scale_state(other)
     found = r"got 2 in a list, found at: `\[0\]`, `\[1\]`\. Wrap the whole optimizer"
     with pytest.raises(ValueError, match=found):  # nothing is missing in either
         ols.loss_scale_state([ols.init()._asdict()] * 2)

@@ -100,7 +100,7 @@ def _is_left_out(node: Any) -> bool:
             | ast.Expr(value=ast.Constant() | ast.Yield())
             | ast.If(test=ast.Name("TYPE_CHECKING"))
             | ast.ClassDef(bases=[ast.Name("Protocol")])
-            | ast.Call(func=ast.Name("TypeVar") | ast.Attribute(attr="warn"))
+            | ast.Call(func=ast.Name("TypeVar" | "ParamSpec") | ast.Attribute(attr="warn"))
             | ast.Assign(targets=[ast.Name("__all__" | "__version__")])
             | ast.AnnAssign(annotation=ast.Name("TypeAlias"))
         ):
