@@ -108,7 +108,7 @@ def _with_products_in(jaxpr: Jaxpr, dtype: np.dtype, is_fixed: tuple[bool, ...])
         new = _with_products_in(inner, dtype, is_fixed)
         return jaxpr if new is inner else jaxpr.replace(jaxpr=new)
     eqns = _Edit(dtype, jaxpr, is_fixed).edited()
-    is_same = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
+    is_same = all(map(operator.is_, eqns, jaxpr.eqns))
     return jaxpr if is_same else jaxpr.replace(eqns=eqns)
 
 

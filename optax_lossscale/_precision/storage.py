@@ -44,7 +44,7 @@ def _with_moved_conversions(jaxpr: Jaxpr, number: int) -> Jaxpr:
     results = list(jaxpr.outvars)
     stops: list[Equation] = []
     for index, returned in enumerate(_returned_inputs(in_float32)):
-        if returned is None or jaxpr.invars[returned.position] not in wide:
+        if returned is None:
             continue
         results[index] = stored = jaxpr.invars[returned.position]
         if returned.stop:
@@ -76,8 +76,9 @@ def _returned_inputs(jaxpr: Jaxpr) -> list[_Returned | None]:
             continue
         (inner,) = inner_jaxprs(eqn)
         for index, returned in enumerate(_returned_inputs(inner)):
-            source = find(eqn.invars[returned.position]) if returned else None
-            if returned and source and _is_whole(eqn, returned.position, index):
+            if returned is None or not _is_whole(eqn, returned.position, index):
+                continue
+            if source := find(eqn.invars[returned.position]):
                 known[eqn.outvars[index]] = source._replace(stop=returned.stop or source.stop)
     return [find(result) for result in jaxpr.outvars]
 

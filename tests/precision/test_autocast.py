@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import operator
 import re
 import threading
 import weakref
@@ -58,6 +59,11 @@ def experts(x, w):
     return lax.ragged_dot(x, w, jnp.array([9, 3, 4], jnp.int32))
 
 
+def after_an_effect(x):
+    jax.debug.callback(lambda _: None, x[0, 0])
+    return jnp.tri(16) @ x
+
+
 def looped(x, w):
     def body(carry):
         count, x = carry
@@ -92,6 +98,10 @@ CAST = {
     ),
     "LoRA of rank 8": (lambda x, a, b: x @ a @ b, [X, shape(32, 8), shape(8, 32)]),
     "experts": (experts, [X, shape(3, 32, 24)]),
+    "experts of equal sizes": (
+        lambda x, w: lax.ragged_dot(x, w, jnp.full(2, 8, jnp.int32)),
+        [X, shape(2, 32, 24)],
+    ),
     "a stem of three channels": convolved(3, 8),
     "a depthwise convolution": convolved(16, 16, count=16),
     "a grouped convolution": convolved(16, 8, count=2),
@@ -143,6 +153,11 @@ STAYS = {
         [X],
     ),
     "a constant through jit": (lambda x: jax.jit(lambda x, a: a.T @ x)(x, jnp.eye(16)), [X]),
+    "a constant from jit": (
+        lambda x: operator.matmul(*jax.jit(lambda x: (jnp.tri(16), 2 * x))(x)),
+        [X],
+    ),
+    "a constant after an effect": (after_an_effect, [X]),
     "a constant of a scan": (
         lambda x: lax.scan(lambda x, a: (a @ x, None), x, jnp.ones((3, 16, 16)) / 16)[0],
         [X],
@@ -472,6 +487,16 @@ def test_a_checkpoint_name_directly_after_a_product_names_the_half_precision_res
         jax.grad(ols.autocast(loss_fn, F16))(params[0], x),
         jax.grad(ols.autocast(jax.checkpoint(loss_fn, policy=policy), F16))(params[0], x),
     )
+
+
+def test_a_checkpoint_name_may_hold_two_products_or_a_number_or_a_product_that_is_used_again(x, w):
+    def fun(product, x, w):
+        joined = checkpoint_name(jnp.concatenate([product(x, w), product(2 * x, w)]), "joined")
+        again = product(x, w)
+        return joined, checkpoint_name(again, "again") + again, checkpoint_name(2.0, "number")
+
+    found = jax.jit(ols.autocast(functools.partial(fun, jnp.dot), F16))(x, w)
+    assert_same_bits(found, jax.jit(functools.partial(fun, by_hand(jnp.dot, F16)))(x, w))
 
 
 def test_debug_nans_blames_the_same_operation_as_without_autocast(w):

@@ -92,8 +92,15 @@ def test_uses_of_a_stored_weight_are_added_in_float32(wrap):
 
     grad = jax.grad(ols.autocast(wrap(embedded), BF16))(jnp.ones((10, 8), BF16))
     assert (grad.dtype, float(grad[0, 0])) == (BF16, 1000)
+
+    def called_often(w):
+        call = jax.jit(lambda w, factor: jnp.sum(w * factor))
+        return sum(call(w, 1.0) for _ in range(8)) + call(w, 256.0)
+
     grad = jax.grad(ols.autocast(wrap(recurrent), BF16))(jnp.ones(8, BF16))
     assert (grad.dtype, float(grad[0])) == (BF16, 2048)
+    grad = jax.grad(ols.autocast(wrap(called_often), BF16))(jnp.ones(8, BF16))
+    assert (grad.dtype, float(grad[0])) == (BF16, 264)
 
 
 @pytest.mark.slow
@@ -285,12 +292,15 @@ def test_eager_calls_with_stored_arguments_compile_once():
 def test_a_result_that_is_an_argument_keeps_its_stored_dtype():
     def fun(w, x):
         again, total = jax.jit(lambda w, x: (w, jnp.sum(x @ w)))(w, x)
+        through = lambda w: jax.checkpoint(lambda w: (w, w + 1))(w)[0]  # noqa: E731
         return {
             "itself": w,
             "through jit": again,
-            "through checkpoint": jax.checkpoint(lambda w: (w, w + 1))(w)[0],
+            "through checkpoint": through(w),
             "stopped": lax.stop_gradient(w),
             "stopped in jit": jax.jit(lax.stop_gradient)(w),
+            "stopped, through checkpoint": through(lax.stop_gradient(w)),
+            "computed, through checkpoint": through(w * 1),
             "computed": w + 0,
             "moved": w.T,
             "loss": total,
@@ -298,12 +308,29 @@ def test_a_result_that_is_an_argument_keeps_its_stored_dtype():
 
     w, x = ones((W, X))
     found = ols.autocast(fun, BF16)(w, x)
-    computed = {"computed", "moved", "loss"}
+    computed = {"computed", "computed, through checkpoint", "moved", "loss"}
     assert {name for name, x in found.items() if x.dtype == F32} == computed
     assert_same_bits(found["through jit"], w)
-    for name in ("itself", "through jit", "stopped", "stopped in jit"):
+    for name in found.keys() - computed - {"loss"}:
         grad = jax.grad(lambda w, name=name: jnp.sum(ols.autocast(fun, BF16)(w, x)[name]))(w)
         assert float(jnp.max(grad)) == (0 if "stopped" in name else 1)
+
+
+def test_an_array_that_a_call_returns_unchanged_is_float32_for_what_follows():
+    with_itself = jax.checkpoint(lambda a, x: (a, x + 1))
+
+    def fun(w, v, x):
+        return x @ with_itself(w, x)[0] + with_itself(x @ v, x)[0]
+
+    w, x = ones((W, X))
+    result = ols.autocast(fun, F32)(w, w, x)
+    assert (result.dtype, float(result[0, 0])) == (F32, 32)
+
+
+def test_arrays_in_two_stored_dtypes_are_joined_in_float32():
+    fun = ols.autocast(lambda a, b: jnp.concatenate([a, b]), F32)
+    joined = fun(jnp.ones(2, F16), jnp.ones(3, BF16))
+    assert_same_bits(joined, jnp.ones(5))
 
 
 def test_a_result_of_shard_map_is_the_argument_only_if_it_is_placed_alike():
