@@ -138,6 +138,7 @@ VARIANTS = {
     "polyak_sgd: sps+": lambda: optax.polyak_sgd(variant="sps+"),
     "radam": lambda: optax.radam(0.1, b2=0.9, threshold=4.0),
     "rmsprop: centered": lambda: optax.rmsprop(0.1, centered=True, momentum=0.9, nesterov=True),
+    "rmsprop: centered, corrected": lambda: optax.rmsprop(0.1, centered=True, bias_correction=True),
     "scale_by_backtracking_linesearch": lambda: optax.chain(
         optax.sgd(1.0), optax.scale_by_backtracking_linesearch(10)
     ),

@@ -10,7 +10,7 @@ from jax.extend.core import Literal
 
 from optax_lossscale._order import refuse_masters_inside, refuse_second_guard
 from optax_lossscale._precision.halves import array_seed, rounded_at_random
-from optax_lossscale._state import Bfloat16State, subtrees
+from optax_lossscale._state import Bfloat16State
 from optax_lossscale._support import checks
 from optax_lossscale._support.jaxprs import Atom, Jaxpr, inner_jaxprs, is_move
 from optax_lossscale._support.lines import warn_of_keep
@@ -132,24 +132,25 @@ def with_bfloat16_state(
 
 _LEAST_SIZE = 4096
 # States whose arrays need float32, because small differences between them matter: a variance of
-# rounded moments may be negative, and line searches compare stored values.
-_DIFFERENCES: tuple[type, ...] = tuple(
-    getattr(optax, name)
-    for name in (
+# rounded moments may be negative, and line searches compare stored values. Optax 0.2.8 does not
+# export all of these classes, so they are recognized by name.
+_DIFFERENCES = frozenset(
+    [
         *("ScaleByRStdDevState", "ScaleByRStdDevWithCountState", "ScaleByLBFGSState"),
         *("ScaleByZoomLinesearchState", "ScaleByBacktrackingLinesearchState"),
-    )
-    if hasattr(optax, name)  # Optax 0.2.6 lacks some
+    ]
 )
 # Primitives that change neither values nor their order.
 _CONVERSIONS = frozenset(["convert_element_type", "device_put", "stop_gradient"])
 
 
 def _differences(inner_state: optax.OptState) -> Iterator[KeyPath]:
-    """Yield the paths of the arrays in all states of these types."""
-    for path, state in subtrees(inner_state, *_DIFFERENCES):
-        for below, _ in jax.tree_util.tree_leaves_with_path(state):
-            yield path + below
+    """Yield the paths of the arrays in these states."""
+    needs_float32 = lambda node: type(node).__name__ in _DIFFERENCES  # noqa: E731
+    nodes = jax.tree_util.tree_leaves_with_path(inner_state, is_leaf=needs_float32)
+    for path, state in nodes:
+        if needs_float32(state):
+            yield from (path + below for below, _ in jax.tree_util.tree_leaves_with_path(state))
 
 
 def _copies(

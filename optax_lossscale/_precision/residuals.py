@@ -100,13 +100,11 @@ def _checkpoint() -> Equation:
 
 
 def _is_left_alone(jaxpr: Jaxpr) -> bool:
-    """Return whether a program has a checkpoint policy, references, or a `while_loop`.
+    """Return whether a program has a checkpoint policy or a `while_loop`.
 
     No policy can keep the results of a `while_loop`: JAX would run it twice (jax 0.7 to 0.12).
     """
     return any(
-        eqn.params.get("policy", _is_kept) is not _is_kept
-        or eqn.primitive.name == "while"
-        or any("Ref" in type(x.aval).__name__ for x in eqn.outvars)
+        eqn.params.get("policy", _is_kept) is not _is_kept or eqn.primitive.name == "while"
         for eqn in all_equations(jaxpr)
     )

@@ -126,6 +126,7 @@ def test_keep_that_names_nothing_is_warned_of():
     tx = ols.with_bfloat16_state(optax.adam(0.1), keep=lambda path: "norm" in path)
     with pytest.warns(UserWarning, match=r"`keep` names none .*\[0\]\.mu\['w'\], \[0\]\.nu"):
         tx.init(PARAMS)
+    tx.init({"small": jnp.ones(3)})  # nothing to name
 
 
 # A part of the paths of the large arrays that stay in float32.
@@ -139,7 +140,8 @@ STAY = {
     "contrib.schedule_free_adamw": ".z",
     "contrib.schedule_free_sgd": ".z",
     **dict.fromkeys(("lbfgs", "lbfgs: backtracking", "lbfgs: learning rate"), ""),  # all
-    "rmsprop: centered": "u['w']",  # its two moments
+    # Their two moments.
+    **dict.fromkeys(("rmsprop: centered", "rmsprop: centered, corrected"), "u['w']"),
 }
 
 # One for each way to find them, and two without any.
@@ -355,6 +357,29 @@ def test_copies_of_parameters_are_found_by_tracing_init(name, around):
         assert len(kept) == (0 if "none" in name else 1), large(state)
 
 
+def test_every_way_to_copy_a_parameter_is_found_and_what_is_computed_is_no_copy():
+    def init(params):
+        w, v = params
+        return {
+            "jnp.copy": jnp.copy(w),
+            "device_put": jax.device_put(w),
+            "cast": v.astype(jnp.float32),
+            "stopped": jax.lax.stop_gradient(w),
+            "two": jnp.concatenate([w, w]),
+            "a function": jax.jit(lambda w: (w * 2, w))(w)[1],
+            "not: half": jnp.concatenate([w, jnp.ones_like(w)]),
+            "not: computed": jnp.abs(w),
+            "not: a function": jax.jit(lambda w: (w * 2, w))(w)[0],
+            "not: a random number": jax.random.normal(jax.random.key(0), w.shape),
+        }
+
+    inner = optax.GradientTransformation(init, optax.identity().update)
+    params = jnp.ones(LEAST), jnp.ones(LEAST, BF16)
+    dtypes = large(ols.with_bfloat16_state(inner).init(params).inner_state)
+    assert dtypes == {name: BF16 if "not" in name else FLOAT32 for name in dtypes}
+    assert len(dtypes) == 10
+
+
 def test_copies_are_found_under_vmap_and_sizes_may_be_symbolic():
     inner = COPIES["prodigy"]
     stacked = {"w": jnp.ones((3, 64, 64))}
@@ -413,9 +438,10 @@ def test_a_state_in_bfloat16_gives_nan_only_if_float32_does(name):
     assert ols.all_finite(train(ols.with_bfloat16_state(inner), problem.extra))
 
 
-def test_moments_that_are_subtracted_from_one_another_stay_in_float32():
-    rmsprop = optax.rmsprop(1e-4, eps=1e-4, centered=True, momentum=0.9)
-    centered = ols.with_bfloat16_state(rmsprop)
+@pytest.mark.parametrize("bias_correction", [False, True])
+def test_moments_that_are_subtracted_from_one_another_stay_in_float32(bias_correction):
+    options = {"centered": True, "momentum": 0.9, "bias_correction": bias_correction}
+    centered = ols.with_bfloat16_state(optax.rmsprop(1e-4, eps=1e-4, **options))
     dtypes = large(centered.init(PARAMS)).values()
     assert sorted(map(str, dtypes)) == ["bfloat16", "float32", "float32"]
     params, _ = train(centered, (), steps=300)
@@ -424,12 +450,12 @@ def test_moments_that_are_subtracted_from_one_another_stay_in_float32():
 
 def test_an_init_that_cannot_be_traced_works_and_its_copies_are_found_by_identity():
     def init(params):
-        assert float(params[0, 0]) == 1  # reads a value
-        return {"copy": params, "moment": jnp.asarray(np.zeros(params.shape, np.float32))}
+        assert float(params["w"][0, 0]) == 1  # reads a value
+        return {"copy": params["w"], "moment": jnp.asarray(np.zeros((64, 64), np.float32))}
 
     inner = optax.GradientTransformation(init, lambda grads, state, _params=None: (grads, state))
     tx = ols.with_bfloat16_state(inner)
-    params = jnp.ones((64, 64))
+    params = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
     opt_state = tx.init(params)
     dtypes = {name: leaf.dtype for name, leaf in opt_state.inner_state.items()}
     assert dtypes == {"copy": jnp.float32, "moment": jnp.bfloat16}
