@@ -1,7 +1,7 @@
 """Float32 master weights for half-precision parameters."""
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any, TypeAlias
 
 import jax
@@ -109,9 +109,9 @@ def with_master_weights(
         for name, given in (("updates", updates), ("params", params)):
             if given is None:
                 raise ValueError(f"`{name}` must be given: `update(grads, state, params)`.")
-        kept, old = _by_name(masters, is_leaf=_is_missing), _by_name(params)
+        kept, old = _by_name(masters), _by_name(params)
         weights = _weights(kept, old)
-        _require_covered(old, kept)
+        _require_masters(old, kept)
         params_def = jax.tree.structure(params)
         wide = params_def.unflatten(weights.get(name, param) for name, (_, param) in old.items())
         grads = jax.tree.map(at_least_float32, updates)
@@ -127,7 +127,7 @@ def with_master_weights(
             has_remainder = new_masters[name].dtype == jnp.int16
             move = halves.move_remainder if has_remainder else halves.move_master
             new_masters[name], moves[name] = move(new, old[name][1])
-        masters_def = jax.tree.structure(masters, is_leaf=_is_missing)
+        masters_def = jax.tree.structure(masters)
         state = MasterWeightsState(masters_def.unflatten(new_masters.values()), inner_state)
         return params_def.unflatten(moves.values()), state
 
@@ -170,7 +170,7 @@ def master_weights(opt_state: PyTree, params: Tree) -> Tree:
         trained = master_weights(opt_state, variables["params"])
         return type(variables)({**variables, "params": trained})
     named = _by_name(params)
-    weights = _weights(_by_name(masters, is_leaf=_is_missing), named)
+    weights = _weights(_by_name(masters), named)
     leaves = (weights.get(name, param) for name, (_, param) in named.items())
     return jax.tree.structure(params).unflatten(leaves)
 
@@ -179,19 +179,13 @@ def _is_half(param: Leaf) -> bool:
     return getattr(param, "dtype", None) in HALF
 
 
-def _is_missing(master: PyTree) -> bool:
-    return isinstance(master, optax.MaskedNode)
-
-
 # The keys on the path to a leaf, as plain values.
 _Name: TypeAlias = tuple[Hashable, ...]
 
 
-def _by_name(
-    tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None
-) -> dict[_Name, tuple[KeyPath, Leaf]]:
+def _by_name(tree: PyTree) -> dict[_Name, tuple[KeyPath, Leaf]]:
     """Return each leaf of a tree and its path, by name, in order."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
     # Sometimes only the parameters or only the masters are in Variables.
     return {nnx.plain_keys(path): (path, leaf) for path, leaf in leaves}
 
@@ -203,8 +197,6 @@ def _weights(
     """Return the current master weights by name. Raise if one has no parameter."""
     weights: dict[_Name, jax.Array] = {}
     for name, (path, master) in masters.items():
-        if _is_missing(master):
-            continue
         if name not in params:
             raise _of_others(path)
         where, param = params[name]
@@ -218,17 +210,12 @@ def _weights(
     return weights
 
 
-def _require_covered(
+def _require_masters(
     params: dict[_Name, tuple[KeyPath, Leaf]], masters: dict[_Name, tuple[KeyPath, Leaf]]
 ) -> None:
-    """Raise if the masters have neither an array nor a `MaskedNode` for a half-precision parameter.
-
-    A `MaskedNode` also covers every parameter below it. Other leaves need no master: an Equinox
-    module may have a number that is None in its gradients.
-    """
+    """Raise if a parameter in half precision has no master."""
     for name, (path, param) in params.items():
-        above = (name[:end] for end in range(len(name) + 1))
-        if _is_half(param) and masters.keys().isdisjoint(above):
+        if _is_half(param) and name not in masters:
             raise _of_others(path)
 
 

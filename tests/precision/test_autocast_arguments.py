@@ -376,6 +376,26 @@ WARNED = {
         (BIG, BIG),
         r"Its operands are float32 and its result is bfloat16\.",
     ),
+    "one half operand and a half result": (
+        product(BF16, BF16),
+        (BIG, BIG),
+        r"Its operands are float32 and bfloat16 and its result is bfloat16\.",
+    ),
+    "experts with a float32 result": (
+        lambda x, w: lax.ragged_dot(
+            x.astype(BF16),
+            w[None].astype(BF16),
+            jnp.full(1, 64, jnp.int32),
+            preferred_element_type=F32,
+        ),
+        (BIG, BIG),
+        r"Its operands are bfloat16 and its result is float32\.",
+    ),
+    "two others": (
+        lambda x, w: (x[:4] @ w, w[:7] @ x, x[:3] @ w),
+        (BIG, BIG),
+        r"It has 7 rows, 64 columns",
+    ),
     "half operands with a float32 result": (
         lambda x, w: product(BF16)(x.astype(BF16), w),
         (BIG, BIG),

@@ -350,6 +350,16 @@ def test_a_parameter_may_be_named_value():
         tx.update(params, state, {name: params[name] for name in ("key", "query", "inner")})
 
 
+def test_a_remainder_leaves_its_parameter_the_derivative_down_to_the_smallest_normal_number():
+    tx = ols.with_master_weights(optax.sgd(2.0**-10), remainders=True)
+    tiny = 2.0**-126
+    param = jnp.array([tiny, -tiny, 2 * tiny, 1.0, 1.5, 2.0, 2.5, -3.0, 7e4, 1e38], jnp.bfloat16)
+    tangent = jax.jvp(
+        lambda p: ols.master_weights(tx.init(param), p), (param,), (jnp.ones_like(param),)
+    )[1]
+    np.testing.assert_array_equal(tangent, jnp.ones(len(param)))
+
+
 def test_arrays_without_masters_are_handed_through_and_other_masters_are_refused():
     params = {"a": jnp.ones(2, jnp.float16), "b": jnp.ones(2)}
     state, more = MASTERS.init(params), params | {"c": jnp.ones(2, jnp.float16)}

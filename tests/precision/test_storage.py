@@ -452,6 +452,13 @@ def test_an_optimizer_that_stores_half_precision_is_not_updated_inside(name, dty
     jax.eval_shape(step, params, opt_state)  # the mark ends with the trace, even by an exception
 
 
+def test_nor_if_only_arrays_of_numpy_are_stored_in_half_precision():
+    params = np.ones((8, 8), bfloat16)
+    update = lambda params: UPDATES["with_stochastic_rounding"].update(params, None, params)  # noqa: E731
+    with pytest.raises(ValueError, match="must not be updated inside `autocast`"):
+        ols.autocast(update, BF16)(params)
+
+
 @pytest.mark.integration
 def test_the_mark_belongs_to_the_thread_and_other_optimizers_may_be_updated_inside():
     tx, plain = UPDATES["with_master_weights"], ols.with_loss_scaling(optax.adam(0.1))
