@@ -350,6 +350,11 @@ WARNED = {
         r"Its precision is not the default one \(its own argument\)",
     ),
     "a rule of its own": (own("kernel"), (BIG, BIG), r"It is inside `kernel`, which has a rule"),
+    "a library's rule of its own": (
+        lambda x, w: jnp.linalg.pinv(x) + w,
+        (BIG, BIG),
+        r"It is inside a function, which has a rule of its own \(`custom_jvp_call`\)",
+    ),
     "in a loop": (
         lambda x, w: lax.map(lambda x: own("inner")(x, w), x[None]),
         (BIG, BIG),
