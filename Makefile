@@ -84,7 +84,7 @@ tagged:
 	git tag --points-at HEAD | grep -Fx "v$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' optax_lossscale/__init__.py)"
 	git status --porcelain | (! grep .)
 
-# Runs the mutation tester: every small change to the package must fail a test. About an hour.
+# Runs the mutation tester: every small change to the package must fail a test. One to two hours.
 mutants: $(VENV)/test.installed
 	$(RUN) tools/mutants $(MUTANTS)
 

@@ -420,9 +420,9 @@ def all_pairs():
 
 
 def groups(most=5):
-    """Yield groups of features that work together, such that each pair is in one at least."""
-    work = {pair for pair in all_pairs() if refusal(*pair) is None}
-    left = dict.fromkeys(pair for pair in all_pairs() if pair in work)
+    """Yield groups of features that work together, such that at least one contains each pair."""
+    left = dict.fromkeys(pair for pair in all_pairs() if refusal(*pair) is None)
+    work = {*left}
     while left:
         group = {*next(iter(left))}
         while len(group) < most:
