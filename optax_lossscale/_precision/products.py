@@ -147,7 +147,7 @@ class _Edit:
             new = _with_products_in(param, self.dtype, is_fixed)
             if eqn.primitive.name != "scan" or new is param:
                 return new
-            return with_fewer_residuals(new, operands_of_scan(eqn).constants)
+            return with_fewer_residuals(new)
 
         params = {key: edit(param) for key, param in eqn.params.items()}
         is_same = all(params[key] is param for key, param in eqn.params.items())

@@ -11,31 +11,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal, Var
+from jax.extend.core import Var
 
 from optax_lossscale._support.jaxprs import (
-    Atom,
     Equation,
     Jaxpr,
     all_equations,
     has_effects,
     memoized,
-    read_by,
     with_edit,
 )
 from optax_lossscale._support.primitives import ARITHMETIC, COMPARISONS
 
 
 @memoized
-def with_fewer_residuals(body: Jaxpr, constants: int) -> Jaxpr:
-    """Return the body of a scan with the same results and fewer residuals.
-
-    Args:
-      body: The body, with or without its constants.
-      constants: The number of its first inputs that are the same in every step. JAX computes
-        whatever depends only on them before the loop, with this edit too.
-    """
-    return with_edit(lambda inner: _checkpointed(inner, constants), body)
+def with_fewer_residuals(body: Jaxpr) -> Jaxpr:
+    """Return the body of a scan, with or without its constants, with fewer residuals."""
+    return with_edit(_checkpointed, body)
 
 
 def _is_kept(primitive: Any, *avals: Any, **_: Any) -> bool:
@@ -50,45 +42,28 @@ def _is_kept(primitive: Any, *avals: Any, **_: Any) -> bool:
     return primitive.name not in ARITHMETIC
 
 
-def _checkpointed(jaxpr: Jaxpr, constants: int) -> Jaxpr:
+def _checkpointed(jaxpr: Jaxpr) -> Jaxpr:
+    """Return a program of one equation, which runs `jaxpr` in `jax.checkpoint`.
+
+    JAX still computes what depends only on the scan's constants before its loop.
+    """
     if has_effects(jaxpr) or _is_left_alone(jaxpr):
         return jaxpr
-    known, once, inside = {*jaxpr.constvars, *jaxpr.invars[:constants]}, [], []
-    for eqn in jaxpr.eqns:
-        if known.issuperset(read_by([eqn])):
-            once.append(eqn)
-            known.update(eqn.outvars)
-        else:
-            inside.append(eqn)
-    if not inside:
-        return jaxpr
-    made = {x for eqn in inside for x in eqn.outvars}
-    operands = [x for x in read_by(inside) if x not in made]
-    results = [x for x in dict.fromkeys(filter(_is_variable, jaxpr.outvars)) if x in made]
-    body = jaxpr.replace(
-        constvars=[],
-        invars=operands,
-        outvars=results,
-        eqns=inside,
-        debug_info=jaxpr.debug_info._replace(
-            arg_names=("",) * len(operands), result_paths=("",) * len(results)
-        ),
+    operands = [*jaxpr.constvars, *jaxpr.invars]
+    results = [Var(x.aval) for x in jaxpr.outvars]
+    debug_info = jaxpr.debug_info._replace(
+        arg_names=("",) * len(operands), result_paths=("",) * len(results)
     )
-    outside = {x: Var(x.aval) for x in results}
+    body = jaxpr.replace(constvars=[], invars=operands, debug_info=debug_info)
     checkpoint = _checkpoint()
-    eqn = inside[0].replace(
+    eqn = jaxpr.eqns[0].replace(  # so it has their context, such as the mesh
         primitive=checkpoint.primitive,
         invars=operands,
-        outvars=[*outside.values()],
+        outvars=results,
         params=checkpoint.params | {"jaxpr": body},
         effects=jaxpr.effects,
     )
-    outvars = [outside.get(x, x) if _is_variable(x) else x for x in jaxpr.outvars]
-    return jaxpr.replace(eqns=[*once, eqn], outvars=outvars)
-
-
-def _is_variable(atom: Atom) -> bool:
-    return not isinstance(atom, Literal)
+    return jaxpr.replace(eqns=[eqn], outvars=results)
 
 
 @functools.cache
