@@ -123,14 +123,11 @@ def on_arrays(transform: Callable[[_Function], _Function], fun: _Function) -> _F
 def _in_dtypes(dtypes: dict[KeyPath, jnp.dtype], fun: _Function) -> _Function:
     """Return a function that returns what `fun` wrote into its arguments in these dtypes."""
 
+    def stored(path: KeyPath, new: Leaf) -> Leaf:
+        return jnp.asarray(new, dtypes[path]) if path in dtypes else new
+
     def run(*given: PyTree) -> PyTree:
-        read = dict(_arrays_of(given))
         written, results = fun(*given)
-
-        def stored(path: KeyPath, new: Leaf) -> Leaf:
-            is_written = path in dtypes and new is not read[path]
-            return jnp.asarray(new, dtypes[path]) if is_written else new
-
         return jax.tree_util.tree_map_with_path(stored, written), results
 
     return run

@@ -33,7 +33,7 @@ ARITHMETIC = (
             *("abs", "add", "add_any", "and", "bitcast_convert_type", "cbrt", "ceil", "clamp"),
             *("complex", "conj", "convert_element_type", "device_put", "div", "floor", "imag"),
             *("integer_pow", "iota", "max", "min", "mul", "neg", "not", "one_minus_square", "or"),
-            *("pad", "pcast", "polynomial", "pvary", "real", "reduce_precision", "rem", "round"),
+            *("pad", "polynomial", "pvary", "real", "reduce_precision", "rem", "round"),
             *("rsqrt", "select_n", "sign", "slice", "split", "sqrt", "square", "stop_gradient"),
             *("sub", "tile", "unstack", "xor"),
         ]

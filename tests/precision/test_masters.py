@@ -275,9 +275,12 @@ def test_masters_of_some_parameters_are_found_among_all(mask, remainders):
 
 @pytest.mark.slow
 def test_a_model_of_nnx_is_exported_in_any_container():
-    rngs = nnx.Rngs(0)
-    linear = nnx.Linear(2, 3, param_dtype=jnp.bfloat16, rngs=rngs)
-    model = nnx.Sequential(linear, nnx.BatchNorm(3, rngs=rngs))
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            linear = nnx.Linear(2, 3, param_dtype=jnp.bfloat16, rngs=rngs)
+            self.layers = nnx.List([linear, nnx.BatchNorm(3, rngs=rngs)])
+
+    model = Model(nnx.Rngs(0))
     inner = ols.with_master_weights(optax.sgd(2.0**-10), remainders=True)
     optimizer = nnx.Optimizer(model, ols.with_loss_scaling(inner, 8.0), wrt=nnx.Param)
     start = model.layers[0].kernel[...].astype(jnp.float32)
@@ -289,6 +292,8 @@ def test_a_model_of_nnx_is_exported_in_any_container():
         assert jax.tree.structure(full) == jax.tree.structure(given)
         kernel = next(x for x in jax.tree.leaves(full) if x.shape == (2, 3))
         np.testing.assert_array_equal(kernel, start - 2.0**-10)
+    of_module = inner.init(model)  # its paths have indices, where those of a state have keys
+    assert ols.master_weights(of_module, params)["layers"][0]["kernel"][...].dtype == jnp.float32
 
 
 def test_masters_are_found_in_a_mapping_of_their_fields():
