@@ -71,12 +71,10 @@ def check_health(
     if skipped > limit:
         spikes = [_read_spike(spike) for _, spike in _spikes(rule_states)]
         in_a_row = max((spike["consecutive_skipped"] for spike in spikes), default=0)
-        run = _Run(
-            by_rule=in_a_row >= skipped if rule_states else None,
-            is_dynamic=is_dynamic,
-            is_low=scale <= (low if is_dynamic else 1),
-        )
+        run = _Run(is_dynamic, is_low=scale <= (low if is_dynamic else 1))
         causes = [cause.text for cause in _CAUSES if not cause.left_out(run)]
+        if rule_states:  # one of them may have recorded all skipped steps
+            causes = [_A_RULE] if in_a_row >= skipped else [*causes, _A_RULE]
         where = f", {'at' if run.is_low else 'above'} its floor of {low:g}" if is_dynamic else ""
         raise LossScaleStalledError(
             f"The last {skipped} steps were skipped ({state['total_skipped']} since the start), "
@@ -97,7 +95,6 @@ def check_health(
 class _Run(NamedTuple):
     """Facts about a stalled run, from its state and its policy."""
 
-    by_rule: bool | None  # whether one rule recorded all skipped steps; None if there are no rules
     is_dynamic: bool | None  # whether the loss scale changes; None if unknown
     is_low: bool  # whether the loss scale is at its floor or, if that is unknown, at most 1
 
@@ -106,19 +103,19 @@ class _Cause(NamedTuple):
     """A possible cause of skipped steps, and a condition for leaving it out."""
 
     text: str
-    left_out: Callable[[_Run], object] = lambda run: run.by_rule
+    left_out: Callable[[_Run], object] = lambda _: False
 
 
 _CAUSES = (
     _Cause(
         "The loss scale started too large and is still falling. Start with a smaller "
         "`initial_scale`, or allow more skipped steps with `max_consecutive_skipped`.",
-        lambda run: run.by_rule or run.is_dynamic is False or run.is_low,
+        lambda run: run.is_dynamic is False or run.is_low,
     ),
     _Cause(
         "The loss scale is too large, and fixed. Use the one that `suggest_loss_scale` returns, or "
         "a `DynamicLossScale`.",
-        lambda run: run.by_rule or run.is_dynamic or run.is_low,
+        lambda run: run.is_dynamic or run.is_low,
     ),
     _Cause(
         "The forward pass overflows: the loss is not finite although the batch and the parameters "
@@ -139,14 +136,13 @@ _CAUSES = (
     _Cause(
         "The gradients are too large for float16 even at this loss scale. Average the loss instead "
         "of summing it, normalize the data, or lower `min_scale`, below 1 if need be.",
-        lambda run: run.by_rule or (run.is_dynamic is not None and not run.is_low),
+        lambda run: run.is_dynamic is not None and not run.is_low,
     ),
-    _Cause(
-        "A rule (`skip_if`) rejects steps whose gradients and loss are finite, for example because "
-        "the loss has reached a new level. Relax the rule: a `Spike` accepts a new level after "
-        "`max_consecutive_skipped` steps at the latest.",
-        lambda run: run.by_rule is None,
-    ),
+)
+_A_RULE = (
+    "A rule (`skip_if`) rejects steps whose gradients and loss are finite, for example because the "
+    "loss has reached a new level. Relax the rule: a `Spike` accepts a new level after "
+    "`max_consecutive_skipped` steps at the latest."
 )
 
 

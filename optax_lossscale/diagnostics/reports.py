@@ -40,8 +40,6 @@ def table_or_shapes(table: Callable[[], str], entries: Mapping[str, PyTree]) -> 
 
 def _shapes(entry: PyTree) -> str:
     def shape(leaf: Any) -> str:
-        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-            return f"{leaf.dtype}{[*leaf.shape]}"
-        return type(leaf).__name__
+        return f"{leaf.dtype}{[*leaf.shape]}" if hasattr(leaf, "dtype") else type(leaf).__name__
 
     return ", ".join(map(shape, jax.tree.leaves(entry)))

@@ -102,7 +102,8 @@ def guarded(inner_state):
         # A count is a scalar integer named `count` or `..._count`.
         (guarded({"power": np.int32(-1), "count": -0.5, "step_size": jnp.float32(-0.5)}), None),
         (guarded({"best_step": jnp.int32(-1)}), None),
-        (guarded({"steps": jnp.array([-1, -2]), "count": {"a": {"b": -1}}}), None),
+        (guarded({"count": jnp.array([-1, -2]), "counts": {"count": {"b": -1}}}), None),
+        (guarded(jnp.int32(-1)), None),
     ],
 )
 def test_healthy_training_neither_raises_nor_warns(healthy, policy):
@@ -198,6 +199,11 @@ def test_a_rule_is_the_only_cause_if_it_skipped_every_step(policy, rule, steps, 
     stalled = trained(ols.with_loss_scaling(SGD, policy, skip_if=rule), *steps)
     assert diag.is_stalled(stalled)
     assert_causes(stalled, causes, policy=ols.as_loss_scale(policy))
+
+
+def test_a_rule_that_records_nothing_is_one_cause_of_a_single_skipped_step():
+    skipped = trained(ols.with_skipping(SGD, above_two), [1.0, 3.0])
+    assert_causes(skipped, [*OTHERS, LARGE, RULE], max_consecutive_skipped=0)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import serialization
 from plain_where import assert_same_bits, types
 
 import optax_lossscale as ols
@@ -248,6 +249,7 @@ def test_a_skipped_step_changes_nothing_and_the_state_keeps_its_type():
     pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves((params, state))]
     assert len(set(pointers)) == len(pointers)
     assert_same_bits(ema_params({"train": [{"opt_state": state}]}), params)
+    assert_same_bits(ema_params(serialization.to_state_dict(state)), params)
     assert_same_bits(pickle.loads(pickle.dumps(state)), state)  # noqa: S301, our own
     assert {DecayedState.__module__, EmaParamsState.__module__} == {"optax_lossscale.keras"}
 
@@ -402,3 +404,22 @@ def test_a_name_is_taken_and_names_nothing(name):
     assert_same_bits(
         tx.update(params, tx.init(params), params), plain.update(params, plain.init(params), params)
     )
+
+
+def test_none_leaves_an_argument_out():
+    params = start()
+    left_out = dict.fromkeys(["dynamic", "use_ema", "ema_momentum", "initial_scale", "clipnorm"])
+    for with_none, given in (
+        ({}, {}),
+        ({"use_ema": True}, {"use_ema": True, "ema_momentum": 0.99}),
+    ):
+        one, other = (
+            run_ours(loss_scale_optimizer(optax.sgd(0.1), **arguments), gradients(steps=3), params)
+            for arguments in (left_out | with_none, given)
+        )
+        assert_same_bits(one, other)
+
+
+def test_the_second_argument_of_tf_keras_is_refused_with_the_remedy():
+    with pytest.raises(TypeError, match="`dynamic=False, initial_scale=1024`"):
+        loss_scale_optimizer(optax.sgd(0.1), False)
