@@ -406,7 +406,6 @@ TABLE = {
         *rows("StochasticRoundingState", lambda: ols.with_bfloat16_state(ROUNDED).init(PARAMS)),
         *rows("MasterWeightsState", lambda: ols.with_bfloat16_state(MASTERS).init(PARAMS)),
         *rows("Bfloat16State", lambda: ols.with_bfloat16_state(SMALL).init(PARAMS)),
-        *rows("StochasticRoundingState", lambda: ols.with_bfloat16_state(ROUNDED).init(PARAMS)),
     ],
     "TypeError: `{}` must be a floating-point dtype": lambda: [
         *calls(ols.cast, "dtype", "int8", None, "complex64", "bf16", PARAMS, tree=PARAMS),

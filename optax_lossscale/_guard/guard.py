@@ -278,23 +278,22 @@ def _in_true_units(
     Optax's line searches are called with `grad=grads`. Arrays are compared by identity.
     """
     leaves = jax.tree.leaves(scaled)
-    grad_leaves, grad_def = jax.tree.flatten(extra_args.get("grad"))
-    is_same = len(grad_leaves) == len(leaves) and all(map(operator.is_, grad_leaves, leaves))
-    has_grad = extra_args.get("grad") is not None
-    if has_grad and is_same:
-        extra_args = {**extra_args, "grad": grad_def.unflatten(jax.tree.leaves(grads))}
-    elif has_grad and is_scaled:
-        raise ValueError(
-            "`grad` must be the gradients themselves, got other arrays, which may or may not be "
-            "scaled. Pass the same arrays twice, inside one jitted step: "
-            "`tx.update(grads, state, params, value=loss, grad=grads, value_fn=f)`."
-        )
+    if extra_args.get("grad") is not None:
+        grad_leaves, grad_def = jax.tree.flatten(extra_args["grad"])
+        if len(grad_leaves) == len(leaves) and all(map(operator.is_, grad_leaves, leaves)):
+            extra_args = {**extra_args, "grad": grad_def.unflatten(jax.tree.leaves(grads))}
+        elif is_scaled:
+            raise ValueError(
+                "`grad` must be the gradients themselves, got other arrays, which may or may not "
+                "be scaled. Pass the same arrays twice, inside one jitted step: "
+                "`tx.update(grads, state, params, value=loss, grad=grads, value_fn=f)`."
+            )
     if not is_scaled:
         return extra_args
     scaled_arrays = {id(leaf) for leaf in leaves if is_inexact(leaf)}
     for name, arg in extra_args.items():
         is_found = any(id(leaf) in scaled_arrays for leaf in jax.tree.leaves(arg))
-        if is_found and name not in ("grad", "value"):
+        if is_found and name != "value":
             raise ValueError(
                 f"`{name}` must be in true units, got an array of the scaled gradients. Unscale it "
                 "with `unscale_and_check`, or call it `grad` if it is all of the gradients."

@@ -186,8 +186,9 @@ def _read_extra_args(extra_args: Mapping[str, Any] | None) -> Mapping[str, Any]:
         raise TypeError(f"`extra_args` must be a mapping from names to values, got {extra_args!r}.")
     for name in ("value", "grads", "params"):
         if name in extra_args:
-            own = "a field of the state" if name == "params" else "a separate argument"
-            raise TypeError(f"`extra_args` must not have `{name}`, which is {own}.")
+            raise TypeError(
+                f"`extra_args` must not have `{name}`, which `apply_gradients` passes itself."
+            )
     return extra_args
 
 

@@ -230,6 +230,7 @@ CONSTANT, LARGE, LIMITS = np.float32([[1.0, np.nan], [1e30, 1.0], [np.inf, -np.i
         (lambda p, x: jax.nn.softmax(p["w"] + x), ONE, np.float32([0, -INF]), None),
         (lambda p, x: jax.nn.softmax(p["w"] + x), ONE, -INF * ONE, ("sub", "p['w']", "")),
         (jax.jit(lambda p, x: jnp.where(x > 0, p["w"], LIMITS)), ONE, ONE, None),
+        (jax.jit(lambda p, x: p["w"] * x + LIMITS - LIMITS), ONE, ONE, ("sub", "p['w']", "")),
         # Infinities that are not intended, since the result is not finite only because of them.
         (lambda p, x: jnp.where(x > 0, p["w"], -INF), ONE, -ONE, (CAST, "", "")),
         (

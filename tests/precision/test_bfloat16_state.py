@@ -1,5 +1,7 @@
 """The state in two bytes: rounded to a neighbour, unbiased, by bits that depend on nothing else."""
 
+import re
+
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -469,3 +471,15 @@ def test_a_checkpoint_of_an_earlier_version_is_one_of_this():
     # The random bits depend on paths, which are not stored.
     assert ols.Bfloat16State._fields == ("rounding_count", "inner_state")
     assert ols.StochasticRoundingState._fields == ("rounding_count", "inner_state")
+
+
+def test_the_error_for_a_wrapper_inside_says_what_to_write():
+    for inner, remedy in (
+        (
+            ols.with_master_weights(optax.adam(0.1)),
+            "with_master_weights(with_bfloat16_state(inner))",
+        ),
+        (ADAM, "with_bfloat16_state(inner)"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"Write `{remedy}`.")):
+            ols.with_bfloat16_state(inner).init(jnp.ones(2))

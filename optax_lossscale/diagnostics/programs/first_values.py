@@ -10,7 +10,7 @@ import numpy as np
 from optax_lossscale._support.tree import is_inexact
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class FirstNonfinite:
     """The origin of the first NaN or infinity, from `first_nonfinite`.
 
