@@ -255,9 +255,10 @@ def test_half_precision_parameters_without_masters_are_warned_of_once(guard, dty
 
 @pytest.mark.filterwarnings("ignore:`params` are bfloat16")
 def test_numbers_injected_in_half_precision_are_warned_of_inside_of_others():
-    injected = optax.inject_hyperparams
-    in_half = lambda rate: injected(optax.adam)(rate)  # noqa: E731
-    around = injected(in_half, hyperparam_dtype=jnp.float32)(0.1)
+    def inner(rate):
+        return optax.inject_hyperparams(optax.adam)(rate)
+
+    around = optax.inject_hyperparams(inner, hyperparam_dtype=jnp.float32)(0.1)
     with pytest.warns(UserWarning, match="`inject_hyperparams` keeps numbers in bfloat16"):
         ols.with_skipping(around).init(jnp.ones(2, jnp.bfloat16))
 
