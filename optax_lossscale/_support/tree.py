@@ -151,18 +151,11 @@ def in_dtype(array: Leaf, dtype: DTypeLike) -> Leaf:
     return jnp.asarray(array, dtype)
 
 
-def as_array(leaf: Leaf, *, strong: bool = False) -> Leaf:
-    """Return a number of Python or NumPy as a JAX array, and any other leaf unchanged.
-
-    If `strong`, the result is not weakly typed, even if `leaf` was a weakly typed array.
-    """
+def as_array(leaf: Leaf) -> Leaf:
+    """Return a number of Python or NumPy as a JAX array, and any other leaf unchanged."""
     if isinstance(leaf, (np.ndarray, np.generic)):
-        is_number = is_selectable(leaf)
-    else:
-        is_number = isinstance(leaf, (int, float, complex))
-    if strong and (is_number or getattr(leaf, "weak_type", False)):
-        return jnp.asarray(leaf, jnp.result_type(leaf))
-    return jnp.asarray(leaf) if is_number else leaf
+        return jnp.asarray(leaf) if is_selectable(leaf) else leaf
+    return jnp.asarray(leaf) if isinstance(leaf, (int, float, complex)) else leaf
 
 
 def is_symbolic(size: object) -> bool:

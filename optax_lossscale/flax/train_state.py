@@ -1,6 +1,5 @@
 """A `TrainState` for Flax's Linen that skips bad steps."""
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -22,6 +21,7 @@ from optax_lossscale._support.rule import SkipIf
 from optax_lossscale._support.tree import (
     FP8_METADATA,
     AxisName,
+    Leaf,
     PyTree,
     Tree,
     as_array,
@@ -109,7 +109,7 @@ class TrainState(train_state.TrainState):
             count_skipped=checks.read_bool("count_skipped", count_skipped),
             **kwargs,
         )
-        return jax.tree.map(functools.partial(as_array, strong=True), state)
+        return jax.tree.map(_strongly_typed, jax.tree.map(as_array, state))
 
     @property
     def loss_scale(self) -> jax.Array:
@@ -176,6 +176,11 @@ class TrainState(train_state.TrainState):
             opt_state=opt_state,
             **tree_where(is_applied, new, old),
         )
+
+
+def _strongly_typed(leaf: Leaf) -> Leaf:
+    """Return an array whose dtype no step changes, so that the step is compiled once."""
+    return jnp.asarray(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
 
 
 def _read_extra_args(extra_args: Mapping[str, Any] | None) -> Mapping[str, Any]:
