@@ -60,7 +60,7 @@ docs: $(VENV)/docs.installed
 	$(RUN) -m sphinx -W --keep-going -n -E -b html docs output/docs
 	$(RUN) -m pytest tests/project/test_docs_site.py
 
-# Trains in every format, with and without loss scaling, and rewrites the marked parts of four pages.
+# Trains in every format, with and without loss scaling, and rewrites the marked parts of six pages.
 fidelity: $(VENV)/test.installed
 	$(RUN) -m benchmarks.fidelity --pages docs $(FIDELITY)
 
