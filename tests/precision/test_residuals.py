@@ -134,16 +134,21 @@ def test_gradients_are_the_same_and_nothing_expensive_is_computed_twice(name):
     assert kept < by_jax[1] or name == "a loop without derivative"
 
 
-def test_a_layer_keeps_half_precision_products_and_elementary_functions():
-    def layer(x, w):
-        y = x @ w
-        return x + y * jnp.tanh(y)
-
-    step = jax.grad(ols.autocast(loss_of(layer), BF16))
+@pytest.mark.parametrize(
+    ("layer", "kept"),
+    [
+        # The product, tanh and the carry.
+        (lambda x, y: x + y * jnp.tanh(y), ["bfloat16", "float32", "float32"]),
+        # The product and the carry, but no broadcast.
+        (lambda x, y: x + y * jnp.broadcast_to(y[:, :1], y.shape), ["bfloat16", "float32"]),
+    ],
+)
+def test_a_layer_keeps_half_precision_products_and_elementary_functions(layer, kept):
+    step = jax.grad(ols.autocast(loss_of(lambda x, w: layer(x, x @ w)), BF16))
     jaxpr = jax.make_jaxpr(step)(W, X).jaxpr
     scan = next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
     stacked = [x.aval.dtype.name for x in scan.outvars if x.aval.shape == (3, 8, 16)]
-    assert sorted(stacked) == ["bfloat16", "float32", "float32"]  # the product, tanh, the carry
+    assert sorted(stacked) == kept
 
 
 def test_what_depends_only_on_constants_is_computed_before_the_loop():
