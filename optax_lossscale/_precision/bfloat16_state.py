@@ -203,8 +203,9 @@ def _in_bfloat16(
     names: dict[str, bool] = {}
 
     def convert(name: str, path: KeyPath, leaf: Leaf) -> Leaf:
-        is_small = not is_symbolic(getattr(leaf, "size", 0)) and leaf.size < _LEAST_SIZE
-        if getattr(leaf, "dtype", None) != jnp.float32 or is_small or path in stay:
+        if getattr(leaf, "dtype", None) != jnp.float32 or path in stay:
+            return leaf
+        if not is_symbolic(leaf.size) and leaf.size < _LEAST_SIZE:
             return leaf
         names[name] = keep is not None and bool(keep(name))
         return leaf if names[name] else in_dtype(leaf, jnp.bfloat16)

@@ -137,7 +137,7 @@ def update_at_random(new: jax.Array, param: jax.Array, count: jax.Array, seed: i
     target = with_derivative_of(new, jnp.where(new == old, old, target))
     # `-(old - target)` is -0.0 if the two are equal, and leaves a zero of either sign unchanged.
     # No update makes an infinite parameter finite.
-    return jnp.where(jax.lax.is_finite(old), -(old - target), jnp.full_like(old, -0.0))
+    return jnp.where(jax.lax.is_finite(old), -(old - target), jnp.zeros_like(old))
 
 
 def _neighbor(x: jax.Array, count: jax.Array, seed: int) -> jax.Array:

@@ -483,3 +483,16 @@ def test_the_error_for_a_wrapper_inside_says_what_to_write():
     ):
         with pytest.raises(ValueError, match=re.escape(f"Write `{remedy}`.")):
             ols.with_bfloat16_state(inner).init(jnp.ones(2))
+
+
+def test_numbers_and_text_in_a_state_stay():
+    given = (0.5, 2, "adam", jnp.ones(4096))
+    inner = optax.GradientTransformation(
+        lambda _: given, lambda grads, state, _=None: (grads, state)
+    )
+    tx = ols.with_bfloat16_state(inner)
+    state = tx.init(jnp.ones(4096))
+    assert state.inner_state[:3] == given[:3]
+    assert state.inner_state[3].dtype == jnp.bfloat16
+    _, state = tx.update(jnp.ones(4096), state)
+    assert state.inner_state[:3] == given[:3]
