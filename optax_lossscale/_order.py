@@ -21,13 +21,7 @@ from optax_lossscale._state import (
     subtrees,
 )
 from optax_lossscale._support.lines import warn, warn_once
-from optax_lossscale._support.transformation import Transformation
 from optax_lossscale._support.tree import HALF, KeyPath, PyTree, children, path_name
-
-
-class Guard(Transformation[GuardState]):
-    """An optimizer that applies or skips each step, as `applied` reads from its state."""
-
 
 # The wrappers that let half-precision parameters take small updates, by the types of their states.
 _FOR_PARAMETERS: dict[type, str] = {
@@ -141,9 +135,7 @@ def _containers(tree: PyTree, path: KeyPath) -> Iterator[_Container]:
 
 
 _INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
-_HAND_THROUGH = (
-    *(optax.MaskedState, optax.MultiTransformState, optax.MultiStepsState, *_INJECTED),
-)
+_HAND_THROUGH = (optax.MaskedState, optax.MultiTransformState, optax.MultiStepsState, *_INJECTED)
 
 
 def _hands_through(container: _Container) -> bool:

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 
 from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import INT32_MAX, LARGEST_SCALE, SMALLEST_SCALE
+from optax_lossscale._support.nnx import without_variables
+from optax_lossscale._support.transformation import Transformation
 from optax_lossscale._support.tree import (
     ARRAYS,
     Flag,
@@ -103,6 +105,10 @@ class GuardState(NamedTuple):
     loss_scale_state: LossScaleState
     rule_states: tuple[PyTree, ...]
     inner_state: PyTree
+
+
+class Guard(Transformation[GuardState]):
+    """An optimizer that applies or skips each step, as `applied` reads from its state."""
 
 
 @public_state(needed=("values", "held", "consecutive_skipped"))
@@ -204,10 +210,10 @@ def typed(state: LossScaleState) -> LossScaleState:
     return LossScaleState(*map(in_dtype, state, _DTYPES))
 
 
-def loss_scale_of(state: LossScaleState, argument: str = "state") -> jax.Array:
+def loss_scale_of(state: LossScaleState) -> jax.Array:
     """Return the loss scale, which is constant in every derivative. `float32[]`."""
     remedy = "Map over the replicas, or take one: `jax.tree.map(lambda x: x[0], state)`."
-    checks.require_scalar(f"{argument}.loss_scale", state.loss_scale, remedy)
+    checks.require_scalar("state.loss_scale", state.loss_scale, remedy)
     # It cancels out of every step, including skipped ones, and so out of every derivative.
     return jax.lax.stop_gradient(state.loss_scale)
 
@@ -323,6 +329,12 @@ def spike_statistics(state: SpikeState) -> tuple[jax.Array, jax.Array]:
         return jax.vmap(spike_statistics)(state)
     mean, deviation, unit = relative_statistics(state)
     return mean * unit, deviation * unit
+
+
+def spikes_in(rule_states: PyTree) -> Iterator[tuple[KeyPath, SpikeState]]:
+    """Yield the states of all `Spike`s, and their paths."""
+    for path, spike in subtrees(rule_states, SpikeState):
+        yield path, without_variables(spike)
 
 
 def relative_statistics(state: SpikeState) -> tuple[jax.Array, jax.Array, jax.Array]:

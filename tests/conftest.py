@@ -34,3 +34,19 @@ def _setting(name, value):
 x64 = _setting("jax_enable_x64", True)
 # As users compile, in quick runs too: the test counts what the compiler makes of it.
 optimized = _setting("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="session")
+def _every_compilation():
+    seen = []  # of one listener for all tests, since jax 0.7 cannot remove one
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: seen.append(name) if "backend_compile" in name else None
+    )
+    return seen
+
+
+@pytest.fixture
+def compilations(_every_compilation):
+    """Return a list that grows with each program that is compiled."""
+    _every_compilation.clear()
+    return _every_compilation

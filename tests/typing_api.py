@@ -170,7 +170,7 @@ def keras_arguments(params: Params) -> None:
     sgd = optax.sgd(0.1)
     rate = optax.constant_schedule(0.1)
     tx = loss_scale_optimizer(sgd, 2**15, 2000, learning_rate=rate, weight_decay=0.01, use_ema=True)
-    assert_type(tx, optax.GradientTransformationExtraArgs)
+    assert_type(tx.init(params), ols.GuardState)
     ema_params(tx.init(params))
 
     loss_scale_optimizer(sgd, 8, 2000, True)  # pyright: ignore[reportCallIssue]

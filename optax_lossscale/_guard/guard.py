@@ -23,12 +23,12 @@ from optax_lossscale._loss_scale.policies import (
 )
 from optax_lossscale._loss_scale.scale import all_finite
 from optax_lossscale._order import (
-    Guard,
     refuse_changed_updates,
     refuse_second_guard,
     warn_of_half_precision,
 )
 from optax_lossscale._state import (
+    Guard,
     GuardState,
     LossScaleState,
     count_step,
@@ -91,11 +91,14 @@ def with_loss_scaling(
     Raises:
       TypeError: If an argument has the wrong type, including the state that `update` is given;
         from `update`, if a rule lacks an extra argument or does not return a boolean.
-      ValueError: From `init`, if `inner` already has a loss scale or skips steps; from `update`, if
-        `grad` is not the gradients themselves, or another extra argument has one of their arrays.
+      ValueError: From `init`, if `inner` already has a loss scale or skips steps, or changes the
+        updates of `with_master_weights` or `with_stochastic_rounding`; from `update`, if `grad` is
+        not the gradients themselves, or another extra argument has one of their arrays.
 
     Warns:
-      UserWarning: From `init`, if parameters in half precision have no master weights inside.
+      UserWarning: From `init`, if parameters in half precision have no master weights inside, or if
+        `optax.inject_hyperparams` keeps numbers in half precision; from `update`, if it is given
+        `loss`, and not `value`.
 
     Examples:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
@@ -257,7 +260,7 @@ def decide(
     if not (settings.policy.skip_nonfinite or rules):
         return Decision(np.True_, np.True_, np.True_, ())
     value = extra_args.get("value")
-    checks.require_numbers("value", value)
+    checks.require_numbers(value)
     flags = [all_finite(grads), all_finite(value)]
     finite_here = flags[0] & flags[1]
     measures = [measure(rule, finite_here, grads, params, extra_args) for rule in rules]

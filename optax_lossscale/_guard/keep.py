@@ -57,6 +57,8 @@ def step_where(
     updates, state = run_where(applied, step, grads, state)
 
     def negative_zero_if_skipped(leaf: Leaf) -> Leaf:
+        if getattr(leaf, "dtype", None) == jnp.bool_:
+            return applied & leaf  # `apply_updates` adds booleans as `or` does
         is_numeric = isinstance(leaf, ARRAYS) and jnp.issubdtype(leaf.dtype, np.number)
         if not (is_numeric or isinstance(leaf, (float, complex))):
             return leaf
@@ -74,10 +76,10 @@ def run_where(
 ) -> tuple[PyTree, PyTree]:
     """Return `step(grads, state)`, with the old state if `applied` is false.
 
-    If it is false, `step` is called with zeros instead of `grads`: given NaN, a line search may
-    loop forever and a callback may raise. The first output is then undefined, and the returned
-    state differentiates like the old one. `step` must preserve the structure, shapes and dtypes of
-    the state.
+    If it is false, a `step` with loops, callbacks or other effects is called with zeros instead of
+    `grads`: given NaN, a line search may loop forever and a callback may raise. The first output is
+    then undefined, and the returned state differentiates like the old one. `step` must preserve the
+    structure, shapes and dtypes of the state.
     """
     if _xla.enabled:
         try:

@@ -38,7 +38,7 @@ class StatelessRule:
         return optax.EmptyState()
 
     def measure(self, grads: PyTree, params: PyTree, **extra_args: Any) -> jax.Array:
-        checks.require_extra_args("skip_if", self.function, grads, params, **extra_args)
+        checks.require_extra_args(self.function, grads, params, **extra_args)
         skips = checks.read_flag("skip_if", self.function(grads, params, **extra_args))
         return skips.astype(jnp.float32)
 

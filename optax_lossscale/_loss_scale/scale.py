@@ -146,7 +146,7 @@ def value_and_grad(
             value = fun(*args, **kwds)
             loss: Any = value
             if has_aux:
-                checks.require_pair("fun", value)
+                checks.require_pair(value)
                 loss, _ = loss
             result = scaled(loss, loss_scale)
             if jnp.dtype("bfloat16") in map(jnp.result_type, jax.tree.leaves(loss)):

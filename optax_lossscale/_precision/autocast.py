@@ -116,7 +116,7 @@ def autocast(fun: Callable[P, Result], dtype: DTypeLike) -> Callable[P, Result]:
     checks.require_function(
         "fun", fun, "Give the loss function or the model itself, not its result."
     )
-    product_dtype = checks.read_half_or_float32("dtype", dtype)
+    product_dtype = checks.read_half_or_float32(dtype)
     is_cast = product_dtype != jnp.float32
     traced = fun if is_cast else jax.named_call(fun, name=UNCAST_SCOPE)
     warnings_given: set[str] = set()

@@ -16,7 +16,7 @@ from optax_lossscale._support.jaxprs import Atom, Jaxpr, inner_jaxprs, is_move
 from optax_lossscale._support.lines import warn_of_keep
 from optax_lossscale._support.nnx import named_leaves
 from optax_lossscale._support.notes import add_likely_causes
-from optax_lossscale._support.primitives import CALLS
+from optax_lossscale._support.primitives import CALLS, CONVERSIONS
 from optax_lossscale._support.transformation import Transformation
 from optax_lossscale._support.tree import (
     ARRAYS,
@@ -70,7 +70,7 @@ def with_bfloat16_state(
     Raises:
       TypeError: If an argument has the wrong type, including the state that `update` is given.
       ValueError: From `init`, if `inner` keeps master weights, rounds parameters, skips steps, or
-        stores its state in bfloat16 already.
+        stores its state in bfloat16 already. From `update`, inside of `autocast`.
 
     Warns:
       UserWarning: From `init`, if `keep` selects none of the arrays.
@@ -140,8 +140,6 @@ _DIFFERENCES = frozenset(
         *("ScaleByZoomLinesearchState", "ScaleByBacktrackingLinesearchState"),
     ]
 )
-# Primitives that change neither values nor their order.
-_CONVERSIONS = frozenset(["convert_element_type", "device_put", "stop_gradient"])
 
 
 def _differences(inner_state: optax.OptState) -> Iterator[KeyPath]:
@@ -191,7 +189,7 @@ def _copied(jaxpr: Jaxpr, is_parameter: list[bool]) -> list[bool]:
         if eqn.primitive.name in CALLS:
             pairs = zip(eqn.outvars, _copied(next(inner_jaxprs(eqn)), sources), strict=True)
             known.update(var for var, yes in pairs if yes)
-        elif all(sources) and (is_move(eqn) or eqn.primitive.name in _CONVERSIONS):
+        elif all(sources) and (is_move(eqn) or eqn.primitive.name in CONVERSIONS):
             known.update(eqn.outvars)
     return are_known(jaxpr.outvars)
 

@@ -41,7 +41,7 @@ def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = N
       >>> {name: str(array.dtype) for name, array in params.items()}
       {'dense': 'float16', 'norm': 'float32', 'steps': 'int32'}
     """
-    dtype = checks.read_float_dtype("dtype", dtype)
+    dtype = checks.read_float_dtype(dtype)
     checks.require_keep(keep)
     paths: list[str] = []
     kept: list[str] = []

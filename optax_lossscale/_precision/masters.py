@@ -64,7 +64,8 @@ def with_master_weights(
     Raises:
       TypeError: If an argument has the wrong type, including the state that `update` is given.
       ValueError: From `init`, if `inner` rounds parameters stochastically. From `update`, without
-        `params`, or if their structure or shapes differ from the ones that `init` was given.
+        `params`, inside of `autocast`, or if their structure or shapes differ from the ones that
+        `init` was given.
 
     Examples:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols

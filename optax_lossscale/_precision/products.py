@@ -35,6 +35,7 @@ from optax_lossscale._support.primitives import DEVICE_MAPS, PLAIN_CALLS, PRODUC
 # The named scope of an inner `autocast` to float32. No scope of a user has this name.
 UNCAST_SCOPE = "optax_lossscale.autocast_float32"
 _FOLLOWED = PLAIN_CALLS | DEVICE_MAPS | {"scan", "cond"}
+_KEPT_BY_INNER = "An inner `autocast` to float32 keeps it."
 _DEFAULT_PRECISION = (None, (jax.lax.Precision.DEFAULT, jax.lax.Precision.DEFAULT))
 _HALF_OR_FLOAT32 = frozenset(["float32", "float16", "bfloat16"])
 
@@ -42,7 +43,7 @@ _HALF_OR_FLOAT32 = frozenset(["float32", "float16", "bfloat16"])
 def reason_not_to_follow(eqn: Equation) -> str:
     """Return why the function of an equation is left alone; `""` if it is followed."""
     if _is_uncast(eqn):
-        return "An inner `autocast` to float32 keeps it."
+        return _KEPT_BY_INNER
     name = eqn.primitive.name
     if name in _FOLLOWED:
         return ""
@@ -66,7 +67,7 @@ def reason_not_to_follow(eqn: Equation) -> str:
 def reason_not_to_cast(eqn: Equation, *, has_fixed_operand: bool) -> str:
     """Return why a product is left alone; `""` if it is cast."""
     if _is_uncast(eqn):
-        return "An inner `autocast` to float32 keeps it."
+        return _KEPT_BY_INNER
     precision = eqn.params.get("precision")
     if precision not in _DEFAULT_PRECISION:
         option: Any = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]

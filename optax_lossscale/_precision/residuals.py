@@ -75,7 +75,7 @@ def _checkpoint() -> Equation:
 
 
 def _is_left_alone(jaxpr: Jaxpr) -> bool:
-    """Return whether a program has a checkpoint policy or a `while_loop`.
+    """Return whether a program has a `jax.checkpoint` of its own or a `while_loop`.
 
     No policy can keep the results of a `while_loop`: JAX would run it twice (jax 0.7 to 0.12).
     """

@@ -1,1 +1,1 @@
-"""Shared helpers: argument checks and pytrees."""
+"""What all folders share: checks, trees, selection by a flag, traced programs, `flax.nnx`."""

@@ -1,6 +1,7 @@
 """Checks of arguments. Each one raises an error where silence would corrupt or mislead.
 
-`require_…` returns nothing. `read_…` returns the value in the form that the caller uses.
+`require_…` returns nothing. `read_…` returns the value in the form that the caller uses. Inside
+`hidden_storage`, `refuse_hidden_storage` raises.
 """
 
 import contextlib
@@ -91,13 +92,13 @@ def read_flag(name: str, value: ArrayLike) -> jax.Array:
     return array
 
 
-def require_numbers(name: str, value: PyTree) -> None:
-    """Raise if a loss contains anything but numbers, which would count as finite."""
+def require_numbers(value: PyTree) -> None:
+    """Raise if the loss `value` contains anything but numbers, which would count as finite."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(value):
         is_number = isinstance(leaf, ARRAYS) and jnp.issubdtype(leaf.dtype, np.number)
         if not (is_number or isinstance(leaf, (bool, int, float, complex))):
             raise TypeError(
-                f"`{name}` must be a number, an array or a tree of them, got {leaf!r} at "
+                f"`value` must be a number, an array or a tree of them, got {leaf!r} at "
                 f"{path_name(path)}. Pass the loss that `value_and_grad` returns."
             )
 
@@ -114,15 +115,13 @@ def require_keep(value: object) -> None:
         require_function("keep", value, 'For example `lambda path: "norm" in path`.')
 
 
-def require_extra_args(
-    name: str, fun: Callable[..., object], *args: PyTree, **extra_args: PyTree
-) -> None:
+def require_extra_args(rule: Callable[..., object], *args: PyTree, **extra_args: PyTree) -> None:
     """Raise if a rule does not take the extra arguments that `update` was given."""
     try:
-        inspect.signature(fun).bind(*args, **extra_args)
+        inspect.signature(rule).bind(*args, **extra_args)
     except TypeError as error:
         raise TypeError(
-            f"`{name}` must take the extra arguments of `update`: {error}. Write `def rule(grads, "
+            f"`skip_if` must take the extra arguments of `update`: {error}. Write `def rule(grads, "
             "params, *, value, **extra_args)`, and pass `update` the ones that it names."
         ) from error
     except ValueError:  # a function written in C has no signature
@@ -142,11 +141,11 @@ def read_argnums(argnums: Any) -> Sequence[int]:
     return positions
 
 
-def require_pair(name: str, result: object) -> None:
+def require_pair(result: object) -> None:
     """Raise if a loss function with `has_aux=True` did not return a pair."""
     if not (isinstance(result, (tuple, list)) and len(result) == 2):
         raise TypeError(
-            f"`{name}` must return a pair with `has_aux=True`, got {result!r}. Return the loss and "
+            f"`fun` must return a pair with `has_aux=True`, got {result!r}. Return the loss and "
             "the aux, or leave `has_aux` out."
         )
 
@@ -242,7 +241,7 @@ def require_axis_name(axis_name: AxisName | None) -> None:
         )
 
 
-def read_float_dtype(name: str, dtype: DTypeLike | None, *, most_bits: int = 64) -> np.dtype:
+def read_float_dtype(dtype: DTypeLike | None, *, most_bits: int = 64) -> np.dtype:
     """Return a floating-point dtype of at most `most_bits`."""
     try:
         read = None if dtype is None else jnp.dtype(dtype)  # NumPy reads None as float64
@@ -250,15 +249,15 @@ def read_float_dtype(name: str, dtype: DTypeLike | None, *, most_bits: int = 64)
         read = None
     if read is None or not jnp.issubdtype(read, jnp.floating) or jnp.finfo(read).bits > most_bits:
         raise TypeError(
-            f"`{name}` must be a floating-point dtype of at most {most_bits} bits, got {dtype!r}. "
+            f"`dtype` must be a floating-point dtype of at most {most_bits} bits, got {dtype!r}. "
             "Use `jnp.float16` or `jnp.bfloat16`."
         )
     return read
 
 
-def read_half_or_float32(name: str, dtype: DTypeLike | None) -> np.dtype:
+def read_half_or_float32(dtype: DTypeLike | None) -> np.dtype:
     """Return a dtype that matrix products can run in: float16, bfloat16 or float32."""
-    read = read_float_dtype(name, dtype)
+    read = read_float_dtype(dtype)
     if read not in (jnp.float16, jnp.bfloat16, jnp.float32):
         remedy = "Use `jnp.float16` or `jnp.bfloat16`."
         if jnp.finfo(read).bits < 16:
@@ -266,7 +265,7 @@ def read_half_or_float32(name: str, dtype: DTypeLike | None) -> np.dtype:
                 "fp8 needs a scale for each array: use Qwix or Flax's `Fp8DirectDotGeneralOp` "
                 "inside `autocast(loss_fn, jnp.bfloat16)`, as docs/flax.md#fp8-layers shows."
             )
-        raise TypeError(f"`{name}` must be float16, bfloat16 or float32, got {dtype!r}. {remedy}")
+        raise TypeError(f"`dtype` must be float16, bfloat16 or float32, got {dtype!r}. {remedy}")
     return read
 
 

@@ -248,7 +248,8 @@ def _products(
 
 def _largest(branches: list[list[Product]]) -> Iterator[Product]:
     """Yield, for each dtype, the products of the branch with the most operations in that dtype."""
-    for dtype in {product.dtype for branch in branches for product in branch}:
+    dtypes = dict.fromkeys(product.dtype for branch in branches for product in branch)
+    for dtype in dtypes:
         alike = [[product for product in branch if product.dtype == dtype] for branch in branches]
         yield from max(alike, key=total_flops)
 

@@ -15,6 +15,12 @@ CALLS = PLAIN_CALLS | CUSTOM_DERIVATIVES
 # These call a function on each device, with its shards of the operands.
 DEVICE_MAPS = frozenset(["shard_map", "xla_pmap"])
 
+# Given numbers that an applied step never sees, these may never end, or may have effects. LAPACK's
+# routines for eigenvalues and singular values iterate until they converge.
+LOOPS_AND_CALLBACKS = frozenset(
+    ["while", "eig", "eigh", "schur", "svd", "pure_callback", "ffi_call"]
+)
+
 # These only move elements, if the result is as large as the operands: see `jaxprs.is_move`.
 MOVES = frozenset(
     [
@@ -22,6 +28,8 @@ MOVES = frozenset(
         *("sharding_constraint", "squeeze", "stack", "transpose"),
     ]
 )
+# These only change the dtype, the device or the derivative.
+CONVERSIONS = frozenset(["convert_element_type", "device_put", "stop_gradient"])
 COMPARISONS = frozenset(["eq", "ge", "gt", "is_finite", "le", "lt", "ne"])
 # Operations that are cheap to recompute. Reductions, matrix products, elementary functions, random
 # numbers and collectives are not.

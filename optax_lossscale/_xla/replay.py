@@ -26,11 +26,8 @@ from optax_lossscale._support.jaxprs import (
     read_by,
 )
 from optax_lossscale._support.nnx import is_write_error
+from optax_lossscale._support.primitives import LOOPS_AND_CALLBACKS
 from optax_lossscale._support.tree import Flag, Leaf, PyTree, is_selectable, split
-
-# Given numbers that an applied step never sees, these may never end, or may have effects.
-# LAPACK's eigenvalue and singular value routines iterate until they converge.
-_LOOPS_AND_CALLS = frozenset(["while", "eig", "eigh", "schur", "svd", "pure_callback", "ffi_call"])
 
 
 class CannotReplayError(Exception):
@@ -71,7 +68,7 @@ def replay(
             raise CannotReplayError from error
         raise
     names = (eqn.primitive.name for eqn in all_equations(closed.jaxpr))
-    needs_zeros = has_effects(closed.jaxpr) or not _LOOPS_AND_CALLS.isdisjoint(names)
+    needs_zeros = has_effects(closed.jaxpr) or not LOOPS_AND_CALLBACKS.isdisjoint(names)
     given = zeros_if_skipped(applied, given) if needs_zeros else given
     inputs = [*closed.consts, *given, *old]
     early = {} if needs_zeros else _leaves_read_later(closed.jaxpr, len(old))

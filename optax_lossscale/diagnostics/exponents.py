@@ -110,7 +110,7 @@ def gradient_exponents(
       Figure 3 of Micikevicius et al., `Mixed Precision Training
       <https://arxiv.org/abs/1710.03740>`_, 2018.
     """
-    dtype = checks.read_float_dtype("dtype", dtype, most_bits=32)
+    dtype = checks.read_float_dtype(dtype, most_bits=32)
     checks.require_scalar("loss_scale", loss_scale, "Count one replica at a time.")
     if not isinstance(loss_scale, Tracer):
         number = jax.device_get(loss_scale).item() if isinstance(loss_scale, ARRAYS) else loss_scale
@@ -211,7 +211,7 @@ def suggest_loss_scale(
       2097152.0
     """
     headroom = checks.read_count("headroom", headroom, least=0)
-    info = jnp.finfo(checks.read_float_dtype("dtype", dtype, most_bits=32))
+    info = jnp.finfo(checks.read_float_dtype(dtype, most_bits=32))
     histogram = _histogram_of(exponents)
     if not histogram.any():
         raise ValueError(
@@ -266,7 +266,7 @@ def plot_gradient_exponents(
     Raises:
       TypeError, ValueError: As for `suggest_loss_scale`, but an empty histogram is allowed.
     """
-    info = jnp.finfo(checks.read_float_dtype("dtype", dtype, most_bits=32))
+    info = jnp.finfo(checks.read_float_dtype(dtype, most_bits=32))
     histogram = _histogram_of(exponents)
     if not (ax is None or hasattr(ax, "axvspan")):
         raise TypeError(f"`ax` must be matplotlib axes, got {ax!r}. Use `plt.gca()`.")

@@ -1,6 +1,6 @@
 """A check for stalled training, and a table of its possible causes."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -9,11 +9,11 @@ import numpy as np
 
 from optax_lossscale._loss_scale.policies import FixedLossScale, LossScale, as_loss_scale, init
 from optax_lossscale._loss_scale.scale import all_finite
-from optax_lossscale._state import GuardState, SpikeState, loss_scale_state, subtrees
+from optax_lossscale._state import GuardState, SpikeState, loss_scale_state, spikes_in, subtrees
 from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import LARGEST_SCALE, SMALLEST_SCALE, as_float32
 from optax_lossscale._support.lines import warn
-from optax_lossscale._support.nnx import plain_keys, without_variables
+from optax_lossscale._support.nnx import plain_keys
 from optax_lossscale._support.tree import KeyPath, Leaf, PyTree, is_inexact, path_name
 
 
@@ -69,7 +69,7 @@ def check_health(
     _refuse_impossible(state, rule_states, inner_state, low, high)
     scale, skipped = state["loss_scale"], state["consecutive_skipped"]
     if skipped > limit:
-        spikes = [_read_spike(spike) for _, spike in _spikes(rule_states)]
+        spikes = [_read_spike(spike) for _, spike in spikes_in(rule_states)]
         in_a_row = max((spike["consecutive_skipped"] for spike in spikes), default=0)
         run = _Run(is_dynamic, is_low=scale <= (low if is_dynamic else 1))
         causes = [cause.text for cause in _CAUSES if not cause.left_out(run)]
@@ -165,11 +165,6 @@ def _read(fields: dict[str, Any]) -> dict[str, float]:
     return {name: np.asarray(jax.device_get(field)).item() for name, field in fields.items()}
 
 
-def _spikes(rule_states: PyTree) -> Iterator[tuple[KeyPath, SpikeState]]:
-    found = subtrees(rule_states, SpikeState)
-    return ((path, without_variables(spike)) for path, spike in found)
-
-
 def _read_spike(spike: SpikeState) -> dict[str, float]:
     return _read({"held": spike.held, "consecutive_skipped": spike.consecutive_skipped})
 
@@ -183,7 +178,7 @@ def _refuse_impossible(
     """
     if not low <= state["loss_scale"] <= high or min(state.values()) < 0:
         raise _impossible(f"a loss scale from {low:g} to {high:g}, and counts of at least 0", state)
-    for path, spike in _spikes(rule_states):
+    for path, spike in spikes_in(rule_states):
         numbers, window = _read_spike(spike), spike.values.shape[0]
         if numbers["held"] > window or min(numbers.values()) < 0:
             expected = f"a Spike with at most {window} values, and counts of at least 0"

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from optax_lossscale._order import warn_of_outside
 from optax_lossscale._state import (
     GuardState,
-    SpikeState,
+    applied,
     loss_scale_state,
     spike_statistics,
+    spikes_in,
     subtrees,
 )
 from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import INT32_MAX
-from optax_lossscale._support.nnx import without_variables
 from optax_lossscale._support.tree import PyTree, is_finite, is_inexact, is_symbolic
 from optax_lossscale.diagnostics.reports import Report, table_or_shapes
 
@@ -59,7 +59,7 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
     state = loss_scale_state(opt_state)
     return {
         "loss_scale": state.loss_scale,
-        "applied": state.consecutive_skipped == 0,
+        "applied": applied(state),
         "growth_count": state.growth_count,
         "consecutive_skipped": state.consecutive_skipped,
         "total_skipped": state.total_skipped,
@@ -69,10 +69,10 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
 
 def _spike_metrics(opt_state: PyTree) -> dict[str, jax.Array]:
     guards = [guard for _, guard in subtrees(opt_state, GuardState)]
-    spikes = [spike for guard in guards for _, spike in subtrees(guard.rule_states, SpikeState)]
+    spikes = [spike for guard in guards for _, spike in spikes_in(guard.rule_states)]
     found: dict[str, jax.Array] = {}
     for number, spike in enumerate(spikes):
-        arrays = jax.tree.map(jnp.asarray, without_variables(spike))
+        arrays = jax.tree.map(jnp.asarray, spike)
         mean, deviation = spike_statistics(arrays)
         prefix = "spike_" if len(spikes) == 1 else f"spike_{number}_"
         found |= {

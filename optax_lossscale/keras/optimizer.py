@@ -9,7 +9,7 @@ import optax
 
 from optax_lossscale._guard.guard import with_loss_scaling
 from optax_lossscale._loss_scale.policies import DynamicLossScale, FixedLossScale
-from optax_lossscale._state import find
+from optax_lossscale._state import Guard, find
 from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import SMALLEST_SCALE
 from optax_lossscale._support.tree import AxisName, PyTree
@@ -35,7 +35,7 @@ def loss_scale_optimizer(
     loss_scale_factor: float | None = None,
     gradient_accumulation_steps: int | None = None,
     axis_name: AxisName | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> Guard:
     """Build Keras' `LossScaleOptimizer` around an Optax optimizer.
 
     The arguments mean the same as in `keras.optimizers.LossScaleOptimizer` and Keras' optimizers. A

@@ -8,6 +8,7 @@ import optax
 from jax.tree_util import DictKey, GetAttrKey
 
 from optax_lossscale._state import increment
+from optax_lossscale._support import checks
 from optax_lossscale._support.tree import Leaf, PyTree, at_least_float32, is_inexact, path_name
 from optax_lossscale.keras.states import DecayedState, EmaParamsState
 
@@ -115,7 +116,7 @@ def averaged(momentum: float, overwrite_frequency: int | None) -> optax.Gradient
 
 def accumulated(tx: optax.GradientTransformation, steps: int) -> optax.GradientTransformation:
     """Return `tx`, updated once in `steps` steps, with the mean of their gradients."""
-    multi_steps = optax.MultiSteps(tx, every_k_schedule=steps)
+    multi_steps = checks.read_optimizer("tx", optax.MultiSteps(tx, every_k_schedule=steps))
 
     def update_fn(
         updates: optax.Updates,
@@ -131,5 +132,4 @@ def accumulated(tx: optax.GradientTransformation, steps: int) -> optax.GradientT
         updates = jax.tree.map(lambda u: jnp.where(applied, u, -jnp.zeros_like(u)), updates)
         return updates, state
 
-    # `multi_steps.gradient_transformation()` would drop the extra arguments.
     return optax.GradientTransformationExtraArgs(multi_steps.init, update_fn)

@@ -30,7 +30,7 @@ DYNAMIC = ols.DynamicLossScale()
 
 def state(loss_scale=2.0**15, growth=0, overflows=0, consecutive=0, total=0):
     return ols.LossScaleState(
-        jnp.float32(loss_scale), *(jnp.int32(n) for n in (growth, overflows, consecutive, total))
+        np.float32(loss_scale), *(np.int32(n) for n in (growth, overflows, consecutive, total))
     )
 
 

@@ -232,6 +232,10 @@ def test_the_dtype_with_the_most_operations_is_first_in_order_and_in_print():
     ]
 
 
+def test_equally_large_dtypes_are_listed_in_the_same_order_in_each_process():
+    assert [*precision_report(in_cond(jnp.matmul, wide), X, W)] == ["float16", "float32"]
+
+
 def test_block_scaled_products_are_counted():
     operands = (jax.ShapeDtypeStruct((1, n, 32), "float8_e4m3fn") for n in (4, 6))
     scales = (jax.ShapeDtypeStruct((1, n, 1), "float8_e8m0fnu") for n in (4, 6))

@@ -33,18 +33,14 @@ def loss_fn(w):
     return 0.5 * jnp.sum(CURVE * w * w) - TARGET @ w
 
 
-def step_of(tx, value_and_grad, update):
+def step_of(tx, value_and_grad):
     def step(carry, _=None):
         w, state = carry
         loss, grads = value_and_grad(state, w)
-        updates, state = update(tx, grads, grads, state, w, loss)
+        updates, state = tx.update(grads, state, w, value=loss, grad=grads, value_fn=loss_fn)
         return (optax.apply_updates(w, updates), state), loss
 
     return step
-
-
-def update(tx, grads, again, state, w, loss):  # noqa: PLR0917
-    return tx.update(grads, state, w, value=loss, grad=again, value_fn=loss_fn)
 
 
 def in_a_loop(step, carry):
@@ -54,9 +50,9 @@ def in_a_loop(step, carry):
 
 
 WAYS = {
-    "eager": (update, in_a_loop),
-    "jit": (update, lambda step, carry: in_a_loop(jax.jit(step), carry)),
-    "scan": (update, lambda step, carry: jax.lax.scan(step, carry, length=6)[0]),
+    "eager": in_a_loop,
+    "jit": lambda step, carry: in_a_loop(jax.jit(step), carry),
+    "scan": lambda step, carry: jax.lax.scan(step, carry, length=6)[0],
 }
 
 
@@ -74,11 +70,10 @@ def searches():
 
 @pytest.mark.parametrize(("search", "guard", "way"), [*searches()])
 def test_a_line_search_finds_what_it_finds_in_plain_optax(search, guard, way):
-    update, run = WAYS[way]
-    inner = SEARCHES[search]
-    plain = step_of(inner, lambda _, w: jax.value_and_grad(loss_fn)(w), update)
+    inner, run = SEARCHES[search], WAYS[way]
+    plain = step_of(inner, lambda _, w: jax.value_and_grad(loss_fn)(w))
     tx = GUARDS[guard](inner)
-    guarded = step_of(tx, ols.value_and_grad(loss_fn), update)
+    guarded = step_of(tx, ols.value_and_grad(loss_fn))
     w = jnp.zeros(3)
     expected, _ = run(plain, (w, inner.init(w)))
     found, _ = run(guarded, (w, tx.init(w)))
@@ -95,7 +90,6 @@ def test_a_line_search_finds_what_it_finds_in_plain_optax(search, guard, way):
 @pytest.mark.slow
 def test_gradients_in_variables_of_nnx_are_recognized():
     model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
-    tx = ols.with_loss_scaling(optax.chain(optax.sgd(1.0), BACKTRACKING), 2.0**10)
     seen = {}
 
     def record(grads, _params, *, grad, **_):

@@ -5,7 +5,7 @@
 - `oracles/recorded/*.json` are runs of TensorFlow, tf.keras and MindSpore, which are too large to
   install here. `oracles/record.py` says how each was written.
 
-Live Flax, JMP and Keras: `test_dynamic_scale.py`, `test_interop.py`, `test_keras.py`.
+Live Keras: `keras/test_keras.py`. Live torch: `oracles/test_torch.py`.
 Each letter is a step: T is good; in F, n, + and - the gradients are not finite.
 """
 

@@ -228,12 +228,6 @@ def test_a_loss_that_is_not_given_counts_as_finite(policy):
         assert_states_equal(after, np.array([8, 1, 0, 0, 0]))
 
 
-def test_only_the_initial_scale_is_given_by_position():
-    assert ols.DynamicLossScale(2.0**12).initial_scale == 2.0**12
-    with pytest.raises(TypeError, match="positional"):
-        ols.DynamicLossScale(2.0**12, 2000)
-
-
 class PowerOfTwo(ols.FixedLossScale):
     """A policy with arguments of its own."""
 

@@ -3,7 +3,6 @@
 import functools
 import gc
 import operator
-import re
 import threading
 import weakref
 
@@ -202,11 +201,14 @@ def test_float64_products_stay_in_float64():
 
 @quiet
 def test_a_default_precision_set_at_the_call_counts():
-    for option in ("highest", "tensorfloat32"):
+    cast = ols.autocast(jnp.dot, F16)
+    for option, dtype in (
+        ("highest", "float32"),
+        ("tensorfloat32", "float32"),
+        ("default", "float16"),
+    ):
         with jax.default_matmul_precision(option):
-            assert dtypes(ols.autocast(jnp.dot, F16), X, W) == ["float32"]
-    with jax.default_matmul_precision("default"):
-        assert dtypes(ols.autocast(jnp.dot, F16), X, W) == ["float16"]
+            assert dtypes(cast, X, W) == [dtype]
 
 
 # -- to which bits
@@ -412,6 +414,8 @@ def test_products_are_cast_inside_every_structure_and_no_type_changes(name):
     cast = ols.autocast(fun, F16)
     assert dtypes(cast, *args) == ["float16"]
     exact = jax.tree.leaves(fun(*args))
+    jax.effects_barrier()
+    CALLED.clear()  # by `fun` itself
     for run in (cast, jax.jit(cast)):
         found = jax.tree.leaves(run(*args))
         for a, b in zip(found, exact, strict=True):
@@ -422,7 +426,7 @@ def test_products_are_cast_inside_every_structure_and_no_type_changes(name):
         assert dtypes(jax.grad(total), *args) == ["float16"]
     if name == "a callback":
         jax.effects_barrier()
-        assert CALLED
+        assert len(CALLED) == 2  # eager, and compiled
 
 
 def test_results_keep_their_sharding_with_explicit_axes(x, w):
@@ -475,18 +479,14 @@ def test_a_checkpoint_name_directly_after_a_product_names_the_half_precision_res
         z = checkpoint_name(jnp.tanh(y), "activation")  # behind an activation: float32
         return jnp.mean((z.reshape(16, 32) @ w) ** 2)
 
-    policy = jax.checkpoint_policies.save_only_these_names("hidden")
-    _, pullback = jax.vjp(ols.autocast(jax.checkpoint(loss_fn, policy=policy), F16), params[0], x)
-    kept = [x.dtype.name for x in jax.tree.leaves(pullback) if x.shape == (4, 4, 32)]
-    assert kept == ["float16"]
-    names = re.findall(
-        r":(\w+)\[4,4,32\] = name", str(jax.make_jaxpr(ols.autocast(loss_fn, F16))(params[0], x))
-    )
-    assert names == ["f16", "f32"]
-    assert_same_bits(
-        jax.grad(ols.autocast(loss_fn, F16))(params[0], x),
-        jax.grad(ols.autocast(jax.checkpoint(loss_fn, policy=policy), F16))(params[0], x),
-    )
+    for name, dtype in ("hidden", "float16"), ("activation", "float32"):
+        policy = jax.checkpoint_policies.save_only_these_names(name)
+        keeping = ols.autocast(jax.checkpoint(loss_fn, policy=policy), F16)
+        _, pullback = jax.vjp(keeping, params[0], x)
+        kept = [x.dtype.name for x in jax.tree.leaves(pullback) if x.shape == (4, 4, 32)]
+        assert kept == [dtype]
+        expected = jax.grad(ols.autocast(loss_fn, F16))(params[0], x)
+        assert_same_bits(jax.grad(keeping)(params[0], x), expected)
 
 
 def test_a_checkpoint_name_may_hold_two_products_or_a_number_or_a_product_that_is_used_again(x, w):
@@ -547,19 +547,16 @@ def test_under_jit_the_function_is_traced_once(params, x):
     assert len(traces) == 1
 
 
-def test_eager_calls_compile_inner_functions_once(x, w):
+def test_eager_calls_compile_inner_functions_once(x, w, compilations):
     inner = jax.jit(lambda x, w: jnp.tanh(x @ w))
     plain = jax.jit(jnp.tanh)
     cast = ols.autocast(lambda x, w: plain(inner(x, w)), F16)
     cast(x, w)
-    compiled = []
-    listen = jax.monitoring.register_event_duration_secs_listener
-    listen(lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None)
+    assert compilations  # it counts
+    compilations.clear()
     cast(x, w)
     ols.autocast(lambda x, w: plain(inner(x, w)), F16)(x, w)
-    assert compiled == []
-    cast(x[:8], w)
-    assert len(compiled) >= 2  # it counts
+    assert compilations == []
 
 
 @pytest.mark.slow

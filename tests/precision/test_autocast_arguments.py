@@ -88,9 +88,9 @@ def test_state_of_nnx_is_updated_as_without_autocast(jit, training):
     assert jax.tree.structure(plain) == jax.tree.structure(cast)
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(cast), strict=True):
         assert a.dtype == b.dtype
-        if not jnp.issubdtype(a.dtype, jnp.floating):  # counts and keys
-            np.testing.assert_array_equal(a, b)
-    np.testing.assert_allclose(plain[0], cast[0], rtol=0.02)
+        is_float = jnp.issubdtype(a.dtype, jnp.floating)  # counts and keys are equal
+        # Adam moves a weight by 0.01 in each of two steps, whatever the size of its gradient.
+        np.testing.assert_allclose(a, b, rtol=0.02 * is_float, atol=0.04 * is_float)
     assert plain[0] != cast[0]
     assert plain[2] == 5
 
@@ -196,7 +196,7 @@ def test_linen_with_collections_and_random_streams():
 
 
 @pytest.mark.integration
-def test_haiku():
+def test_gradients_of_a_haiku_model_run_in_half_precision():
     net = hk.transform(lambda x: hk.nets.MLP([16, 8])(hk.LayerNorm(-1, True, True)(x)))
     key = jax.random.key(1)
     params = jax.eval_shape(net.init, key, X)
@@ -279,7 +279,7 @@ def test_diagnostics_of_a_cast_function_name_lines():
 
 
 @pytest.mark.integration
-def test_microbatching_and_masters_around_it():
+def test_parameters_with_remainders_learn_through_a_loss_under_autocast():
     params = ols.cast({"w": jnp.eye(8)}, BF16)
     tx = ols.with_loss_scaling(ols.with_master_weights(optax.adam(1e-2), remainders=True))
 

@@ -467,12 +467,6 @@ def test_an_init_that_cannot_be_traced_works_and_its_copies_are_found_by_identit
     assert types(after) == types(opt_state)
 
 
-def test_a_checkpoint_of_an_earlier_version_is_one_of_this():
-    # The random bits depend on paths, which are not stored.
-    assert ols.Bfloat16State._fields == ("rounding_count", "inner_state")
-    assert ols.StochasticRoundingState._fields == ("rounding_count", "inner_state")
-
-
 def test_the_error_for_a_wrapper_inside_says_what_to_write():
     for inner, remedy in (
         (

@@ -45,6 +45,7 @@ def layer_norm(x, w):
 
 LAYERS = {
     "tanh": lambda x, w: jnp.tanh(x @ w),
+    "silu": lambda x, w: jax.nn.silu(x @ w),
     "gelu in jit": lambda x, w: jax.jit(lambda x: jax.nn.gelu(x @ w))(x),
     "softmax": lambda x, w: jax.nn.softmax(x @ w) @ w,
     "layer norm": layer_norm,
@@ -93,8 +94,8 @@ def primitives(jaxpr, times=1):
 
 
 EXPENSIVE = [
-    *("cumsum", "custom_vjp_call", "dot_general", "exp", "logistic", "psum", "random_bits"),
-    *("random_fold_in", "reduce_max", "reduce_sum", "sort", "tanh", "threefry2x32", "while"),
+    *("cumsum", "custom_vjp_call", "dot_general", "exp", "logistic", "random_bits"),
+    *("random_fold_in", "reduce_max", "reduce_sum", "sort", "tanh", "while"),
 ]
 
 
@@ -149,6 +150,7 @@ def test_a_layer_keeps_half_precision_products_and_elementary_functions(layer, k
     scan = next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
     stacked = [x.aval.dtype.name for x in scan.outvars if x.aval.shape == (3, 8, 16)]
     assert sorted(stacked) == kept
+    assert "optimization_barrier" not in jax.jit(step).lower(W, X).as_text()
 
 
 def test_what_depends_only_on_constants_is_computed_before_the_loop():

@@ -2,7 +2,6 @@
 
 import functools
 import threading
-import warnings
 
 import equinox as eqx
 import flax.linen as nn
@@ -266,7 +265,7 @@ def test_other_uses_convert_once_outside(fun):
     assert [eqn.outvars[0].aval.dtype for eqn in converted] == [F32]
 
 
-def test_eager_calls_with_stored_arguments_compile_once():
+def test_eager_calls_with_stored_arguments_compile_once(compilations):
     jitted = jax.jit(lambda x, w: jnp.tanh(x @ w))
 
     def fun(params, x):
@@ -276,12 +275,11 @@ def test_eager_calls_with_stored_arguments_compile_once():
     params, x = ones(({"a": W, "b": W, "stack": STACK}, X))
     cast = ols.autocast(fun, BF16)
     cast(params, x)
-    compiled = []
-    listen = jax.monitoring.register_event_duration_secs_listener
-    listen(lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None)
+    assert compilations  # it counts
+    compilations.clear()
     cast(params, x)
     jax.block_until_ready(ols.autocast(fun, BF16)(params, x))
-    assert compiled == []
+    assert compilations == []
     text = str(jax.make_jaxpr(cast)(params, x))
     assert text.count("tanh") == 2  # the layer is written once for both calls, and the scan
 
@@ -501,7 +499,5 @@ def test_batch_statistics_in_half_precision_come_back_in_float32():
         apply = lambda variables, x: norm.apply(variables, x, mutable=["batch_stats"])  # noqa: E731
         return ols.autocast(apply, BF16)(variables, x)[1]
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        updates = jax.eval_shape(updates, shape(8, 8))
-    assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(F32)}
+    found = jax.eval_shape(updates, shape(8, 8))
+    assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype(F32)}

@@ -204,9 +204,13 @@ def test_dicts_that_only_resemble_a_state_are_not_read_as_one():
     fields = ols.init()._asdict()
     assert ols.loss_scale_state(fields) == ols.init()
     counts = {name: field for name, field in fields.items() if name != "loss_scale"}
-    for tree in (fields | {"more": 1}, counts, [*fields], str(fields)):
-        with pytest.raises(ValueError, match="must hold exactly one LossScaleState, got 0"):
+    others = fields | {"more": 1}, counts, [*fields], str(fields), {"an empty state": {}}
+    for tree in (*others, {"loss_scale": 1.0, "of something else": 2.0}):
+        found = r"must hold exactly one LossScaleState, got 0 in a \w+\. Wrap the whole optimizer"
+        with pytest.raises(ValueError, match=found):  # no field is missing
             ols.loss_scale_state(tree)
+    with pytest.raises(ValueError, match=r"got 2 in a list, found at: `\[0\]`, `\[1\]`\. Wrap the"):
+        ols.loss_scale_state([fields] * 2)
 
 
 @pytest.mark.parametrize("field", ols.LossScaleState._fields[1:])
@@ -216,9 +220,3 @@ def test_a_mapping_that_lacks_a_field_is_refused_by_its_name(field):
     where = r"The one at `\['loss_scale_state'\]` "
     with pytest.raises(ValueError, match=rf"{where}lacks the field `{field}`: add its initial"):
         ols.loss_scale_state(restored)
-    for other in {"an empty state": {}}, {"loss_scale": 1.0, "of something else": 2.0}:
-        with pytest.raises(ValueError, match=r"got 0 in a dict\. Wrap the whole optimizer"):
-            ols.loss_scale_state(other)
-    found = r"got 2 in a list, found at: `\[0\]`, `\[1\]`\. Wrap the whole optimizer"
-    with pytest.raises(ValueError, match=found):  # nothing is missing in either
-        ols.loss_scale_state([ols.init()._asdict()] * 2)

@@ -20,6 +20,7 @@ from optax_lossscale._support.jaxprs import (
     operands_of_scan,
     read_by,
     trace,
+    without_constants,
 )
 from optax_lossscale._support.lines import source_of
 from optax_lossscale._support.primitives import CALLS
@@ -143,7 +144,7 @@ def _call(function: Any, operands: list[Value], context: _Context) -> list[Value
         for x in getattr(function, "consts", ())
     ]
     consts = [x._replace(is_constant=True) for x in consts]
-    jaxpr = getattr(function, "jaxpr", function)
+    jaxpr = without_constants(function)
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *operands], strict=True))
 
     def read(atom: Atom) -> Value:
