@@ -101,6 +101,7 @@ def test_every_leaf_is_a_strongly_typed_array_from_the_start():
     for leaf in jax.tree.leaves((state, after)):
         assert isinstance(leaf, jax.Array)
         assert not leaf.weak_type
+    assert Counting.create(apply_fn=None, params=params, tx=tx, seen="text").seen == "text"
 
 
 def test_two_states_with_the_same_tx_have_the_same_structure():

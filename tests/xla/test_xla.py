@@ -139,6 +139,12 @@ def test_an_eager_check_is_one_program(compilations):
     assert len(compilations) == 1
 
 
+def test_a_check_works_with_jit_disabled():
+    with jax.disable_jit():
+        assert ols.all_finite([jnp.ones(2), jnp.ones(3)])
+        assert not ols.all_finite([jnp.ones(2), jnp.array([1.0, jnp.nan])])
+
+
 def test_flags_of_sharded_arrays_are_stacked_on_a_tpu_and_chained_on_a_gpu():
     mesh = jax.make_mesh((2,), ("d",), (AxisType.Auto,), devices=jax.devices()[:2])
     given = ols.all_finite, [shape_of(2**13, 2)] * 3, NamedSharding(mesh, P())
