@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._guard.keep import run_where
+from optax_lossscale._guard.keep import call_where
 from optax_lossscale._loss_scale.policies import LossScale
 from optax_lossscale._state import SpikeState, increment, relative_statistics
 from optax_lossscale._support import checks
@@ -98,17 +98,16 @@ def measure(
     """Return what a rule measures, or 0 if the step is not finite. `float32[]`."""
     safe_args = safe_extra_args(finite, extra_args)
 
-    def measured(grads: optax.Updates, none: tuple[()]) -> tuple[jax.Array, tuple[()]]:
+    def measured(grads: optax.Updates) -> jax.Array:
         number = rule.measure(grads, params, **safe_args)
         name, remedy = f"{type(rule).__name__}.measure", "Return one number, such as a mean."
         checks.require_scalar(name, number, remedy)
-        # Convert it here: an object with `__jax_array__` hides its array from `run_where`.
-        return jnp.asarray(number, jnp.float32), none
+        # Convert it here: an object with `__jax_array__` hides its array from `call_where`.
+        return jnp.asarray(number, jnp.float32)
 
     # The measure of finite gradients may overflow. That skips the step, and is not an error.
     with jax.debug_nans(False), jax.debug_infs(False):
-        number, _ = run_where(finite, measured, grads, ())
-        return zeros_if_skipped(finite, number)
+        return zeros_if_skipped(finite, call_where(finite, measured, grads))
 
 
 def judge(

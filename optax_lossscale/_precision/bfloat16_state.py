@@ -9,11 +9,11 @@ import optax
 from jax.extend.core import Literal
 
 from optax_lossscale._order import refuse_masters_inside, refuse_second_guard
+from optax_lossscale._precision.cast import warn_if_unused
 from optax_lossscale._precision.halves import array_seed, rounded_at_random
 from optax_lossscale._state import Bfloat16State
 from optax_lossscale._support import checks
 from optax_lossscale._support.jaxprs import Atom, Jaxpr, inner_jaxprs, is_move
-from optax_lossscale._support.lines import warn_of_keep
 from optax_lossscale._support.nnx import named_leaves
 from optax_lossscale._support.notes import add_likely_causes
 from optax_lossscale._support.primitives import CALLS, CONVERSIONS
@@ -198,17 +198,17 @@ def _in_bfloat16(
     inner_state: optax.OptState, stay: set[KeyPath], keep: Callable[[str], bool] | None
 ) -> optax.OptState:
     """Return the state of an optimizer with its large arrays in bfloat16."""
-    names: dict[str, bool] = {}
+    kept: dict[str, bool] = {}
 
     def convert(name: str, path: KeyPath, leaf: Leaf) -> Leaf:
         if getattr(leaf, "dtype", None) != jnp.float32 or path in stay:
             return leaf
         if not is_symbolic(leaf.size) and leaf.size < _LEAST_SIZE:
             return leaf
-        names[name] = keep is not None and bool(keep(name))
-        return leaf if names[name] else in_dtype(leaf, jnp.bfloat16)
+        kept[name] = keep is not None and bool(keep(name))
+        return leaf if kept[name] else in_dtype(leaf, jnp.bfloat16)
 
     converted = [convert(*leaf) for leaf in named_leaves(inner_state)]
-    if keep is not None and names and not any(names.values()):
-        warn_of_keep(names)
+    if keep is not None:
+        warn_if_unused(kept)
     return jax.tree.structure(inner_state).unflatten(converted)

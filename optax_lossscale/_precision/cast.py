@@ -1,6 +1,7 @@
 """Cast the floating-point arrays of a tree."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ from jax.typing import DTypeLike
 
 from optax_lossscale._state import LossScaleState, read_as
 from optax_lossscale._support import checks
-from optax_lossscale._support.lines import warn_of_keep
+from optax_lossscale._support.lines import warn
 from optax_lossscale._support.nnx import is_nnx
 from optax_lossscale._support.tree import ARRAYS, KeyPath, Leaf, PyTree, Tree, is_fp8_metadata
 
@@ -43,8 +44,7 @@ def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = N
     """
     dtype = checks.read_float_dtype(dtype)
     checks.require_keep(keep)
-    paths: list[str] = []
-    kept: list[str] = []
+    kept: dict[str, bool] = {}
 
     def convert(path: KeyPath, leaf: Leaf) -> Leaf:
         if is_nnx(leaf, "Module", "Metric"):
@@ -55,11 +55,9 @@ def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = N
         is_floating = isinstance(leaf, ARRAYS) and jnp.issubdtype(leaf.dtype, jnp.floating)
         if not is_floating or is_fp8_metadata(path):
             return leaf
-        paths.append(jax.tree_util.keystr(path))
-        if keep is not None and keep(paths[-1]):
-            kept.append(paths[-1])
-            return leaf
-        return jnp.asarray(leaf, dtype)
+        name = jax.tree_util.keystr(path)
+        kept[name] = keep is not None and bool(keep(name))
+        return leaf if kept[name] else jnp.asarray(leaf, dtype)
 
     def stays_whole(node: PyTree) -> bool:
         # Random streams hold nothing to cast, and a copy would repeat their random numbers.
@@ -67,6 +65,14 @@ def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = N
         return is_state or is_nnx(node, "Module", "Metric", "Rngs", "RngStream")
 
     converted = jax.tree_util.tree_map_with_path(convert, tree, is_leaf=stays_whole)
-    if keep is not None and paths and not kept:
-        warn_of_keep(paths)
+    if keep is not None:
+        warn_if_unused(kept)
     return converted
+
+
+def warn_if_unused(kept: Mapping[str, bool]) -> None:
+    """Warn if the function `keep`, whose answers by name these are, selects no array."""
+    if kept and not any(kept.values()):
+        some = ", ".join(itertools.islice(kept, 5))
+        more = f" and {len(kept) - 5:,} more" if len(kept) > 5 else ""
+        warn(f"`keep` names none of the arrays. Their paths are: {some}{more}.")

@@ -1,13 +1,11 @@
 """Attribute warnings and reports to lines of the user's code."""
 
 import inspect
-import itertools
 import linecache
 import os
 import sys
 import sysconfig
 import warnings
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +25,6 @@ def warn_once(message: str, given: set[str], key: str = "") -> None:
     if (key or message) not in given:
         given.add(key or message)
         warn(message)
-
-
-def warn_of_keep(paths: Collection[str]) -> None:
-    """Warn that the function `keep` selected none of these arrays."""
-    some = ", ".join(itertools.islice(paths, 5))
-    more = f" and {len(paths) - 5:,} more" if len(paths) > 5 else ""
-    warn(f"`keep` names none of the arrays. Their paths are: {some}{more}.")
 
 
 def source_of(*equations: Any) -> str:
