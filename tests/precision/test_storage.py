@@ -289,7 +289,7 @@ def test_eager_calls_with_stored_arguments_compile_once(compilations):
 
 def test_a_result_that_is_an_argument_keeps_its_stored_dtype():
     def fun(w, x):
-        again, total = jax.jit(lambda w, x: (w, jnp.sum(x @ w)))(w, x)
+        total, again = jax.jit(lambda w, x: (jnp.sum(x @ w), w))(w, x)
         through = lambda w: jax.checkpoint(lambda w: (w, w + 1))(w)[0]  # noqa: E731
         return {
             "itself": w,

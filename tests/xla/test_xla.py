@@ -69,6 +69,8 @@ def reductions(*args, **kwargs):
         ((512, 8, 64), True),
         ((240, 512), True),
         ((3, 32, 1024), True),
+        ((48, 1367), True),
+        ((3, 48, 457), True),
         ((2**16,), True),
         ((2**16 + 8,), False),
     ],
