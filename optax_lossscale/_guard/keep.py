@@ -57,8 +57,6 @@ def step_where(
     updates, state = run_where(applied, step, grads, state)
 
     def negative_zero_if_skipped(leaf: Leaf) -> Leaf:
-        if getattr(leaf, "dtype", None) == jnp.bool_:
-            return applied & leaf  # `apply_updates` adds booleans as `or` does
         is_numeric = isinstance(leaf, ARRAYS) and jnp.issubdtype(leaf.dtype, np.number)
         if not (is_numeric or isinstance(leaf, (float, complex))):
             return leaf
