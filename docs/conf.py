@@ -38,7 +38,7 @@ myst_heading_anchors = 3
 # them; our type variables; and the classes of what our wrappers return.
 nitpick_ignore_regex = [
     ("py:.*", r"(collections|flax|jax|matplotlib|numpy|optax)\..*"),
-    ("py:class", r"ArrayTree|Axes|P|optax_lossscale\._order\.Guard"),
+    ("py:class", r"ArrayTree|Axes|P|optax_lossscale\._state\.Guard"),
     ("py:class", r"optax_lossscale\._\w+\.\w+\.(Tree|Result|Transformation|Value)"),
 ]
 
