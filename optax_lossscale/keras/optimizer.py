@@ -193,8 +193,9 @@ def _check(given: dict[str, Any]) -> None:
             f"`initial_scale` must be a Python number, got {given['initial_scale']}. The second "
             "argument of tf.keras is a keyword here: `dynamic=False, initial_scale=1024`."
         )
-    for name in _CHECKS.keys() & given.keys():
-        _CHECKS[name](name, given[name])
+    for name, value in given.items():
+        if name in _CHECKS:
+            _CHECKS[name](name, value)
     is_fixed = "loss_scale_factor" in given
     if not (given["dynamic"] or is_fixed or "initial_scale" in given):
         raise ValueError("`initial_scale` must be given if `dynamic` is false, got None.")

@@ -419,6 +419,11 @@ def test_none_leaves_an_argument_out():
         assert_same_bits(one, other)
 
 
+def test_the_first_of_several_wrong_arguments_is_named():
+    with pytest.raises(TypeError, match="`dynamic_growth_steps` must be an integer"):
+        loss_scale_optimizer(optax.sgd(0.1), None, "x", name=1, dynamic="x", use_ema="x")
+
+
 def test_the_second_argument_of_tf_keras_is_refused_with_the_remedy():
     with pytest.raises(TypeError, match="`dynamic=False, initial_scale=1024`"):
         loss_scale_optimizer(optax.sgd(0.1), False)
