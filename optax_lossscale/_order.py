@@ -43,11 +43,11 @@ def refuse_second_guard(argument: str, inner_state: PyTree, instead: str = ONE_G
 def refuse_masters_inside(inner_state: PyTree) -> None:
     """Raise if `with_bfloat16_state` contains itself, or a wrapper that must contain it."""
     for path, found in subtrees(inner_state, *_FOR_PARAMETERS, Bfloat16State):
-        around = _FOR_PARAMETERS.get(type(found))
-        once = "with_bfloat16_state(inner)"
+        around, right = _FOR_PARAMETERS.get(type(found)), "with_bfloat16_state(inner)"
+        right = f"{around}({right})" if around else right
         raise ValueError(
             f"`inner` must be a plain optimizer, got a {type(found).__name__} at "
-            f"{path_name(path)} of its state. Write `{f'{around}({once})' if around else once}`."
+            f"{path_name(path)} of its state. Write `{right}`."
         )
 
 

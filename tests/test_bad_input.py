@@ -240,7 +240,8 @@ TABLE = {
     ],
     # -- policies
     "TypeError: `{}` must be a policy": lambda: [
-        *calls(check_health, "policy", 8.0, True, [], SGD, ONE, opt_state=scale_state()),
+        *calls(check_health, "policy", 8.0, True, [], ONE, opt_state=scale_state()),
+        *calls(check_health, "policy", SGD, DynamicLossScale, opt_state=scale_state()),
         *calls(ols.update, "policy", jnp.float32(8), state=scale_state(), grads_finite=True),
         *calls(ols.as_loss_scale, "loss_scale", True, 1j, [8], np.ones(2), FixedLossScale),
         *rows("loss_scale", traced(ols.init)),
@@ -289,7 +290,9 @@ TABLE = {
     "TypeError: `state` must be a {}": lambda: [
         *rows("LossScaleState", lambda: updates[0](tuple(scale_state()), True)),
         *rows("GuardState, got dict", lambda: TX.update(PARAMS, PARAMS, guard_state())),
-        *rows("GuardState", lambda: SKIPS.update(PARAMS, scale_state())),
+        *rows(
+            "GuardState", *(lambda tx=tx: tx.update(PARAMS, scale_state()) for tx in (TX, SKIPS))
+        ),
         *rows("MasterWeightsState", lambda: MASTERS.update(PARAMS, scale_state())),
         *rows("StochasticRoundingState", lambda: ROUNDED.update(PARAMS, scale_state())),
         *rows("Bfloat16State", lambda: SMALL.update(PARAMS, scale_state())),

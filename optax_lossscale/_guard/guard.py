@@ -98,7 +98,7 @@ def with_loss_scaling(
     Warns:
       UserWarning: From `init`, if parameters in half precision have no master weights inside, or if
         `optax.inject_hyperparams` keeps numbers in half precision; from `update`, if it is given
-        `loss`, and not `value`.
+        `loss` without `value`.
 
     Examples:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols

@@ -23,7 +23,7 @@ class LossScale(Protocol):
     def skip_nonfinite(self) -> bool:
         """Whether a step that is not finite is skipped.
 
-        If false, a guard without a rule (`skip_if`) passes `grads_finite=True` to `update` always.
+        If false, a guard without a rule (`skip_if`) always passes `grads_finite=True` to `update`.
         """
         ...
 

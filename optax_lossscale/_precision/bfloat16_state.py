@@ -70,7 +70,7 @@ def with_bfloat16_state(
     Raises:
       TypeError: If an argument has the wrong type, including the state that `update` is given.
       ValueError: From `init`, if `inner` keeps master weights, rounds parameters, skips steps, or
-        stores its state in bfloat16 already. From `update`, inside of `autocast`.
+        stores its state in bfloat16 already. From `update`, inside `autocast`.
 
     Warns:
       UserWarning: From `init`, if `keep` selects none of the arrays.

@@ -71,7 +71,7 @@ def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = N
 
 
 def warn_if_unused(kept: Mapping[str, bool]) -> None:
-    """Warn if the function `keep`, whose answers by name these are, selects no array."""
+    """Warn if `keep` selects none of the arrays. `kept` has its answer for each name."""
     if kept and not any(kept.values()):
         some = ", ".join(itertools.islice(kept, 5))
         more = f" and {len(kept) - 5:,} more" if len(kept) > 5 else ""

@@ -64,7 +64,7 @@ def with_master_weights(
     Raises:
       TypeError: If an argument has the wrong type, including the state that `update` is given.
       ValueError: From `init`, if `inner` rounds parameters stochastically. From `update`, without
-        `params`, inside of `autocast`, or if their structure or shapes differ from the ones that
+        `params`, inside `autocast`, or if their structure or shapes differ from the ones that
         `init` was given.
 
     Examples:

@@ -53,7 +53,7 @@ def with_stochastic_rounding(
     Raises:
       TypeError: If an argument has the wrong type, including the state that `update` is given.
       ValueError: From `init`, if a parameter is float16, or if `inner` keeps master weights, skips
-        steps, or rounds stochastically already. From `update`, without `params`, or inside of
+        steps, or rounds stochastically already. From `update`, without `params`, or inside
         `autocast`.
 
     Examples:

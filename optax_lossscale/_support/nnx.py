@@ -112,7 +112,9 @@ def on_arrays(transform: Callable[[_Function], _Function], fun: _Function) -> _F
             return result
 
         def on_states(*given: PyTree) -> PyTree:
-            dtypes = {path: x.dtype for path, x in _arrays_of(given) if x.dtype in HALF}
+            leaves = jax.tree_util.tree_leaves_with_path(given)
+            arrays = {path: x for path, x in leaves if isinstance(x, jax.Array)}
+            dtypes = {path: x.dtype for path, x in arrays.items() if x.dtype in HALF}
             return transform(_in_dtypes(dtypes, merge_inputs(with_read_objects)))(*given)
 
         return split_inputs(on_states)(arrays, rest)
@@ -131,11 +133,6 @@ def _in_dtypes(dtypes: dict[KeyPath, jnp.dtype], fun: _Function) -> _Function:
         return jax.tree_util.tree_map_with_path(stored, written), results
 
     return run
-
-
-def _arrays_of(tree: PyTree) -> list[tuple[KeyPath, jax.Array]]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [(path, x) for path, x in leaves if isinstance(x, jax.Array)]
 
 
 def _may_write(node: object) -> bool:

@@ -35,14 +35,15 @@ COMPARISONS = frozenset(["eq", "ge", "gt", "is_finite", "le", "lt", "ne"])
 # numbers and collectives are not.
 ARITHMETIC = (
     MOVES
+    | CONVERSIONS
     | COMPARISONS
     | frozenset(
         [
             *("abs", "add", "add_any", "and", "bitcast_convert_type", "cbrt", "ceil", "clamp"),
-            *("complex", "conj", "convert_element_type", "device_put", "div", "floor", "imag"),
+            *("complex", "conj", "div", "floor", "imag"),
             *("integer_pow", "iota", "max", "min", "mul", "neg", "not", "one_minus_square", "or"),
             *("pad", "polynomial", "pvary", "real", "reduce_precision", "rem", "round"),
-            *("rsqrt", "select_n", "sign", "slice", "split", "sqrt", "square", "stop_gradient"),
+            *("rsqrt", "select_n", "sign", "slice", "split", "sqrt", "square"),
             *("sub", "tile", "unstack", "xor"),
         ]
     )

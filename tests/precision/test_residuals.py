@@ -175,7 +175,7 @@ def test_a_scan_without_products_keeps_what_jax_chooses():
     assert kept_bytes(ours) == kept_bytes(plain) > 0
 
 
-def test_a_body_that_depends_only_on_constants():
+def test_a_body_that_depends_only_on_constants_has_the_same_derivative():
     def loss(w, x):
         carry, products = lax.scan(lambda carry, _: (carry, x @ w), 1.0, length=3)
         return jnp.sum(products) * carry

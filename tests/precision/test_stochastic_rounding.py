@@ -394,6 +394,11 @@ def test_correct_places_in_a_guard_give_no_warning():
         ols.with_skipping(inner).init(params)
 
 
+def test_it_keeps_no_masters(params):
+    with pytest.raises(ValueError, match="must hold exactly one MasterWeightsState"):
+        ols.master_weights(ROUNDED.init(params), params)
+
+
 def test_a_float16_parameter_is_refused_with_the_remedies():
     with pytest.raises(ValueError, match=r"\['b'\].*`with_master_weights.*bfloat16"):
         ROUNDED.init({"w": jnp.ones(3, BF16), "b": jnp.ones(3, jnp.float16)})

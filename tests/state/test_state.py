@@ -206,7 +206,7 @@ def test_dicts_that_only_resemble_a_state_are_not_read_as_one():
     counts = {name: field for name, field in fields.items() if name != "loss_scale"}
     others = fields | {"more": 1}, counts, [*fields], str(fields), {"an empty state": {}}
     for tree in (*others, {"loss_scale": 1.0, "of something else": 2.0}):
-        found = r"must hold exactly one LossScaleState, got 0 in a \w+\. Wrap the whole optimizer"
+        found = rf"exactly one LossScaleState, got 0 in a {type(tree).__name__}\. Wrap the whole"
         with pytest.raises(ValueError, match=found):  # no field is missing
             ols.loss_scale_state(tree)
     with pytest.raises(ValueError, match=r"got 2 in a list, found at: `\[0\]`, `\[1\]`\. Wrap the"):
