@@ -19,7 +19,6 @@ from optax_lossscale._support.tree import (
     Tree,
     in_dtype,
     path_name,
-    shown,
     some_paths,
 )
 
@@ -310,8 +309,8 @@ def find(kind: type[Tree], argument: str, tree: PyTree, order: str = "") -> Tree
         where = ", found at: " * bool(found) + some_paths([path for path, _ in found])
         remedy = next(_incomplete(kind, tree), _REGISTERED[kind].remedy)
         raise ValueError(
-            f"`{argument}` must hold exactly one {kind.__name__}, got {len(found)} in "
-            f"{shown(tree)}{where}. {' '.join(filter(None, [remedy, order]))}"
+            f"`{argument}` must hold exactly one {kind.__name__}, got {len(found)} in a "
+            f"{type(tree).__name__}{where}. {' '.join(filter(None, [remedy, order]))}"
         )
     ((_, state),) = found
     if kind is LossScaleState:

@@ -385,7 +385,8 @@ def test_exponents_print_as_percentages_of_all_elements():
   zero: 1 (12.5 %)
   flushed: 1 (12.5 %)
   subnormal: 1 (12.5 %)
-  overflow: 2 (25 %)"""
+  overflow: 2 (25 %)
+  NaN or infinite: 2 (25 %)"""
     )
     assert str(gradient_exponents([])).startswith("0 elements:\n  zero: 0 (0 %)")
 

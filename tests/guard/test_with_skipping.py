@@ -65,17 +65,21 @@ def spikes(rule, values, state=None):
     return jax.lax.scan(step, start, jnp.asarray(values, jnp.float32))
 
 
+EPS = float(np.finfo(np.float32).eps)
+
+
 def written_rule(values, window=128, sigmas=6.0, warmup=None, max_consecutive_skipped=None):
     """Return what is skipped and what is held by contract, in float64, one value after another."""
     held, skips, in_a_row = [], [], 0
     for value in values:
         ready = len(held) >= (window // 2 if warmup is None else warmup)
         mean, deviation = (np.mean(held), np.std(held)) if held else (0.0, 0.0)
+        deviation = deviation if deviation > EPS * abs(mean) else 0.0
         skip = ready and value > mean + sigmas * deviation
         if max_consecutive_skipped is not None:
             skip = skip and in_a_row < max_consecutive_skipped
         in_a_row = in_a_row + 1 if skip else 0
-        remembered = mean + 2 / 3 * sigmas * deviation if skip else value
+        remembered = mean + 2 / 3 * sigmas * deviation if skip and deviation else value
         held = [*held, remembered][-window:]
         skips.append(bool(skip))
     return skips, held

@@ -381,14 +381,14 @@ def test_arrays_without_masters_are_handed_through_and_other_masters_are_refused
     params = {"a": jnp.ones(2, jnp.float16), "b": jnp.ones(2)}
     state, more = MASTERS.init(params), params | {"c": jnp.ones(2, jnp.float16)}
     assert ols.master_weights(state, more)["c"] is more["c"]
-    with pytest.raises(ValueError, match=r"`params` must keep its structure, .* at `\['c'\]`"):
+    with pytest.raises(ValueError, match=r"got float16 at `\['c'\]`, where the state holds no m"):
         MASTERS.update(more, state, more)
     with pytest.raises(ValueError, match=r"`params` must keep its structure, .* at `\['a'\]`"):
         ols.master_weights(state, {"b": params["b"]})
-    with pytest.raises(TypeError, match=r"got float32 for float32 at `\['a'\]`"):
+    with pytest.raises(TypeError, match=r"float32 at `\['a'\]`, .* a float32 master.*eqx.apply_up"):
         ols.master_weights(state, params | {"a": jnp.ones(2)})
     remainder = state._replace(master_weights=state.master_weights | {"a": jnp.zeros(2, jnp.int16)})
-    with pytest.raises(TypeError, match=r"got int16 for float16 at `\['a'\]`"):
+    with pytest.raises(TypeError, match=r"float16 at `\['a'\]`, .* an int16 remainder of bfloat16"):
         MASTERS.update(params, remainder, params)
 
 

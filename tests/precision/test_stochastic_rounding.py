@@ -378,9 +378,10 @@ ONE_OF_TWO = "Use one wrapper: `with_master_weights.*` or `with_stochastic_round
         (ols.with_loss_scaling, optax.contrib.schedule_free(ROUNDED, 0.1), "`with_stochastic_roun"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:`with_stochastic_rounding.* got no bfloat16")  # the inner one
 def test_wrappers_that_it_does_not_combine_with_are_refused_by_name(wrap, inner, match):
     with pytest.raises(ValueError, match=match):
-        wrap(inner).init({"w": jnp.ones(3)})
+        wrap(inner).init({"w": jnp.ones(3, BF16)})
 
 
 def test_correct_places_in_a_guard_give_no_warning():
