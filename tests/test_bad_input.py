@@ -394,7 +394,10 @@ TABLE = {
     ],
     "ValueError: `inner` must not keep masters or round parameters itself, got a {}": lambda: [
         *rows("MasterWeightsState", lambda: ols.with_stochastic_rounding(MASTERS).init(BFLOAT16)),
-        *(("StochasticRoundingState", lambda f=f: f(ROUNDED).init(BFLOAT16)) for f in FOR_PARAMETERS),
+        *(
+            ("StochasticRoundingState", lambda f=f: f(ROUNDED).init(BFLOAT16))
+            for f in FOR_PARAMETERS
+        ),
     ],
     "ValueError: `params` must not be float16 for stochastic rounding, got one at {}": lambda: [
         *rows("`['w']`", lambda: ROUNDED.init({"w": HALF})),

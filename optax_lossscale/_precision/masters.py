@@ -114,7 +114,7 @@ def with_master_weights(
         except Exception as error:
             add_likely_causes(error, updates, params)
             raise
-        moves = dict(zip(old, params_def.flatten_up_to(updates), strict=True))
+        moves = dict(zip(old, checks.read_leaves(updates, params), strict=True))
         new_masters = {name: master for name, (_, master) in kept.items()}
         for name, weight in weights.items():
             new = jnp.asarray(optax.apply_updates(weight, moves[name]), jnp.float32)

@@ -133,9 +133,8 @@ def with_stochastic_rounding(
         except Exception as error:
             add_likely_causes(error, updates, params)
             raise
-        params_def = jax.tree.structure(params)
-        moves, weights = params_def.flatten_up_to(updates), params_def.flatten_up_to(wide)
-        old = jax.tree.leaves(params)
+        moves, weights = checks.read_leaves(updates, params), jax.tree.leaves(wide)
+        old, params_def = jax.tree.flatten(params)
         for i, seed in _seeds(params).items():
             new = jnp.asarray(optax.apply_updates(weights[i], moves[i]), jnp.float32)
             moves[i] = update_at_random(new, old[i], count, seed)
