@@ -239,7 +239,8 @@ def applied(opt_state: PyTree) -> jax.Array:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
       >>> tx = ols.with_loss_scaling(optax.sgd(0.1))
       >>> opt_state = tx.init(jnp.ones(3))
-      >>> for grads in (jnp.ones(3), jnp.full(3, jnp.inf)):
+      >>> for x in (1.0, jnp.inf):
+      ...     grads = ols.grad(lambda w: jnp.sum(w * x))(opt_state, jnp.ones(3))
       ...     _, opt_state = tx.update(grads, opt_state)
       ...     print(ols.applied(opt_state))
       True
