@@ -273,7 +273,7 @@ def loss_scale_state(opt_state: PyTree) -> LossScaleState:
     return state
 
 
-class _Process:
+class Process:
     """What this process has done so far."""
 
     has_scaled = False  # whether it has read a loss scale, to multiply a loss by it
@@ -281,13 +281,11 @@ class _Process:
 
 def mark_scaled(has_scaled: bool = True) -> None:
     """Note that this process has scaled a loss. False makes it forget, for tests."""
-    _Process.has_scaled = has_scaled
+    Process.has_scaled = has_scaled
 
 
-def warn_if_never_scaled() -> None:
-    """Warn, once per process, if gradients are about to be divided although no loss was scaled."""
-    if _Process.has_scaled:
-        return
+def warn_of_no_scaling() -> None:
+    """Warn, once per process, that gradients are divided although no loss was scaled."""
     mark_scaled()
     warn(
         "`update` divides gradients by the loss scale, but this process has not scaled a loss so "

@@ -31,11 +31,12 @@ from optax_lossscale._state import (
     Guard,
     GuardState,
     LossScaleState,
+    Process,
     count_step,
     find,
     loss_scale_of,
     typed,
-    warn_if_never_scaled,
+    warn_of_no_scaling,
 )
 from optax_lossscale._support import checks
 from optax_lossscale._support.agreement import agree
@@ -199,8 +200,9 @@ def _guard(
         if "loss" in extra_args and "value" not in extra_args:
             warn_of_loss(rules, warnings_given)
         state = checks.read_state(state, GuardState)
-        if not (isinstance(policy, FixedLossScale) and policy.scale == 1):
-            warn_if_never_scaled()
+        is_one = isinstance(policy, FixedLossScale) and policy.scale == 1
+        if not (is_one or Process.has_scaled):
+            warn_of_no_scaling()
         return guarded_step(settings, updates, state, params, extra_args)
 
     return Guard(init_fn, update_fn)

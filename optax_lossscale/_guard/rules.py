@@ -101,7 +101,8 @@ def measure(
 
     def measured(grads: optax.Updates) -> jax.Array:
         number = rule.measure(grads, params, **safe_args)
-        checks.require_real_scalar(f"{type(rule).__name__}.measure", number)
+        name, remedy = f"{type(rule).__name__}.measure", "Return one number, such as a mean."
+        checks.require_scalar(name, number, remedy)
         # Convert it here: an object with `__jax_array__` hides its array from `call_where`.
         return jnp.asarray(number, jnp.float32)
 

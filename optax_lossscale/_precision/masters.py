@@ -21,6 +21,7 @@ from optax_lossscale._support.tree import (
     PyTree,
     Tree,
     at_least_float32,
+    first_difference,
     has_fp8_metadata,
     in_dtype,
     path_name,
@@ -114,7 +115,10 @@ def with_master_weights(
         except Exception as error:
             add_likely_causes(error, updates, params)
             raise
-        moves = dict(zip(old, checks.read_leaves(updates, params), strict=True))
+        moves = {name: move for name, (_, move) in _by_name(updates).items()}
+        if not weights.keys() <= moves.keys() <= old.keys():
+            path = path_name(first_difference(updates, params)[0])
+            raise ValueError(f"`updates` and `params` differ in structure at {path}.")
         new_masters = {name: master for name, (_, master) in kept.items()}
         for name, weight in weights.items():
             new = jnp.asarray(optax.apply_updates(weight, moves[name]), jnp.float32)
@@ -123,7 +127,7 @@ def with_master_weights(
             new_masters[name], moves[name] = move(new, old[name][1])
         masters_def = jax.tree.structure(masters)
         state = MasterWeightsState(masters_def.unflatten(new_masters.values()), inner_state)
-        return params_def.unflatten(moves.values()), state
+        return params_def.unflatten(map(moves.get, old)), state
 
     return Transformation(init_fn, update_fn)
 

@@ -175,20 +175,16 @@ def require_wide(arg: Array) -> None:
 
 
 def require_scalar(name: str, value: PyTree, remedy: str) -> None:
-    """Raise if `value` is an array with axes, or a container."""
+    """Raise if `value` is not one real number or flag: an array with axes, a container, text."""
     if not jax.tree_util.all_leaves([value]):
         raise TypeError(f"`{name}` must be a scalar, got a {type(value).__name__}. {remedy}")
     if np.shape(value):
         raise ValueError(f"`{name}` must be a scalar, got shape {np.shape(value)}. {remedy}")
-
-
-def require_real_scalar(name: str, value: PyTree) -> None:
-    """Raise if `value` is not one real number. Objects with `__jax_array__` are arrays."""
-    remedy = "Return one number, such as a mean."
-    require_scalar(name, value, remedy)
-    is_number = isinstance(value, (*ARRAYS, numbers.Real)) or hasattr(value, "__jax_array__")
-    if not is_number or jnp.iscomplexobj(value):
-        raise TypeError(f"`{name}` must be a real number, got {shown(value)}. {remedy}")
+    is_number = isinstance(value, (*ARRAYS, numbers.Real, jax.ShapeDtypeStruct))
+    if not (is_number or hasattr(value, "__jax_array__")) or jnp.iscomplexobj(value):
+        raise TypeError(
+            f"`{name}` must be a Python number or a real array, got {shown(value)}. {remedy}"
+        )
 
 
 def require_same_structure(name: str, tree: PyTree, expected: PyTree, remedy: str) -> None:

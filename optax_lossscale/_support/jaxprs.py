@@ -80,7 +80,8 @@ def variables(atoms: Iterable[Atom]) -> dict[Atom, None]:
 
 def read_by(equations: Iterable[Equation]) -> dict[Atom, None]:
     """Return the variables that equations read, without duplicates, in order."""
-    return variables(atom for equation in equations for atom in equation.invars)
+    atoms = (atom for equation in equations for atom in equation.invars)
+    return dict.fromkeys(atom for atom in atoms if not isinstance(atom, Literal))
 
 
 def renamed(atoms: Iterable[Atom], new: Mapping[Atom, Atom]) -> list[Atom]:

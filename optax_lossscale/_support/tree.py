@@ -62,13 +62,6 @@ def at_least_float32(leaf: Leaf) -> Leaf:
     return value.astype(jnp.float32) if jnp.finfo(value.dtype).bits < 32 else value
 
 
-def times(array: jax.Array, factor: jax.Array) -> jax.Array:
-    """Multiply an array by a real number. A product with 1 + 0j would lose the signs of zeros."""
-    if jnp.iscomplexobj(array):
-        return jax.lax.complex(times(array.real, factor), times(array.imag, factor))
-    return array * factor.astype(array.dtype)
-
-
 def unscaled(grads: Tree, loss_scale: jax.Array, *, keep_dtypes: bool = False) -> Tree:
     """Multiply gradients by `1 / loss_scale`, in float32 or their own larger dtype.
 
@@ -81,7 +74,12 @@ def unscaled(grads: Tree, loss_scale: jax.Array, *, keep_dtypes: bool = False) -
     def unscale(path: KeyPath, leaf: Leaf) -> Leaf:
         if not is_inexact(leaf) or _FP8_KEY in path:
             return leaf
-        product = times(at_least_float32(leaf), reciprocal)
+        value = at_least_float32(leaf)
+        if jnp.iscomplexobj(value):  # by parts: a product with 1 + 0j loses the signs of zeros
+            times = reciprocal.astype(value.real.dtype)
+            product = jax.lax.complex(value.real * times, value.imag * times)
+        else:
+            product = value * reciprocal.astype(value.dtype)
         return product.astype(jnp.result_type(leaf)) if keep_dtypes else product
 
     # An overflow here is not an error: the check of the step detects it.
