@@ -2,7 +2,7 @@
 
 from optax_lossscale import diagnostics, testing
 from optax_lossscale._guard.guard import with_loss_scaling, with_skipping
-from optax_lossscale._guard.rules import Spike
+from optax_lossscale._guard.rules import Rule, Spike
 from optax_lossscale._loss_scale.inside import scale_inside
 from optax_lossscale._loss_scale.policies import (
     DynamicLossScale,
@@ -36,7 +36,6 @@ from optax_lossscale._state import (
     loss_scale_state,
 )
 from optax_lossscale._support.choose import tree_where
-from optax_lossscale._support.rule import Rule
 
 __version__ = "0.1.0"
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from optax_lossscale._state import LossScaleState, find, subtrees
 from optax_lossscale._support import checks
-from optax_lossscale._support.tree import KeyPath, PyTree, is_fp8_metadata, is_inexact, path_name
+from optax_lossscale._support.tree import FP8_KEY, KeyPath, PyTree, is_inexact, path_name
 
 __all__ = ["assert_scaled_once"]
 
@@ -106,5 +106,5 @@ def _largest(grads: PyTree) -> dict[str, float]:
     return {
         path_name(path): float(np.max(np.abs(np.asarray(leaf).astype(np.complex128)), initial=0))
         for path, leaf in jax.tree_util.tree_leaves_with_path(grads)
-        if is_inexact(leaf) and not is_fp8_metadata(path)
+        if is_inexact(leaf) and FP8_KEY not in path
     }

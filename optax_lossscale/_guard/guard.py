@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from optax_lossscale._guard.keep import step_where
-from optax_lossscale._guard.rules import as_rules, judge, measure, warn_of_loss
+from optax_lossscale._guard.rules import Rule, SkipIf, as_rules, judge, measure, warn_of_loss
 from optax_lossscale._loss_scale.policies import (
     FixedLossScale,
     LossScale,
@@ -21,7 +21,7 @@ from optax_lossscale._loss_scale.policies import (
     as_loss_scale,
     init,
 )
-from optax_lossscale._loss_scale.scale import all_finite
+from optax_lossscale._loss_scale.scale import all_finite, unscaled
 from optax_lossscale._order import (
     refuse_changed_updates,
     refuse_second_guard,
@@ -42,8 +42,7 @@ from optax_lossscale._support import checks
 from optax_lossscale._support.agreement import agree
 from optax_lossscale._support.choose import all_true
 from optax_lossscale._support.notes import add_other_leaf
-from optax_lossscale._support.rule import Rule, SkipIf
-from optax_lossscale._support.tree import AxisName, Flag, PyTree, is_inexact, unscaled
+from optax_lossscale._support.tree import AxisName, Flag, PyTree, is_inexact
 
 
 def with_loss_scaling(

@@ -12,10 +12,10 @@ from optax_lossscale._loss_scale.scale import FLOAT16_LOSS
 from optax_lossscale._support import checks, nnx
 from optax_lossscale._support.lines import warn
 from optax_lossscale._support.tree import (
+    FP8_KEY,
     PyTree,
     Tree,
     at_least_float32,
-    is_fp8_metadata,
     is_inexact,
 )
 
@@ -118,7 +118,7 @@ def _with_tangents_times(factor: float, tree: Tree, check: Callable[[jax.Array],
     places = [
         place
         for place, (path, leaf) in enumerate(paths)
-        if isinstance(leaf, jax.Array) and is_inexact(leaf) and not is_fp8_metadata(path)
+        if isinstance(leaf, jax.Array) and is_inexact(leaf) and FP8_KEY not in path
     ]
     leaves = [leaf for _, leaf in paths]
     for place, array in zip(places, identity([leaves[i] for i in places]), strict=True):

@@ -12,10 +12,12 @@ from optax_lossscale._order import warn_of_outside
 from optax_lossscale._state import GuardState, LossScaleState, find, loss_scale_of, mark_scaled
 from optax_lossscale._support import checks
 from optax_lossscale._support.agreement import agree
+from optax_lossscale._support.bounds import LARGEST_SCALE, SMALLEST_SCALE
 from optax_lossscale._support.choose import all_true
 from optax_lossscale._support.lines import warn, warn_once
 from optax_lossscale._support.tree import (
     ARRAYS,
+    FP8_KEY,
     AxisName,
     KeyPath,
     PyTree,
@@ -25,7 +27,6 @@ from optax_lossscale._support.tree import (
     is_inexact,
     path_name,
     shown,
-    unscaled,
 )
 
 P = ParamSpec("P")
@@ -318,6 +319,32 @@ def unscale_and_check(
     if axis_name is not None:
         (grads_finite,), _ = agree(axis_name, [grads_finite])
     return grads, grads_finite
+
+
+def unscaled(grads: Tree, loss_scale: jax.Array, *, keep_dtypes: bool = False) -> Tree:
+    """Multiply gradients by `1 / loss_scale`, in float32 or their own larger dtype.
+
+    NaN and infinity remain, and a loss scale that is out of bounds makes NaN, so it is enough to
+    check the result. With `keep_dtypes`, the results are rounded to the dtypes of the gradients.
+    """
+    is_within = (loss_scale >= SMALLEST_SCALE) & (loss_scale <= LARGEST_SCALE)
+    reciprocal = jnp.where(is_within, 1 / loss_scale, jnp.nan)
+
+    paths, treedef = jax.tree_util.tree_flatten_with_path(grads)
+    leaves = [leaf for _, leaf in paths]
+    # An overflow here is not an error: the check of the step detects it.
+    with jax.debug_nans(False), jax.debug_infs(False):
+        for place, (path, leaf) in enumerate(paths):
+            if not is_inexact(leaf) or FP8_KEY in path:
+                continue
+            value = at_least_float32(leaf)
+            if jnp.iscomplexobj(value):  # by parts: a product with 1 + 0j loses the signs of zeros
+                times = reciprocal.astype(value.real.dtype)
+                product = jax.lax.complex(value.real * times, value.imag * times)
+            else:
+                product = value * reciprocal.astype(value.dtype)
+            leaves[place] = product.astype(jnp.result_type(leaf)) if keep_dtypes else product
+    return treedef.unflatten(leaves)
 
 
 def all_finite(tree: PyTree) -> jax.Array:

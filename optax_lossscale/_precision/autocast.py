@@ -14,6 +14,7 @@ import numpy as np
 from jax.core import eval_jaxpr
 from jax.typing import DTypeLike
 
+from optax_lossscale._precision.halves import hidden_storage
 from optax_lossscale._precision.products import (
     UNCAST_SCOPE,
     reason_not_to_cast,
@@ -178,7 +179,7 @@ def _evaluated(
             return results
 
         if halves or as_stored:
-            with checks.hidden_storage(), _note_about_dtypes():
+            with hidden_storage(), _note_about_dtypes():
                 jaxpr = jax.make_jaxpr(call_with_arrays)(arrays)
             _warn_of_lookups(jaxpr, given)
             jaxpr = with_stored_inputs(jaxpr)

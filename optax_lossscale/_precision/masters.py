@@ -21,7 +21,6 @@ from optax_lossscale._support.tree import (
     PyTree,
     Tree,
     at_least_float32,
-    first_difference,
     has_fp8_metadata,
     in_dtype,
     path_name,
@@ -99,7 +98,7 @@ def with_master_weights(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, MasterWeightsState]:
-        checks.refuse_hidden_storage("with_master_weights")
+        halves.refuse_hidden_storage("with_master_weights")
         masters, inner_state = checks.read_state(state, MasterWeightsState)
         for name, given in (("updates", updates), ("params", params)):
             if given is None:
@@ -115,10 +114,10 @@ def with_master_weights(
         except Exception as error:
             add_likely_causes(error, updates, params)
             raise
-        moves = {name: move for name, (_, move) in _by_name(updates).items()}
-        if not weights.keys() <= moves.keys() <= old.keys():
-            path = path_name(first_difference(updates, params)[0])
-            raise ValueError(f"`updates` and `params` differ in structure at {path}.")
+        try:
+            moves = dict(zip(old, params_def.flatten_up_to(updates), strict=True))
+        except ValueError:  # whose message prints the arrays
+            raise checks.differing_structures(updates, params) from None
         new_masters = {name: master for name, (_, master) in kept.items()}
         for name, weight in weights.items():
             new = jnp.asarray(optax.apply_updates(weight, moves[name]), jnp.float32)
@@ -127,7 +126,7 @@ def with_master_weights(
             new_masters[name], moves[name] = move(new, old[name][1])
         masters_def = jax.tree.structure(masters)
         state = MasterWeightsState(masters_def.unflatten(new_masters.values()), inner_state)
-        return params_def.unflatten(map(moves.get, old)), state
+        return params_def.unflatten(moves.values()), state
 
     return Transformation(init_fn, update_fn)
 

@@ -1,16 +1,13 @@
 """Checks of arguments. Each one raises an error where silence would corrupt or mislead.
 
-`require_…` returns nothing. `read_…` returns the value in the form that the caller uses. Inside
-`hidden_storage`, `refuse_hidden_storage` raises.
+`require_…` returns nothing. `read_…` returns the value in the form that the caller uses.
 """
 
-import contextlib
 import functools
 import inspect
 import math
 import numbers
-import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -200,13 +197,10 @@ def require_same_structure(name: str, tree: PyTree, expected: PyTree, remedy: st
     jax.tree_util.tree_map_with_path(check, tree, expected)
 
 
-def read_leaves(updates: PyTree, params: PyTree) -> list[Leaf]:
-    """Return an update for each leaf of the parameters."""
-    try:
-        return jax.tree.structure(params).flatten_up_to(updates)
-    except ValueError:  # whose message prints the arrays
-        path = path_name(first_difference(updates, params)[0])
-        raise ValueError(f"`updates` and `params` differ in structure at {path}.") from None
+def differing_structures(updates: PyTree, params: PyTree) -> ValueError:
+    """Return the error that names the path at which updates and parameters differ."""
+    path = path_name(first_difference(updates, params)[0])
+    return ValueError(f"`updates` and `params` differ in structure at {path}.")
 
 
 def require_same_shape(name: str, path: KeyPath, leaf: Leaf, expected: Leaf, remedy: str) -> None:
@@ -324,30 +318,3 @@ def read_optimizer(
             f"{shown(optimizer)}. Call the optimizer's factory first, as in `optax.adam(1e-3)`."
         )
     return optax.with_extra_args_support(optimizer)
-
-
-class _Thread(threading.local):
-    hides_storage = False
-
-
-_thread = _Thread()
-
-
-@contextlib.contextmanager
-def hidden_storage() -> Generator[None]:
-    """Mark that this thread traces a function in which stored half precision looks like float32."""
-    before, _thread.hides_storage = _thread.hides_storage, True
-    try:
-        yield
-    finally:
-        _thread.hides_storage = before
-
-
-def refuse_hidden_storage(wrapper: str) -> None:
-    """Raise if the update of `wrapper` is inside `autocast`, which hides half precision."""
-    if _thread.hides_storage:
-        raise ValueError(
-            f"`{wrapper}` must not be updated inside `autocast`, where arrays in half precision "
-            "look like float32, so that nothing would be rounded. Wrap the loss function, not the "
-            "training step: `value_and_grad(autocast(loss_fn, dtype))`."
-        )
