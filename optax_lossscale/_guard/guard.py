@@ -14,14 +14,15 @@ import optax
 
 from optax_lossscale._guard.keep import step_where
 from optax_lossscale._guard.rules import Rule, SkipIf, as_rules, judge, measure, warn_of_loss
-from optax_lossscale._loss_scale.policies import (
+from optax_lossscale._loss_scale import (
     FixedLossScale,
     LossScale,
     LossScaleLike,
+    all_finite,
     as_loss_scale,
     init,
+    unscaled,
 )
-from optax_lossscale._loss_scale.scale import all_finite, unscaled
 from optax_lossscale._order import (
     refuse_changed_updates,
     refuse_second_guard,

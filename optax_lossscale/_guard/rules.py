@@ -11,7 +11,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_lossscale._guard.keep import call_where
-from optax_lossscale._loss_scale.policies import LossScale
+from optax_lossscale._loss_scale import LossScale
 from optax_lossscale._state import SpikeState, increment, subtrees
 from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import LARGEST_SCALE, SMALLEST_SCALE, as_float32

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._guard.rules import spike_statistics, spikes_in
+from optax_lossscale._guard import spike_statistics, spikes_in
 from optax_lossscale._order import warn_of_outside
 from optax_lossscale._state import (
     GuardState,
