@@ -12,9 +12,9 @@ import jax
 import numpy as np
 from jax.extend.core import Literal, Var
 
+from optax_lossscale._precision.matrix_products import SHORTEST, sizes_of
 from optax_lossscale._precision.residuals import with_fewer_residuals
 from optax_lossscale._support.jaxprs import (
-    SHORTEST,
     Atom,
     Equation,
     Jaxpr,
@@ -24,7 +24,6 @@ from optax_lossscale._support.jaxprs import (
     memoized,
     number_of_uses,
     operands_of_scan,
-    sizes_of,
     variable_like,
     with_edited_functions,
     with_equations,
@@ -120,7 +119,7 @@ class _Edit:
         self.dtype, self.jaxpr = dtype, jaxpr
         self.fixed = _fixed_variables(jaxpr, is_fixed)
         self.named = _named_variables(jaxpr)
-        self.halves: dict[Var, Var] = {}  # of results that are converted back after their names
+        self.halves: dict[Atom, Atom] = {}  # of results that are converted back after their names
 
     def edited(self) -> list[Equation]:
         return [new for eqn in self.jaxpr.eqns for new in self.edited_equation(eqn)]
@@ -177,7 +176,7 @@ class _Edit:
             return [eqn]
         return [eqn, conversion(half, result, beside=eqn)]
 
-    def half(self, atom: Atom) -> Var:
+    def half(self, atom: Atom) -> Atom:
         return variable_like(atom, self.dtype)
 
 
