@@ -304,7 +304,8 @@ def find(kind: type[Tree], argument: str, tree: PyTree, order: str = "") -> Tree
     """
     found = list(subtrees(tree, kind))
     if len(found) != 1:
-        where = ", found at: " * bool(found) + some_paths([path for path, _ in found])
+        paths = some_paths([path for path, _ in found])
+        where = f", found at: {paths}" if found else ""
         remedy = next(_incomplete(kind, tree), _REGISTERED[kind].remedy)
         raise ValueError(
             f"`{argument}` must hold exactly one {kind.__name__}, got {len(found)} in a "

@@ -59,7 +59,7 @@ def with_loss_scaling(
     to them, bit for bit as to `grads * (1 / loss_scale)`. Otherwise the step is skipped: the inner
     state is bitwise unchanged, and the updates are negative zeros, since `p + -0.0` is `p` for
     every normal `p`. A skip is a selection with `jnp.where`, so the step stays one compiled program
-    and has the derivative of a step that was never taken. Then the policy updates the loss scale.
+    and differentiates as if it had not been taken. Then the policy updates the loss scale.
     `applied(opt_state)` returns whether the step was applied.
 
     Wrap the whole optimizer, once. Clipping, gradient accumulation, weight decay, averages and
@@ -67,8 +67,8 @@ def with_loss_scaling(
     `optax.MultiSteps` in particular belongs inside: outside, a single overflow stays in its
     accumulator forever.
 
-    The extra arguments of `update` are in true units and reach `inner` unchanged, except `grad`,
-    which line searches take. It must be the gradients themselves (the same arrays), and is unscaled
+    The extra arguments of `update` must be unscaled, and `inner` gets them, except `grad`, which
+    line searches take. It must be the gradients themselves (the same arrays), and is unscaled
     with them. If you pass the loss as `value`, as Optax calls it, a loss that is NaN or infinite
     skips the step too, and the policy can tell a bad batch from an overflow: see
     `DynamicLossScale`.
@@ -88,7 +88,8 @@ def with_loss_scaling(
 
     Returns:
       A gradient transformation. Its `update` takes gradients of the scaled loss (see `scale_loss`
-      and `value_and_grad`), and its state is a `GuardState`.
+      and `value_and_grad`) and returns the updates of `inner`, in their dtypes, which are those for
+      gradients of at least float32. Its state is a `GuardState`.
 
     Raises:
       TypeError: If an argument has the wrong type, including the state that `update` is given;

@@ -184,7 +184,8 @@ class Spike:
 
     A skipped value is remembered as `mean + 2 / 3 * sigmas * deviation`, so one spike barely raises
     the threshold: the next step is skipped above 6.4 deviations. A new level is still learned:
-    after 20 steps if it is 20 deviations higher, and after about `window` steps if it is far above.
+    after 20 steps if it is 20 deviations higher, and after about `window` steps if it is thousands
+    of deviations higher.
 
     Args:
       of: What is measured: `"value"`, the loss; `"grad_norm"`, the Euclidean norm of all gradients,

@@ -136,8 +136,9 @@ def rounded_at_random(x: jax.Array, count: jax.Array, seed: int) -> jax.Array:
 def update_at_random(new: jax.Array, param: jax.Array, count: jax.Array, seed: int) -> jax.Array:
     """Return the update that makes a bfloat16 `param` equal to one of the two neighbors of `new`.
 
-    Adding it gives exactly that neighbor. `new` is the float32 sum of `param` and an update, so it
-    has few digits where the two cancel, and elsewhere the neighbor is the larger part of the sum.
+    Adding it gives exactly that neighbor. `new` is the float32 sum of `param` and an update. If the
+    two nearly cancel, `new` has few digits, so the difference from `param` is exact. If they do
+    not, the neighbor is the larger term, and absorbs what rounding loses of the difference.
     """
     old = param.astype(jnp.float32)
     target = _neighbor(new, count, seed)

@@ -123,9 +123,9 @@ def safe_extra_args(applied: Flag, extra_args: dict[str, Any]) -> dict[str, Any]
 
     Objects of flax.nnx are passed on unchanged, since a function may write into them.
     """
-    return {
-        name: arg
-        if not jax.tree_util.all_leaves([arg]) and is_nnx(arg, "Module", "Variable")
-        else zeros_if_skipped(applied, arg)
-        for name, arg in extra_args.items()
-    }
+    safe = dict(extra_args)
+    for name, arg in extra_args.items():
+        is_leaf = jax.tree_util.all_leaves([arg])
+        if is_leaf or not is_nnx(arg, "Module", "Variable"):
+            safe[name] = zeros_if_skipped(applied, arg)
+    return safe

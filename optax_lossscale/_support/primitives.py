@@ -15,7 +15,7 @@ CALLS = PLAIN_CALLS | CUSTOM_DERIVATIVES
 # These call a function on each device, with its shards of the operands.
 DEVICE_MAPS = frozenset(["shard_map", "xla_pmap"])
 
-# Given numbers that an applied step never sees, these may never end, or may have effects. LAPACK's
+# On the NaN of a skipped step, these may not return, or may have effects. LAPACK's
 # routines for eigenvalues and singular values iterate until they converge.
 LOOPS_AND_CALLBACKS = frozenset(
     ["while", "eig", "eigh", "schur", "svd", "pure_callback", "ffi_call"]
