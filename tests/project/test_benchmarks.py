@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks import aot, cases, guards, hlo, page, run, workloads
+from benchmarks import aot, cases, guards, page, run, workloads
 from benchmarks.contenders import CONTENDERS, Keras
 from benchmarks.page import version
 from benchmarks.programs import __main__ as programs
@@ -145,43 +145,6 @@ def test_the_command_runs_every_benchmark(tmp_path):
     rows = [row for each in found["steps"].values() for row in each["rows"].values()]
     assert [len(row["ratios"]) for row in rows] == 2 * len(run.STEPS) * [1]
     assert (tmp_path / "benchmarks.md").read_text().count("\n## ") == len(run.STEPS)
-
-
-PROGRAM = """\
-%body (p: f32[8]) -> f32[8] {
-  %p = f32[8]{0} parameter(0)
-  ROOT %c = f32[8]{0} copy(%p)
-}
-
-ENTRY %main (a: f32[1024,2], b: f16[4], c: f32[8]) -> (f32[1024,2], pred[]) {
-  %a = f32[1024,2]{1,0} parameter(0)
-  %b = f16[4]{0} parameter(1)
-  %c = f32[8]{0} parameter(2)
-  %v = f32[8]{0:T(8)S(1)} fusion(%c), kind=kLoop, calls=%f, "estimated_cycles":"7"
-  %copy.1 = f32[1024,2]{0,1} copy(%a)
-  %f = (f32[1024,2]{1,0}, /*index=1*/f16[4]{0}) fusion(%a, %b, %a), kind=kLoop, calls=%g, \
-"exec_time_us":1.5,"compute_time_us":1,"name":"" "exec_time_us":9,"name":"sol"
-  %w = f32[8]{0} while(%c), condition=%d, body=%body
-  %e = pred[] and(%x, %y)
-  %r = pred[]{:T(512)} all-reduce-start(%e), replica_groups={}, to_apply=%and
-  %done = pred[] all-reduce-done(%r)
-  ROOT %t = (f32[1024,2]{1,0}, pred[]) tuple(%copy.1, %done)
-}
-"""
-
-
-def test_a_program_is_counted_in_its_text():
-    assert hlo.count(PROGRAM) == hlo.Counts(
-        # In the order of the lines: fused into fast memory, copied, fused, copied in the loop, the
-        # conjunction, and the exchange.
-        bytes=32 + 2 * 8192 + (2 * 8192 + 2 * 8) + 2 * 32 + 1 + 2,
-        kernels=6,
-        copies=1,
-        collectives=1,
-        exchanged=1,
-        microseconds=1.5,
-        cycles=7,
-    )
 
 
 def test_steps_are_compiled_for_devices_and_counted(tmp_path):
