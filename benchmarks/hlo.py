@@ -66,10 +66,10 @@ def compile_step(
 ) -> tuple[Any, dict[str, Any]]:
     """Compile a step with its state donated. Return it and its figures.
 
-    The figures are the fields of `Counts`; the sizes in bytes of `temporary` memory, of the donated
-    `state`, and of the part of it that is overwritten `in_place`; the number of `transpositions` of
-    matrices in the program, including those in fused loops; and `compile_seconds`, which include
-    `trace_seconds`. `unknown_trips` is that of `count`.
+    The figures are the fields of `Counts`; the sizes in bytes of `temporary` memory, of all memory
+    at its `peak`, of the donated `state`, and of the part of it that is overwritten `in_place`; the
+    number of `transpositions` of matrices in the program, including those in fused loops; and
+    `compile_seconds`, which include `trace_seconds`. `unknown_trips` is that of `count`.
     """
     start = time.perf_counter()
     traced = jax.jit(step, donate_argnums=0, **shardings).trace(state, data)
@@ -80,6 +80,11 @@ def compile_step(
     counts = count(text, unknown_trips=unknown_trips)
     return compiled, dataclasses.asdict(counts) | {
         "temporary": memory.temp_size_in_bytes,
+        # Not `peak_memory_in_bytes`, which leaves out temporary memory (jaxlib 0.12).
+        "peak": memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes,
         "state": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)),
         "in_place": memory.alias_size_in_bytes,
         "transpositions": len(re.findall(r"= \w+\[\d+,\d+\]\S* transpose\(", text)),
