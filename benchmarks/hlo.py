@@ -174,8 +174,8 @@ def _read_and_written(
         for name in set(operands)
     )
     root = body[next(reversed(body))]
-    written = sum(map(min, _sizes_in_memory(type_), _parts_written(root, body)))
-    return read, written
+    results = zip(_sizes_in_memory(type_), _parts_written(root, body), strict=True)
+    return read, sum(map(min, results))
 
 
 def _parameter_number(instruction: _Instruction) -> int:
