@@ -67,7 +67,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _doctest_defaults(request: pytest.FixtureRequest) -> Iterator[None]:
     """Run a docstring's example as a reader does, too."""
     if isinstance(request.node, pytest.DoctestItem):
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        with _as_in_a_new_process():
             yield
     else:
         yield
@@ -76,8 +76,18 @@ def _doctest_defaults(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def _defaults() -> Iterator[None]:
     """Run as a reader does, without the strictness that `tests` asks of the library."""
+    with _as_in_a_new_process():
+        yield
+
+
+@contextlib.contextmanager
+def _as_in_a_new_process() -> Iterator[None]:
+    """Use JAX's defaults, and let no earlier test have scaled a loss, so that examples scale."""
+    _state = importlib.import_module("optax_lossscale._state")
+    _state.mark_scaled(False)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
+    _state.mark_scaled()
 
 
 def _define_a_program(namespace: dict[str, Any]) -> None:

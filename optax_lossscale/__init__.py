@@ -3,6 +3,7 @@
 from optax_lossscale import diagnostics, testing
 from optax_lossscale._guard.guard import with_loss_scaling, with_skipping
 from optax_lossscale._guard.rules import Spike
+from optax_lossscale._loss_scale.differentiate import grad, scale_inside, value_and_grad
 from optax_lossscale._loss_scale.policies import (
     DynamicLossScale,
     FixedLossScale,
@@ -12,13 +13,7 @@ from optax_lossscale._loss_scale.policies import (
     init,
     update,
 )
-from optax_lossscale._loss_scale.scale import (
-    all_finite,
-    grad,
-    scale_loss,
-    unscale_and_check,
-    value_and_grad,
-)
+from optax_lossscale._loss_scale.scale import all_finite, scale_loss, unscale_and_check
 from optax_lossscale._precision.autocast import autocast
 from optax_lossscale._precision.bfloat16_state import with_bfloat16_state
 from optax_lossscale._precision.cast import cast
@@ -62,6 +57,7 @@ __all__ = [
     "init",
     "loss_scale_state",
     "master_weights",
+    "scale_inside",
     "scale_loss",
     "testing",
     "tree_where",

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import INT32_MAX, LARGEST_SCALE, SMALLEST_SCALE
+from optax_lossscale._support.lines import warn
 from optax_lossscale._support.nnx import without_variables
 from optax_lossscale._support.transformation import Transformation
 from optax_lossscale._support.tree import (
@@ -18,6 +19,8 @@ from optax_lossscale._support.tree import (
     Tree,
     in_dtype,
     path_name,
+    shown,
+    some_paths,
 )
 
 
@@ -53,8 +56,7 @@ def public_state(
 
 @public_state(
     needed=("loss_scale", "growth_count", "overflow_count", "consecutive_skipped", "total_skipped"),
-    remedy="Wrap the whole optimizer with one guard, or pass the state that is meant: the "
-    "optimizer's state comes first, before the parameters.",
+    remedy="Wrap the whole optimizer with one guard, or pass the state that is meant.",
 )
 class LossScaleState(NamedTuple):
     """The state of loss scaling: five scalars. Checkpoints depend on their names and types.
@@ -244,7 +246,7 @@ def applied(opt_state: PyTree) -> jax.Array:
       True
       False
     """
-    return loss_scale_state(opt_state).consecutive_skipped == 0
+    return find(LossScaleState, "opt_state", opt_state).consecutive_skipped == 0
 
 
 def loss_scale_state(opt_state: PyTree) -> LossScaleState:
@@ -266,18 +268,50 @@ def loss_scale_state(opt_state: PyTree) -> LossScaleState:
       >>> float(ols.loss_scale_state(tx.init(jnp.ones(3))).loss_scale)
       1024.0
     """
-    return find(LossScaleState, "opt_state", opt_state)
+    state = find(LossScaleState, "opt_state", opt_state)
+    mark_scaled()
+    return state
 
 
-def find(kind: type[Tree], argument: str, tree: PyTree) -> Tree:
-    """Return the only state of a type in `tree`, or raise an error that names `argument`."""
+class _Process:
+    """What this process has done so far."""
+
+    has_scaled = False  # whether it has read a loss scale, to multiply a loss by it
+
+
+def mark_scaled(has_scaled: bool = True) -> None:
+    """Note that this process has scaled a loss. False makes it forget, for tests."""
+    _Process.has_scaled = has_scaled
+
+
+def warn_if_never_scaled() -> None:
+    """Warn, once per process, if gradients are about to be divided although no loss was scaled."""
+    if _Process.has_scaled:
+        return
+    mark_scaled()
+    warn(
+        "`update` divides gradients by the loss scale, but this process has not scaled a loss so "
+        "far. If they are gradients of the loss itself, SGD stands still, and Adam hides it. "
+        "Differentiate with `value_and_grad(loss_fn)(opt_state, params, ...)`. Give a trainer that "
+        "differentiates by itself `with_skipping(inner)` and `autocast(loss_fn, jnp.bfloat16)`, or "
+        "`scale_inside(autocast(loss_fn, jnp.float16), 2.0**15)`. If you multiply by the field "
+        "`loss_scale` yourself, or run an exported gradient function, read the state with "
+        "`loss_scale_state(opt_state)`, which silences this warning."
+    )
+
+
+def find(kind: type[Tree], argument: str, tree: PyTree, order: str = "") -> Tree:
+    """Return the only state of a type in `tree`, or raise an error that names `argument`.
+
+    The error also says what `order` the arguments have.
+    """
     found = list(subtrees(tree, kind))
     if len(found) != 1:
-        where = ", found at: " * bool(found) + ", ".join(path_name(path) for path, _ in found)
+        where = ", found at: " * bool(found) + some_paths([path for path, _ in found])
         remedy = next(_incomplete(kind, tree), _REGISTERED[kind].remedy)
         raise ValueError(
-            f"`{argument}` must hold exactly one {kind.__name__}, got {len(found)} in a "
-            f"{type(tree).__name__}{where}. {remedy}"
+            f"`{argument}` must hold exactly one {kind.__name__}, got {len(found)} in "
+            f"{shown(tree)}{where}. {' '.join(filter(None, [remedy, order]))}"
         )
     ((_, state),) = found
     if kind is LossScaleState:
@@ -341,7 +375,8 @@ def relative_statistics(state: SpikeState) -> tuple[jax.Array, jax.Array, jax.Ar
     """Return the mean and the standard deviation in a unit, and the unit. `float32[]`.
 
     The unit is the largest magnitude in the window: in this unit, squares fit a float32. Values in
-    unused places do not count.
+    unused places do not count. Equal values have a deviation of 0, however the compiler divides:
+    distances from the newest value are then 0 exactly, and what rounding leaves of them is ignored.
     """
     window = state.values.size
     held = jnp.clip(state.held, 1, window)  # before the first value, a place holds 0
@@ -351,5 +386,8 @@ def relative_statistics(state: SpikeState) -> tuple[jax.Array, jax.Array, jax.Ar
     relative = values / unit
     n = held.astype(jnp.float32)
     mean = jnp.sum(relative) / n
-    squares = jnp.where(is_held, (relative - mean) ** 2, 0)
-    return mean, jnp.sqrt(jnp.sum(squares) / n), unit
+    distances = jnp.where(is_held, relative - relative[-1], 0)
+    squares = jnp.where(is_held, (distances - jnp.sum(distances) / n) ** 2, 0)
+    deviation = jnp.sqrt(jnp.sum(squares) / n)
+    is_rounding = deviation <= jnp.finfo(jnp.float32).eps * jnp.abs(mean)
+    return mean, jnp.where(is_rounding, 0, deviation), unit

@@ -25,6 +25,12 @@ _MISTAKES = {
 }
 
 
+_WITH_LOSS = (
+    "it returned a tuple of which only the first member is wrong, like the `(loss, grads)` of "
+    "`value_and_grad`. Take the gradients: `lambda *args: loss_and_grads(*args)[1]`"
+)
+
+
 def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any) -> None:
     """Assert that gradients are proportional to the loss scale.
 
@@ -57,17 +63,18 @@ def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any
     find(LossScaleState, "state", state)
     ((state_path, _),) = subtrees(state, LossScaleState)
 
-    def largest_at(loss_scale: float) -> dict[str, float]:
+    def grads_at(loss_scale: float) -> PyTree:
         def replace(path: KeyPath, leaf: Any) -> Any:
             is_inside = path[: len(state_path)] == state_path
             field = path[len(state_path)] if is_inside else None
             is_scale = "loss_scale" in (getattr(field, "name", ""), getattr(field, "key", ""))
             return jnp.asarray(loss_scale, jnp.float32) if is_scale else leaf
 
-        return _largest(grad_fn(jax.tree_util.tree_map_with_path(replace, state), *args))
+        return grad_fn(jax.tree_util.tree_map_with_path(replace, state), *args)
 
     for scale in _SCALES:
-        low, high = largest_at(scale / 4), largest_at(scale)
+        grads = grads_at(scale)
+        low, high = _largest(grads_at(scale / 4)), _largest(grads)
         measured = [name for name in low if low[name] and high.get(name)]
         if measured and all(map(math.isfinite, (*low.values(), *high.values()))):
             break
@@ -82,6 +89,8 @@ def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any
         return
     name, k = max(wrong.items(), key=lambda item: abs(item[1] - 1))
     mistake = _MISTAKES.get(round(k)) if abs(k - round(k)) <= 0.25 else None
+    if type(grads) is tuple and {name.startswith("`[0]") for name in wrong} == {True}:
+        mistake = _WITH_LOSS if len(wrong) < len(powers) else mistake
     mistake = mistake or "they depend on it in some other way. Look for an underflow in float16"
     raise AssertionError(
         f"`grad_fn` must return gradients proportional to `loss_scale**k` with k = 1, got "

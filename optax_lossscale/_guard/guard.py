@@ -35,6 +35,7 @@ from optax_lossscale._state import (
     find,
     loss_scale_of,
     typed,
+    warn_if_never_scaled,
 )
 from optax_lossscale._support import checks
 from optax_lossscale._support.agreement import agree
@@ -198,6 +199,8 @@ def _guard(
         if "loss" in extra_args and "value" not in extra_args:
             warn_of_loss(rules, warnings_given)
         state = checks.read_state(state, GuardState)
+        if not (isinstance(policy, FixedLossScale) and policy.scale == 1):
+            warn_if_never_scaled()
         return guarded_step(settings, updates, state, params, extra_args)
 
     return Guard(init_fn, update_fn)
@@ -235,7 +238,7 @@ def guarded_step(
     )
     scale_state = count_step(typed(new), scale_state, decision.applied)
     if not is_scaled:  # the state may have been restored from a guard that scales
-        scale_state = scale_state._replace(loss_scale=jnp.ones((), jnp.float32))
+        scale_state = scale_state._replace(loss_scale=jnp.ones_like(scale_state.loss_scale))
     return updates, GuardState(scale_state, decision.rule_states, inner_state)
 
 

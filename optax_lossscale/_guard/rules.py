@@ -24,6 +24,7 @@ from optax_lossscale._support.tree import (
     at_least_float32,
     is_fp8_metadata,
     is_inexact,
+    shown,
 )
 
 
@@ -64,7 +65,7 @@ def as_rules(skip_if: SkipIf) -> tuple[Rule, ...]:
             remedy = " Use `with_loss_scaling(inner, policy)`." if is_policy else ""
             raise TypeError(
                 "`skip_if` must be a function of the gradients and parameters, an object with "
-                f"`init`, `measure` and `judge`, or a sequence of these, got {rule!r}.{remedy}"
+                f"`init`, `measure` and `judge`, or a sequence of these, got {shown(rule)}.{remedy}"
             )
     return tuple(rules)
 
@@ -100,8 +101,7 @@ def measure(
 
     def measured(grads: optax.Updates) -> jax.Array:
         number = rule.measure(grads, params, **safe_args)
-        name, remedy = f"{type(rule).__name__}.measure", "Return one number, such as a mean."
-        checks.require_scalar(name, number, remedy)
+        checks.require_real_scalar(f"{type(rule).__name__}.measure", number)
         # Convert it here: an object with `__jax_array__` hides its array from `call_where`.
         return jnp.asarray(number, jnp.float32)
 
@@ -121,7 +121,7 @@ def judge(
     try:
         new = tree_where(finite, new, old)
     except Exception as error:
-        add_note(error, f"This is the state of {rule!r}: `judge` must return one like `init`.")
+        add_note(error, f"This is the state of {shown(rule)}: `judge` must return one like `init`.")
         raise
     # The state only serves decisions, and decisions have no derivative.
     return skip, jax.lax.stop_gradient(new)
@@ -177,7 +177,7 @@ class Spike:
         if not isinstance(self.of, str):
             raise TypeError(
                 f'`of` must be "value", "grad_norm" or the name of an extra argument, got '
-                f"{self.of!r}."
+                f"{shown(self.of)}."
             )
         window = checks.read_count("window", self.window, least=2)
         if as_float32(checks.read_number("sigmas", self.sigmas)) <= 1.5:

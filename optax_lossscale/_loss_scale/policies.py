@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from optax_lossscale._state import LossScaleState, count_step, increment, initial_state, typed
 from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import SMALLEST_SCALE, as_float32
+from optax_lossscale._support.tree import shown
 
 
 @runtime_checkable
@@ -68,7 +69,7 @@ class _Policy:
           100
         """
         if not isinstance(config, Mapping):
-            raise TypeError(f"`config` must be a dict from `get_config`, got {config!r}.")
+            raise TypeError(f"`config` must be a dict from `get_config`, got {shown(config)}.")
         hyperparams = {**config}
         class_name = hyperparams.pop("class_name", cls.__name__)
         unknown = sorted({*hyperparams} - {*cls.__dataclass_fields__}, key=str)  # pyright: ignore[reportAttributeAccessIssue]
@@ -327,7 +328,7 @@ def as_loss_scale(loss_scale: LossScaleLike) -> LossScale:
     raise (ValueError if isinstance(loss_scale, str) else TypeError)(
         "`loss_scale` must be a policy (FixedLossScale, DynamicLossScale, or an object with "
         '`init`, `update` and `skip_nonfinite`), "dynamic", an int or a float, None, or a dict '
-        f"from `get_config`; got {loss_scale!r}. Pass a rule such as `Spike()` as `skip_if=`."
+        f"from `get_config`; got {shown(loss_scale)}. Pass a rule such as `Spike()` as `skip_if=`."
     )
 
 

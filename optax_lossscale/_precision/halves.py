@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_lossscale._support.tree import is_symbolic, shown
+
 
 def with_derivative_of(x: jax.Array, value: jax.Array) -> jax.Array:
     """Return the float32 `value`, differentiated as if it were `x`.
@@ -109,8 +111,13 @@ def _update_to(
 def array_seed(name: str) -> int:
     """Return the seed for the random bits of the array of this name.
 
-    It is the same in every process, unlike `hash(name)`.
+    It is the same in every process, unlike `hash(name)`, and unlike the address of an object.
     """
+    if " at 0x" in name:
+        raise ValueError(
+            f"`params` must have keys with the same text in every process, got {shown(name)}. "
+            "Define `__repr__` for the key, since the random bits depend on its text."
+        )
     return zlib.crc32(name.encode())
 
 
@@ -157,7 +164,9 @@ def _neighbor(x: jax.Array, count: jax.Array, seed: int) -> jax.Array:
     first = np.uint32(seed)
     index = jnp.zeros(x.shape, jnp.uint32)
     for axis, size in enumerate(x.shape):
-        index = index * size + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+        # A size may exceed the integers that JAX takes. Indices are modulo 2**32 anyway.
+        factor = size if is_symbolic(size) else np.uint32(size % 2**32)
+        index = index * factor + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
     word += _mixed(_mixed(index + first) + first + count) >> 16
     neighbor = jax.lax.bitcast_convert_type(word & np.uint32(0xFFFF0000), jnp.float32)
     return jnp.where(jax.lax.is_finite(x), neighbor, x)

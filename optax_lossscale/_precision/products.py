@@ -6,7 +6,6 @@ precision, and their results back to float32.
 
 import operator
 import re
-from collections import Counter
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -25,8 +24,10 @@ from optax_lossscale._support.jaxprs import (
     inner_jaxprs,
     is_move,
     memoized,
+    number_of_uses,
     operands_of_scan,
     sizes_of,
+    variable_like,
     without_constants,
 )
 from optax_lossscale._support.lines import is_users
@@ -185,7 +186,7 @@ class _Edit:
         return [eqn, conversion(half, result, beside=eqn)]
 
     def half(self, atom: Atom) -> Var:
-        return Var(atom.aval.update(dtype=self.dtype, weak_type=False))
+        return variable_like(atom, self.dtype)
 
 
 def _is_fixed(atom: Atom, fixed: AbstractSet[Var]) -> bool:
@@ -227,8 +228,7 @@ def _fixed_inputs(eqn: Equation, fixed: AbstractSet[Var]) -> tuple[bool, ...]:
 
 def _named_variables(jaxpr: Jaxpr) -> set[Var]:
     """Return the variables whose only use is a `checkpoint_name`, directly or after moves."""
-    atoms = [x for eqn in jaxpr.eqns for x in eqn.invars] + jaxpr.outvars
-    uses = Counter(x for x in atoms if not isinstance(x, Literal))
+    uses = number_of_uses(jaxpr)
     named: set[Var] = set()
     for eqn in reversed(jaxpr.eqns):
         leads_to_name = is_move(eqn) and len(eqn.invars) == 1 and eqn.outvars[0] in named

@@ -5,14 +5,22 @@ import inspect
 import itertools
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import jax
+import numpy as np
 from jax.extend.core import Literal, Var
 
 from optax_lossscale._support.lines import source_of
-from optax_lossscale._support.primitives import MOVES, PRODUCTS, SCALED_PRODUCT
+from optax_lossscale._support.primitives import (
+    CALLS,
+    DEVICE_MAPS,
+    MOVES,
+    PRODUCTS,
+    SCALED_PRODUCT,
+)
 from optax_lossscale._support.tree import ARRAYS, KeyPath, Leaf, PyTree, is_symbolic
 
 # With the classes of `jax.extend.core`, pyright reports 28 errors: their operands have no shape or
@@ -23,6 +31,7 @@ Atom: TypeAlias = Any  # an operand: a variable or a literal
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
+Mark = TypeVar("Mark")
 
 
 def trace(
@@ -64,10 +73,55 @@ def argument_names(fun: Callable[..., Any], number: int) -> list[str]:
     return [*names, *(f"{rest}[{i}]" for i in range(number - len(names)))]
 
 
-def read_by(equations: Iterable[Equation]) -> dict[Var, None]:
-    """Return the variables that equations read, without duplicates, in order."""
-    atoms = (atom for equation in equations for atom in equation.invars)
+def variables(atoms: Iterable[Atom]) -> dict[Atom, None]:
+    """Return the variables among operands, without duplicates, in order."""
     return dict.fromkeys(atom for atom in atoms if not isinstance(atom, Literal))
+
+
+def read_by(equations: Iterable[Equation]) -> dict[Atom, None]:
+    """Return the variables that equations read, without duplicates, in order."""
+    return variables(atom for equation in equations for atom in equation.invars)
+
+
+def renamed(atoms: Iterable[Atom], new: Mapping[Atom, Atom]) -> list[Atom]:
+    """Return operands with the variables in `new` replaced."""
+    return [x if isinstance(x, Literal) else new.get(x, x) for x in atoms]
+
+
+def number_of_uses(jaxpr: Jaxpr) -> Counter[Atom]:
+    """Return how often each variable is read or returned."""
+    atoms = [x for equation in jaxpr.eqns for x in equation.invars] + jaxpr.outvars
+    return Counter(x for x in atoms if not isinstance(x, Literal))
+
+
+def propagated(
+    jaxpr: Jaxpr,
+    marks: Sequence[Mark | None],
+    rule: Callable[[tuple[Equation, ...], Sequence[Mark | None]], Sequence[Mark | None]],
+    within: tuple[Equation, ...] = (),
+) -> list[Mark | None]:
+    """Return the marks of the outputs of a program, given the marks of its inputs.
+
+    `rule` takes an equation, followed by those that contain it, and the marks of its operands. It
+    returns the marks of its results. Functions that an equation calls are followed.
+    """
+    inputs = zip(jaxpr.invars, marks, strict=True)
+    known = {x: mark for x, mark in inputs if mark is not None}
+
+    def of(atoms: Iterable[Atom]) -> list[Mark | None]:
+        return [None if isinstance(x, Literal) else known.get(x) for x in atoms]
+
+    for equation in jaxpr.eqns:
+        path, sources = (equation, *within), of(equation.invars)
+        results, name = rule(path, sources), equation.primitive.name
+        if name in CALLS | DEVICE_MAPS | {"scan", "cond"}:
+            for inner in inner_jaxprs(equation):  # the first operand of a conditional is its index
+                given = sources[len(sources) - len(inner.invars) :]
+                inside = propagated(inner, given, rule, path)
+                results = inside if name in CALLS else results
+        outputs = zip(equation.outvars, results, strict=True)
+        known |= {x: mark for x, mark in outputs if mark is not None}
+    return of(jaxpr.outvars)
 
 
 def inner_jaxprs(equation: Equation) -> Iterator[Jaxpr]:
@@ -136,6 +190,11 @@ def constants_of(jaxpr: Jaxpr) -> Iterator[Leaf]:
                 yield from constants_of(param)
 
 
+def variable_like(atom: Atom, dtype: np.dtype) -> Var:
+    """Return a new variable of the type of an operand, except for its dtype."""
+    return Var(atom.aval.update(dtype=dtype, weak_type=False))
+
+
 def conversion(old: Atom, new: Atom, beside: Equation) -> Equation:
     """Return the equation that converts `old` to the dtype of `new`, and assigns it to `new`.
 
@@ -155,6 +214,12 @@ def is_move(equation: Equation) -> bool:
     if equation.primitive.name not in MOVES:
         return False
     return sum(x.aval.size for x in equation.invars) == equation.outvars[0].aval.size
+
+
+def manual_axes_of(equation: Equation) -> frozenset[str]:
+    """Return the axes of the mesh that a `shard_map` maps over. jax 0.8 renamed the parameter."""
+    names = ("newly_manual_axes", "manual_axes")
+    return next(equation.params[name] for name in names if name in equation.params)
 
 
 class ScanOperands(NamedTuple):

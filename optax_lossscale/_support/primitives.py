@@ -28,6 +28,14 @@ MOVES = frozenset(
         *("sharding_constraint", "squeeze", "stack", "transpose"),
     ]
 )
+# These pass elements on, and their transpose adds no cotangents: one operand, or each for itself.
+PASSED = frozenset(
+    [
+        *("device_put", "name", "optimization_barrier", "reshard"),
+        *("slice", "split", "stop_gradient", "unstack"),
+    ]
+)
+LOOKUPS = frozenset(["dynamic_slice", "gather"])
 # These only change the dtype, the device or the derivative.
 CONVERSIONS = frozenset(["convert_element_type", "device_put", "stop_gradient"])
 COMPARISONS = frozenset(["eq", "ge", "gt", "is_finite", "le", "lt", "ne"])

@@ -27,7 +27,9 @@ Tree = TypeVar("Tree")
 
 HALF = (jnp.dtype("float16"), jnp.dtype("bfloat16"))
 
-ARRAYS = (jax.Array, np.ndarray, np.generic)  # the types of arrays, including traced ones
+#: An array of JAX, traced or not, or of NumPy.
+Array: TypeAlias = jax.Array | np.ndarray | np.generic
+ARRAYS = (jax.Array, np.ndarray, np.generic)
 
 
 def is_inexact(leaf: object) -> TypeGuard[ArrayLike]:
@@ -99,9 +101,37 @@ def is_fp8_metadata(path: KeyPath) -> bool:
     return _FP8_KEY in path
 
 
+def shown(value: object) -> str:
+    """Return a value as messages show it: never the numbers of an array, and at most 200 letters.
+
+    Reading the numbers would wait for the device.
+    """
+    text = _structure(value)
+    return text if len(text) <= 200 else f"{text[:199]}…"
+
+
+def _structure(value: object) -> str:
+    if isinstance(value, (*ARRAYS, jax.ShapeDtypeStruct)):
+        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+    if value is None or isinstance(value, (str, bytes, int, float, complex, type, np.dtype)):
+        return repr(value)
+    kind = type(value).__name__
+    if name := getattr(value, "__qualname__", ""):
+        return f"{kind} `{name}`"
+    if jax.tree_util.all_leaves([value]):
+        return f"an object of type {kind}"
+    return f"{kind}({', '.join(shown(child) for _, child in children(value)[0])})"
+
+
 def path_name(path: KeyPath | None) -> str:
     """Return a path as messages show it. The empty path is the tree itself."""
     return f"`{jax.tree_util.keystr(path)}`" if path else "the root of the tree"
+
+
+def some_paths(paths: Sequence[KeyPath]) -> str:
+    """Return paths as messages show them, at most three."""
+    more = f" and {len(paths) - 3:,} more" if len(paths) > 3 else ""
+    return ", ".join(map(path_name, paths[:3])) + more
 
 
 def children(tree: PyTree) -> tuple[list[tuple[KeyPath, PyTree]], Hashable]:

@@ -1,5 +1,6 @@
 """A `TrainState` for Flax's Linen that skips bad steps."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -26,6 +27,7 @@ from optax_lossscale._support.tree import (
     Tree,
     as_array,
     has_fp8_metadata,
+    shown,
 )
 
 
@@ -156,18 +158,20 @@ class TrainState(train_state.TrainState):
             `params`.
         """
         if not isinstance(self.tx, Guard):
-            raise TypeError(f"`tx` must be the result of `with_loss_scaling`, got {self.tx!r}.")
+            raise TypeError(
+                f"`tx` must be the result of `with_loss_scaling`, got {shown(self.tx)}."
+            )
         params: PyTree = self.params
         params = params.fast if isinstance(params, optax.LookaheadParams) else params
         # Adding a gradient of another shape to the parameter would broadcast it.
         remedy = "Differentiate with respect to all of `state.params`."
         checks.require_same_structure("grads", grads, params, remedy)
+        old = {name: self._field(name) for name in kwargs}
         loss = {} if value is None else {"value": value}
         updates, opt_state = self.tx.update(
             grads, self.opt_state, self.params, **loss, **_read_extra_args(extra_args)
         )
         is_applied = applied(opt_state)
-        old = {name: getattr(self, name) for name in kwargs}
         new = {name: _same_container(kwargs[name], old[name]) for name in kwargs}
         step = jnp.asarray(self.step, jnp.int32)
         return self.replace(
@@ -176,6 +180,17 @@ class TrainState(train_state.TrainState):
             opt_state=opt_state,
             **tree_where(is_applied, new, old),
         )
+
+    def _field(self, name: str) -> PyTree:
+        """Return the value of a field that `apply_gradients` may replace."""
+        if name in ("step", "params", "opt_state"):
+            raise TypeError(f"`{name}` must not be given: `apply_gradients` sets it itself.")
+        if name not in (field.name for field in dataclasses.fields(self)):
+            raise AttributeError(
+                f"`{name}` must be a field of {type(self).__name__}. Pass an argument of the "
+                f"optimizer or of a rule as `extra_args={{{name!r}: {name}}}`."
+            )
+        return getattr(self, name)
 
 
 def _strongly_typed(leaf: Leaf) -> Leaf:
@@ -188,7 +203,9 @@ def _read_extra_args(extra_args: Mapping[str, Any] | None) -> Mapping[str, Any]:
     if extra_args is None:
         return {}
     if not isinstance(extra_args, Mapping):
-        raise TypeError(f"`extra_args` must be a mapping from names to values, got {extra_args!r}.")
+        raise TypeError(
+            f"`extra_args` must be a mapping from names to values, got {shown(extra_args)}."
+        )
     for name in ("value", "grads", "params"):
         if name in extra_args:
             raise TypeError(
