@@ -325,10 +325,6 @@ PROGRAMS = {
             "apply_fn=None, params=«ols.cast(»variables«, stored)»,",
         ),
         run=kinds.nerf,
-        reason=(
-            "the authors multiply coordinates at the highest precision, so these products stay in "
-            "float32"
-        ),
     ),
     "named_axes": Program(
         name="Levanter's GPT-2, named axes",
