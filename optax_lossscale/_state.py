@@ -19,7 +19,6 @@ from optax_lossscale._support.tree import (
     Tree,
     in_dtype,
     path_name,
-    shown,
     some_paths,
 )
 
@@ -240,7 +239,8 @@ def applied(opt_state: PyTree) -> jax.Array:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
       >>> tx = ols.with_loss_scaling(optax.sgd(0.1))
       >>> opt_state = tx.init(jnp.ones(3))
-      >>> for grads in (jnp.ones(3), jnp.full(3, jnp.inf)):
+      >>> for x in (1.0, jnp.inf):
+      ...     grads = ols.grad(lambda w: jnp.sum(w * x))(opt_state, jnp.ones(3))
       ...     _, opt_state = tx.update(grads, opt_state)
       ...     print(ols.applied(opt_state))
       True
@@ -310,8 +310,8 @@ def find(kind: type[Tree], argument: str, tree: PyTree, order: str = "") -> Tree
         where = ", found at: " * bool(found) + some_paths([path for path, _ in found])
         remedy = next(_incomplete(kind, tree), _REGISTERED[kind].remedy)
         raise ValueError(
-            f"`{argument}` must hold exactly one {kind.__name__}, got {len(found)} in "
-            f"{shown(tree)}{where}. {' '.join(filter(None, [remedy, order]))}"
+            f"`{argument}` must hold exactly one {kind.__name__}, got {len(found)} in a "
+            f"{type(tree).__name__}{where}. {' '.join(filter(None, [remedy, order]))}"
         )
     ((_, state),) = found
     if kind is LossScaleState:

@@ -73,8 +73,8 @@ def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any
         return grad_fn(jax.tree_util.tree_map_with_path(replace, state), *args)
 
     for scale in _SCALES:
-        grads = grads_at(scale)
-        low, high = _largest(grads_at(scale / 4)), _largest(grads)
+        low, grads = _largest(grads_at(scale / 4)), grads_at(scale)
+        high = _largest(grads)
         measured = [name for name in low if low[name] and high.get(name)]
         if measured and all(map(math.isfinite, (*low.values(), *high.values()))):
             break

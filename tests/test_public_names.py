@@ -81,6 +81,7 @@ TOP_LEVEL = {
     "tree_where": "(pred, on_true, on_false)",
     "unscale_and_check": "(grads, state, *, axis_name=None)",
     "update": "(state, grads_finite, policy, *, loss_finite=True)",
+    "scale_inside": "(fun, loss_scale)",
     "value_and_grad": DIFFERENTIATE,
     "with_bfloat16_state": "(inner, *, keep=None)",
     "with_loss_scaling": "(inner, loss_scale='dynamic', *, skip_if=None, axis_name=None)",

@@ -20,7 +20,15 @@ from optax_lossscale._state import (
 )
 from optax_lossscale._support import checks, nnx
 from optax_lossscale._support.lines import warn_once
-from optax_lossscale._support.tree import KeyPath, Leaf, PyTree, Tree, is_fp8_metadata, shown
+from optax_lossscale._support.tree import (
+    PyTree,
+    Tree,
+    at_least_float32,
+    is_fp8_metadata,
+    is_inexact,
+    shown,
+    times,
+)
 
 P = ParamSpec("P")
 Value = TypeVar("Value")
@@ -228,13 +236,14 @@ def scale_inside(fun: Callable[P, Value], loss_scale: float) -> Callable[P, Valu
     `with_skipping` skips the step; `check_health` reports a run that only skips. Do not use it
     under `with_loss_scaling`, which would divide the gradients once more.
 
-    All outputs of `fun` are scaled. In reverse over reverse differentiation, the cotangents of the
-    second pass are smaller by the loss scale: compute a gradient penalty inside `fun`.
+    In reverse over reverse differentiation, the second pass is not scaled: compute a gradient
+    penalty inside `fun`.
 
     Args:
-      fun: The loss or the model, usually from `autocast`. Its arguments may hold modules of
-        `flax.nnx`. Only JAX arrays are scaled; everything else is passed through, and so is Flax's
-        fp8 metadata, whose gradient is its new value.
+      fun: The loss or the model, usually from `autocast`. Pass what is differentiated as an
+        argument, since cotangents of closed-over arrays come out multiplied. Arguments may hold
+        modules of `flax.nnx`. Flax's fp8 metadata, whose gradient is its new value, and everything
+        that is not a JAX array are passed through.
       loss_scale: The loss scale, between 2**-126 and 2**126. A power of two makes scaling exact.
         `suggest_loss_scale` chooses one.
 
@@ -259,9 +268,10 @@ def scale_inside(fun: Callable[P, Value], loss_scale: float) -> Callable[P, Valu
     checks.require_function("fun", fun, "Pass the loss function itself, not its result.")
     scale = checks.read_scale("loss_scale", loss_scale)
 
-    def with_scaled_cotangents(call: Callable[..., Any]) -> Callable[..., Any]:
+    def scaled_inside(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: PyTree) -> PyTree:
-            return _with_tangents_times(scale, call(*_with_tangents_over(scale, args)))
+            result = call(*_with_tangents_times(1 / scale, args, checks.require_wide))
+            return _with_tangents_times(scale, result, warn_of_float16)
 
         return run
 
@@ -271,51 +281,43 @@ def scale_inside(fun: Callable[P, Value], loss_scale: float) -> Callable[P, Valu
             return fun(*args, **kwargs)
 
         if nnx.holds_objects((args, kwargs)):
-            return nnx.on_arrays(with_scaled_cotangents, call)(args, kwargs)
-        return with_scaled_cotangents(call)(args, kwargs)
+            return nnx.on_arrays(scaled_inside, call)(args, kwargs)
+        return scaled_inside(call)(args, kwargs)
 
     return run
 
 
-def _with_tangents_over(loss_scale: float, args: Tree) -> Tree:
-    """Return the arguments of a function, whose cotangents are divided by `loss_scale`."""
+def _with_tangents_times(factor: float, tree: Tree, check: Callable[[jax.Array], None]) -> Tree:
+    """Return `tree`, whose tangents are multiplied by `factor`, after `check` of what has some.
 
-    def divided(path: KeyPath, leaf: Leaf) -> Leaf:
-        if not _is_differentiable(leaf) or is_fp8_metadata(path):
-            return leaf
-        return _identity(leaf, 1 / loss_scale, checks.require_wide)
-
-    return jax.tree_util.tree_map_with_path(divided, args)
-
-
-def _with_tangents_times(loss_scale: float, results: Tree) -> Tree:
-    """Return the results of a function, whose cotangents are multiplied by `loss_scale`."""
-
-    def times(leaf: Leaf) -> Leaf:
-        return _identity(leaf, loss_scale, warn_of_float16) if _is_differentiable(leaf) else leaf
-
-    return jax.tree.map(times, results)
-
-
-def _is_differentiable(leaf: Leaf) -> bool:
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-
-def _identity(x: jax.Array, factor: float, check: Callable[[jax.Array], None]) -> jax.Array:
-    """Return `x`, whose tangent is multiplied by `factor`, after a check if there is one."""
+    All arrays pass one operation, so that an outer differentiation ignores it for all or for none.
+    """
 
     @jax.custom_jvp
-    def identity(x: jax.Array) -> jax.Array:
-        return x
+    def identity(arrays: list[jax.Array]) -> list[jax.Array]:
+        return arrays
 
-    def jvp(primals: tuple[jax.Array], tangents: tuple[Any]) -> tuple[jax.Array, Any]:
-        (x,), (tangent,) = primals, tangents
+    def jvp(
+        primals: tuple[list[jax.Array]], tangents: tuple[list[Any]]
+    ) -> tuple[list[jax.Array], list[Any]]:
+        (arrays,), (given,) = primals, tangents
+        return arrays, [*map(scaled_tangent, arrays, given)]
+
+    def scaled_tangent(array: jax.Array, tangent: Any) -> Any:
         if isinstance(tangent, SymbolicZero):
-            return x, tangent
-        check(x)
+            return tangent
+        check(array)
         # A factor in half precision would be rounded.
-        wide = tangent.astype(jnp.promote_types(tangent.dtype, jnp.float32))
-        return x, (wide * jnp.asarray(factor, wide.dtype)).astype(tangent.dtype)
+        return times(at_least_float32(tangent), jnp.float32(factor)).astype(tangent.dtype)
 
     identity.defjvp(jvp, symbolic_zeros=True)
-    return identity(x)
+    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    places = [
+        place
+        for place, (path, leaf) in enumerate(paths)
+        if isinstance(leaf, jax.Array) and is_inexact(leaf) and not is_fp8_metadata(path)
+    ]
+    leaves = [leaf for _, leaf in paths]
+    for place, array in zip(places, identity([leaves[i] for i in places]), strict=True):
+        leaves[place] = array
+    return treedef.unflatten(leaves)

@@ -13,7 +13,6 @@ from optax_lossscale._support.choose import all_true
 from optax_lossscale._support.lines import warn
 from optax_lossscale._support.tree import (
     ARRAYS,
-    Array,
     AxisName,
     KeyPath,
     PyTree,
@@ -59,9 +58,7 @@ def scale_loss(loss: Tree, state: PyTree) -> Tree:
 
 def scaled(loss: Tree, loss_scale: jax.Array) -> Tree:
     """Multiply the loss by `loss_scale`, `float32[]`."""
-    for leaf in jax.tree.leaves(loss):
-        if isinstance(leaf, ARRAYS):
-            warn_of_float16(leaf)
+    warn_of_float16(loss)
 
     def scale(path: KeyPath, leaf: Any) -> jax.Array:
         if not is_inexact(leaf) or jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
@@ -77,9 +74,12 @@ def scaled(loss: Tree, loss_scale: jax.Array) -> Tree:
     return jax.tree_util.tree_map_with_path(scale, loss)
 
 
-def warn_of_float16(loss: Array) -> None:
+def warn_of_float16(loss: PyTree) -> None:
     """Warn that the cotangent of a float16 scalar, the loss scale, may be infinite."""
-    if loss.dtype == jnp.float16 and not loss.shape:
+    if any(
+        isinstance(leaf, ARRAYS) and leaf.dtype == jnp.float16 and not leaf.shape
+        for leaf in jax.tree.leaves(loss)
+    ):
         warn(
             "The loss is float16, and so is the loss scale in the backward pass, where it is "
             "infinite above 65504. Compute the loss in float32, for example from "

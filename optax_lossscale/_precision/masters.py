@@ -114,7 +114,7 @@ def with_master_weights(
         except Exception as error:
             add_likely_causes(error, updates, params)
             raise
-        moves = dict(zip(old, params_def.flatten_up_to(updates), strict=True))
+        moves = dict(zip(old, checks.read_leaves(updates, params), strict=True))
         new_masters = {name: master for name, (_, master) in kept.items()}
         for name, weight in weights.items():
             new = jnp.asarray(optax.apply_updates(weight, moves[name]), jnp.float32)
@@ -150,7 +150,8 @@ def master_weights(opt_state: PyTree, params: Tree) -> Tree:
       >>> tx = ols.with_loss_scaling(ols.with_master_weights(optax.sgd(1e-4)), 8)
       >>> params = {"w": jnp.float16(1), "norm": jnp.float32(1)}
       >>> opt_state = tx.init(params)
-      >>> grads = {"w": jnp.float16(8), "norm": jnp.float32(8)}
+      >>> loss_fn = lambda params: params["w"].astype(jnp.float32) + params["norm"]
+      >>> grads = ols.grad(loss_fn)(opt_state, params)
       >>> updates, opt_state = tx.update(grads, opt_state, params)
       >>> ols.master_weights(opt_state, optax.apply_updates(params, updates))
       {'norm': Array(0.9999, dtype=float32), 'w': Array(0.9999, dtype=float32)}

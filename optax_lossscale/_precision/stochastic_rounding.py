@@ -98,7 +98,7 @@ def with_stochastic_rounding(
     warnings_given: set[str] = set()
 
     def init_fn(params: optax.Params) -> StochasticRoundingState:
-        _require_bfloat16("init", params, warnings_given)
+        _refuse_float16(params)
         _seeds(params)  # raises for keys that have no fixed text
         wide = _in_float32(params)
         inner_state = inner.init(wide)
@@ -108,6 +108,7 @@ def with_stochastic_rounding(
         is_rounded = [*map(_is_bfloat16, jax.tree.leaves(params))]
         copies = copies_of(is_rounded, wide, inner.init, inner_state)
         refuse_state_of_parameters(inner_state, copies, warnings_given)
+        _warn_if_nothing_is_rounded("init", params, warnings_given)
         return StochasticRoundingState(jnp.zeros((), jnp.uint32), inner_state)
 
     def update_fn(
@@ -121,7 +122,8 @@ def with_stochastic_rounding(
         for name, given in (("updates", updates), ("params", params)):
             if given is None:
                 raise ValueError(f"`{name}` must be given: `update(grads, state, params)`.")
-        _require_bfloat16("update", params, warnings_given)
+        _refuse_float16(params)
+        _warn_if_nothing_is_rounded("update", params, warnings_given)
         # Round with the new count, as `with_bfloat16_state` does.
         count = jnp.asarray(count, jnp.uint32) + 1
         wide = _in_float32(params)
@@ -131,9 +133,8 @@ def with_stochastic_rounding(
         except Exception as error:
             add_likely_causes(error, updates, params)
             raise
-        params_def = jax.tree.structure(params)
-        moves, weights = params_def.flatten_up_to(updates), params_def.flatten_up_to(wide)
-        old = jax.tree.leaves(params)
+        moves, weights = checks.read_leaves(updates, params), jax.tree.leaves(wide)
+        old, params_def = jax.tree.flatten(params)
         for i, seed in _seeds(params).items():
             new = jnp.asarray(optax.apply_updates(weights[i], moves[i]), jnp.float32)
             moves[i] = update_at_random(new, old[i], count, seed)
@@ -160,19 +161,21 @@ def _in_float32(params: PyTree) -> PyTree:
     return jax.tree.map(lambda x: in_dtype(x, jnp.float32) if _is_bfloat16(x) else x, params)
 
 
-def _require_bfloat16(method: str, params: PyTree, given: set[str]) -> None:
-    """Raise if parameters cannot be rounded, and warn, once per method, if none is."""
-    is_masked = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
-    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_masked)
-    for path, param in leaves:
+def _refuse_float16(params: PyTree) -> None:
+    for path, param in jax.tree_util.tree_leaves_with_path(params):
         if getattr(param, "dtype", None) == jnp.float16:
             raise ValueError(
                 f"`params` must not be float16 for stochastic rounding, got one at "
                 f"{path_name(path)}. Use `with_master_weights(inner)`, or cast it to bfloat16."
             )
-    is_group = any(is_masked(param) for _, param in leaves)  # of a `partition`
-    has_floats = any(is_inexact(param) for _, param in leaves)
-    if has_floats and not is_group and not any(_is_bfloat16(param) for _, param in leaves):
+
+
+def _warn_if_nothing_is_rounded(method: str, params: PyTree, given: set[str]) -> None:
+    """Warn, once per method, if no parameter is bfloat16, except in a group of a `partition`."""
+    is_masked = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
+    leaves = jax.tree.leaves(params, is_leaf=is_masked)
+    is_expected = any(map(is_masked, leaves)) or not any(map(is_inexact, leaves))
+    if not is_expected and not any(map(_is_bfloat16, leaves)):
         warn_once(
             f"`with_stochastic_rounding.{method}` got no bfloat16 parameter, so nothing is "
             "rounded. Code that adds updates without a cast, such as `eqx.apply_updates`, makes "

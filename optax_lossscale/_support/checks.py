@@ -204,6 +204,15 @@ def require_same_structure(name: str, tree: PyTree, expected: PyTree, remedy: st
     jax.tree_util.tree_map_with_path(check, tree, expected)
 
 
+def read_leaves(updates: PyTree, params: PyTree) -> list[Leaf]:
+    """Return an update for each leaf of the parameters."""
+    try:
+        return jax.tree.structure(params).flatten_up_to(updates)
+    except ValueError:  # whose message prints the arrays
+        path = path_name(first_difference(updates, params)[0])
+        raise ValueError(f"`updates` and `params` differ in structure at {path}.") from None
+
+
 def require_same_shape(name: str, path: KeyPath, leaf: Leaf, expected: Leaf, remedy: str) -> None:
     """Raise if a leaf has another shape, since it would be broadcast."""
     got, wanted = (getattr(x, "shape", ()) for x in (leaf, expected))

@@ -1,5 +1,6 @@
 """Pytrees: kinds of leaves, paths, dtypes, and taking a tree apart."""
 
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeGuard, TypeVar
 
@@ -61,6 +62,13 @@ def at_least_float32(leaf: Leaf) -> Leaf:
     return value.astype(jnp.float32) if jnp.finfo(value.dtype).bits < 32 else value
 
 
+def times(array: jax.Array, factor: jax.Array) -> jax.Array:
+    """Multiply an array by a real number. A product with 1 + 0j would lose the signs of zeros."""
+    if jnp.iscomplexobj(array):
+        return jax.lax.complex(times(array.real, factor), times(array.imag, factor))
+    return array * factor.astype(array.dtype)
+
+
 def unscaled(grads: Tree, loss_scale: jax.Array, *, keep_dtypes: bool = False) -> Tree:
     """Multiply gradients by `1 / loss_scale`, in float32 or their own larger dtype.
 
@@ -73,12 +81,7 @@ def unscaled(grads: Tree, loss_scale: jax.Array, *, keep_dtypes: bool = False) -
     def unscale(path: KeyPath, leaf: Leaf) -> Leaf:
         if not is_inexact(leaf) or _FP8_KEY in path:
             return leaf
-        value = at_least_float32(leaf)
-        if jnp.iscomplexobj(value):  # by parts: a product with 1 + 0j loses the signs of zeros
-            times = reciprocal.astype(value.real.dtype)
-            product = jax.lax.complex(value.real * times, value.imag * times)
-        else:
-            product = value * reciprocal.astype(value.dtype)
+        product = times(at_least_float32(leaf), reciprocal)
         return product.astype(jnp.result_type(leaf)) if keep_dtypes else product
 
     # An overflow here is not an error: the check of the step detects it.
@@ -119,7 +122,10 @@ def _structure(value: object) -> str:
     if name := getattr(value, "__qualname__", ""):
         return f"{kind} `{name}`"
     if jax.tree_util.all_leaves([value]):
-        return f"an object of type {kind}"
+        members = getattr(value, "__dict__", {})
+        has_arrays = any(isinstance(x, ARRAYS) for x in jax.tree.leaves(members))
+        is_hidden = has_arrays or isinstance(value, functools.partial)
+        return f"an object of type {kind}" if is_hidden else repr(value)
     return f"{kind}({', '.join(shown(child) for _, child in children(value)[0])})"
 
 

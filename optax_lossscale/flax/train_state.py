@@ -133,7 +133,7 @@ class TrainState(train_state.TrainState):
         grads: PyTree,
         value: ArrayLike | None = None,
         extra_args: Mapping[str, Any] | None = None,
-        **kwargs: Any,
+        **fields: Any,
     ) -> Self:
         """Apply the step, or skip it and only update the loss scale.
 
@@ -144,7 +144,7 @@ class TrainState(train_state.TrainState):
             is skipped.
           extra_args: Further arguments for the optimizer and its rules, by name: `{"kl": kl}` for
             `Spike("kl")`, `{"grad": grads, "value_fn": value_fn}` for a line search.
-          **kwargs: New values of other fields, such as `batch_stats`. A skipped step keeps the old
+          **fields: New values of other fields, such as `batch_stats`. A skipped step keeps the old
             values.
 
         Returns:
@@ -166,13 +166,13 @@ class TrainState(train_state.TrainState):
         # Adding a gradient of another shape to the parameter would broadcast it.
         remedy = "Differentiate with respect to all of `state.params`."
         checks.require_same_structure("grads", grads, params, remedy)
-        old = {name: self._field(name) for name in kwargs}
+        old = {name: self._field(name) for name in fields}
         loss = {} if value is None else {"value": value}
         updates, opt_state = self.tx.update(
             grads, self.opt_state, self.params, **loss, **_read_extra_args(extra_args)
         )
         is_applied = applied(opt_state)
-        new = {name: _same_container(kwargs[name], old[name]) for name in kwargs}
+        new = {name: _same_container(fields[name], old[name]) for name in fields}
         step = jnp.asarray(self.step, jnp.int32)
         return self.replace(
             step=jnp.where(is_applied | self.count_skipped, increment(step), step),
@@ -184,7 +184,7 @@ class TrainState(train_state.TrainState):
     def _field(self, name: str) -> PyTree:
         """Return the value of a field that `apply_gradients` may replace."""
         if name in ("step", "params", "opt_state"):
-            raise TypeError(f"`{name}` must not be given: `apply_gradients` sets it itself.")
+            raise TypeError(f"`fields` must not name what the step itself sets, got {name!r}.")
         if name not in (field.name for field in dataclasses.fields(self)):
             raise AttributeError(
                 f"`{name}` must be a field of {type(self).__name__}. Pass an argument of the "
