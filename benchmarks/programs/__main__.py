@@ -202,7 +202,7 @@ def beside_their_own(programs: Mapping[str, Any]) -> str:
     theirs, ours = (span([100 * result.share for result in way], ".3g") for way in ways)
     off, ours_off = (span([100 * result.distance for result in way], ".2g") for way in ways)
     return (
-        f"Where authors have a half precision of their own ({len(own)} programs), it runs {theirs} "
+        f"Where authors have their own half precision ({len(own)} programs), it runs {theirs} "
         f"% of the operations, `autocast` {ours} %, and the first gradient is off by {off} %, with "
         f"`autocast` by {ours_off} %."
     )
