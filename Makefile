@@ -51,7 +51,8 @@ test: $(VENV)/test.installed
 test-all: $(VENV)/test.installed
 	$(PYTEST) -m ""
 
-# Compares the library with live libraries that are too large for the test group: torch.
+# Compares the library with torch, and trains in FlowJAX and OTT, which are too large for the test
+# group.
 oracles: $(VENV)/oracles.installed
 	$(PYTEST) -m "" tests/oracles
 

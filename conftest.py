@@ -9,8 +9,11 @@ import importlib
 import io
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import optax
 import pytest
 from sybil import Example, Sybil
 from sybil.evaluators.python import PythonEvaluator
@@ -99,8 +102,22 @@ def _as_if_nothing_was_scaled() -> Iterator[None]:
     _state.mark_scaled()
 
 
-pytest_collect_file = Sybil(
-    parsers=[CodeBlockParser("python", _run), CodeBlockParser("text", _compare)],
-    patterns=["README.md", "BUILD.md", "docs/*.md", "docs/api/*.md", "docs/migration/*.md"],
-    fixtures=["_defaults", "_new_process"],
+def _define_a_program(namespace: dict[str, Any]) -> None:
+    """Define what README's blocks expect of the reader's program."""
+    namespace |= {
+        "jax": jax,
+        "jnp": jnp,
+        "optax": optax,
+        "loss_fn": lambda params, batch: jnp.mean((batch @ params["w"]) ** 2),
+        "params": {"w": jnp.ones((64, 64))},
+        "batch": jnp.ones((8, 64)),
+    }
+
+
+_PARSERS = [CodeBlockParser("python", _run), CodeBlockParser("text", _compare)]
+_FIXTURES = ["_defaults", "_new_process"]
+_PAGES = ["BUILD.md", "docs/*.md", "docs/api/*.md", "docs/migration/*.md"]
+pytest_collect_file = (
+    Sybil(_PARSERS, patterns=["README.md"], setup=_define_a_program, fixtures=_FIXTURES)
+    + Sybil(_PARSERS, patterns=_PAGES, fixtures=_FIXTURES)
 ).pytest()
