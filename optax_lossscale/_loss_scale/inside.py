@@ -108,6 +108,10 @@ def _with_tangents_times(factor: float, tree: Tree, check: Callable[[jax.Array],
     def scaled_tangent(array: jax.Array, tangent: Any) -> Any:
         if isinstance(tangent, SymbolicZero):
             return tangent
+        array, tangent = (
+            jnp.asarray(array),
+            jnp.asarray(tangent),
+        )  # jax 0.7 has Python's numbers here
         check(array)
         # A factor in half precision would be rounded.
         wide = at_least_float32(tangent)
