@@ -52,7 +52,7 @@ def with_fewer_residuals(body: Jaxpr, constants: int) -> Jaxpr:
     def edit(body: Jaxpr) -> Jaxpr:
         # By a `jax.checkpoint` of its own, the program decides what is kept.
         policies = (eqn.params.get("policy", _keeps_elementary) for eqn in all_equations(body))
-        if has_effects(body) or not _POLICIES.issuperset(policies):
+        if has_effects(body) or not all(policy in _POLICIES for policy in policies):
             return body
         keeping = _checkpointed(body, constants)
         repeating = _with_params(keeping, policy=_repeats_elementary)
@@ -71,7 +71,7 @@ def _repeats_elementary(primitive: Any, *avals: Any, **params: Any) -> bool:
     return _is_kept(ARITHMETIC | ELEMENTARY, primitive, avals, params)
 
 
-_POLICIES = frozenset([_keeps_elementary, _repeats_elementary])
+_POLICIES = (_keeps_elementary, _repeats_elementary)
 
 
 def _is_kept(
