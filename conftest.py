@@ -67,7 +67,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _doctest_defaults(request: pytest.FixtureRequest) -> Iterator[None]:
     """Run a docstring's example as a reader does, too."""
     if isinstance(request.node, pytest.DoctestItem):
-        with _as_in_a_new_process():
+        with _promotion(), _as_if_nothing_was_scaled():
             yield
     else:
         yield
@@ -76,17 +76,29 @@ def _doctest_defaults(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def _defaults() -> Iterator[None]:
     """Run as a reader does, without the strictness that `tests` asks of the library."""
-    with _as_in_a_new_process():
+    with _promotion():
+        yield
+
+
+@pytest.fixture(scope="module")
+def _new_process() -> Iterator[None]:
+    """Run a document as in a new process, so that its guards must be given scaled gradients."""
+    with _as_if_nothing_was_scaled():
         yield
 
 
 @contextlib.contextmanager
-def _as_in_a_new_process() -> Iterator[None]:
-    """Use JAX's defaults, and let no earlier test have scaled a loss, so that examples scale."""
-    _state = importlib.import_module("optax_lossscale._state")
-    _state.mark_scaled(False)
+def _promotion() -> Iterator[None]:
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
+
+
+@contextlib.contextmanager
+def _as_if_nothing_was_scaled() -> Iterator[None]:
+    """Forget that earlier tests have scaled a loss, which silences a warning."""
+    _state = importlib.import_module("optax_lossscale._state")
+    _state.mark_scaled(False)
+    yield
     _state.mark_scaled()
 
 
@@ -103,8 +115,9 @@ def _define_a_program(namespace: dict[str, Any]) -> None:
 
 
 _PARSERS = [CodeBlockParser("python", _run), CodeBlockParser("text", _compare)]
+_FIXTURES = ["_defaults", "_new_process"]
 _PAGES = ["BUILD.md", "docs/*.md", "docs/api/*.md", "docs/migration/*.md"]
 pytest_collect_file = (
-    Sybil(_PARSERS, patterns=["README.md"], setup=_define_a_program, fixtures=["_defaults"])
-    + Sybil(_PARSERS, patterns=_PAGES, fixtures=["_defaults"])
+    Sybil(_PARSERS, patterns=["README.md"], setup=_define_a_program, fixtures=_FIXTURES)
+    + Sybil(_PARSERS, patterns=_PAGES, fixtures=_FIXTURES)
 ).pytest()

@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale._support import checks
-from optax_lossscale._support.bounds import INT32_MAX, LARGEST_SCALE, SMALLEST_SCALE
+from optax_lossscale._support.bounds import INT32_MAX
 from optax_lossscale._support.lines import warn
-from optax_lossscale._support.nnx import without_variables
 from optax_lossscale._support.transformation import Transformation
 from optax_lossscale._support.tree import (
     ARRAYS,
@@ -273,7 +272,7 @@ def loss_scale_state(opt_state: PyTree) -> LossScaleState:
     return state
 
 
-class _Process:
+class Process:
     """What this process has done so far."""
 
     has_scaled = False  # whether it has read a loss scale, to multiply a loss by it
@@ -281,13 +280,11 @@ class _Process:
 
 def mark_scaled(has_scaled: bool = True) -> None:
     """Note that this process has scaled a loss. False makes it forget, for tests."""
-    _Process.has_scaled = has_scaled
+    Process.has_scaled = has_scaled
 
 
-def warn_if_never_scaled() -> None:
-    """Warn, once per process, if gradients are about to be divided although no loss was scaled."""
-    if _Process.has_scaled:
-        return
+def warn_of_no_scaling() -> None:
+    """Warn, once per process, that gradients are divided although no loss was scaled."""
     mark_scaled()
     warn(
         "`update` divides gradients by the loss scale, but this process has not scaled a loss so "
@@ -307,7 +304,8 @@ def find(kind: type[Tree], argument: str, tree: PyTree, order: str = "") -> Tree
     """
     found = list(subtrees(tree, kind))
     if len(found) != 1:
-        where = ", found at: " * bool(found) + some_paths([path for path, _ in found])
+        paths = some_paths([path for path, _ in found])
+        where = f", found at: {paths}" if found else ""
         remedy = next(_incomplete(kind, tree), _REGISTERED[kind].remedy)
         raise ValueError(
             f"`{argument}` must hold exactly one {kind.__name__}, got {len(found)} in a "
@@ -352,42 +350,3 @@ def _incomplete(kind: type[Any], tree: PyTree) -> Iterator[str]:
                 f"The one at {path_name(path)} lacks the field `{missing[0]}`: add its initial "
                 "value."
             )
-
-
-def spike_statistics(state: SpikeState) -> tuple[jax.Array, jax.Array]:
-    """Return the mean and the standard deviation of the values that a `Spike` remembers.
-
-    Both are 0 before the first value. `float32[]`.
-    """
-    if state.held.ndim:  # as under `jax.vmap`
-        return jax.vmap(spike_statistics)(state)
-    mean, deviation, unit = relative_statistics(state)
-    return mean * unit, deviation * unit
-
-
-def spikes_in(rule_states: PyTree) -> Iterator[tuple[KeyPath, SpikeState]]:
-    """Yield the states of all `Spike`s, and their paths."""
-    for path, spike in subtrees(rule_states, SpikeState):
-        yield path, without_variables(spike)
-
-
-def relative_statistics(state: SpikeState) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the mean and the standard deviation in a unit, and the unit. `float32[]`.
-
-    The unit is the largest magnitude in the window: in this unit, squares fit a float32. Values in
-    unused places do not count. Equal values have a deviation of 0, however the compiler divides:
-    distances from the newest value are then 0 exactly, and what rounding leaves of them is ignored.
-    """
-    window = state.values.size
-    held = jnp.clip(state.held, 1, window)  # before the first value, a place holds 0
-    is_held = jnp.arange(window, dtype=jnp.int32) >= window - held
-    values = jnp.where(is_held, state.values, 0)
-    unit = jnp.clip(jnp.max(jnp.abs(values)), SMALLEST_SCALE, LARGEST_SCALE)
-    relative = values / unit
-    n = held.astype(jnp.float32)
-    mean = jnp.sum(relative) / n
-    distances = jnp.where(is_held, relative - relative[-1], 0)
-    squares = jnp.where(is_held, (distances - jnp.sum(distances) / n) ** 2, 0)
-    deviation = jnp.sqrt(jnp.sum(squares) / n)
-    is_rounding = deviation <= jnp.finfo(jnp.float32).eps * jnp.abs(mean)
-    return mean, jnp.where(is_rounding, 0, deviation), unit

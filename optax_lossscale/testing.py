@@ -10,7 +10,8 @@ import numpy as np
 
 from optax_lossscale._state import LossScaleState, find, subtrees
 from optax_lossscale._support import checks
-from optax_lossscale._support.tree import KeyPath, PyTree, is_fp8_metadata, is_inexact, path_name
+from optax_lossscale._support.nnx import plain_keys
+from optax_lossscale._support.tree import FP8_KEY, KeyPath, PyTree, is_inexact, path_name
 
 __all__ = ["assert_scaled_once"]
 
@@ -66,8 +67,7 @@ def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any
     def grads_at(loss_scale: float) -> PyTree:
         def replace(path: KeyPath, leaf: Any) -> Any:
             is_inside = path[: len(state_path)] == state_path
-            field = path[len(state_path)] if is_inside else None
-            is_scale = "loss_scale" in (getattr(field, "name", ""), getattr(field, "key", ""))
+            is_scale = is_inside and plain_keys(path[len(state_path) :])[0] == "loss_scale"
             return jnp.asarray(loss_scale, jnp.float32) if is_scale else leaf
 
         return grad_fn(jax.tree_util.tree_map_with_path(replace, state), *args)
@@ -106,5 +106,5 @@ def _largest(grads: PyTree) -> dict[str, float]:
     return {
         path_name(path): float(np.max(np.abs(np.asarray(leaf).astype(np.complex128)), initial=0))
         for path, leaf in jax.tree_util.tree_leaves_with_path(grads)
-        if is_inexact(leaf) and not is_fp8_metadata(path)
+        if is_inexact(leaf) and FP8_KEY not in path
     }

@@ -173,7 +173,7 @@ class DynamicLossScale(_Policy):
         and NeMo), instead of only growth (as in Megatron-LM, and in DeepSpeed by default).
       loss_patience: At how many consecutive skipped steps a loss that is not finite counts as an
         overflow. Before that, the batch is probably bad, which a smaller loss scale does not fix.
-        It fixes a loss that itself depends on the loss scale, as with a gradient penalty.
+        A smaller loss scale helps if the loss itself depends on it, as with a gradient penalty.
 
     Raises:
       TypeError: If a hyper-parameter has the wrong type.

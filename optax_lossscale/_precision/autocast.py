@@ -11,9 +11,10 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import eval_jaxpr
 from jax.typing import DTypeLike
 
+from optax_lossscale._precision.halves import hidden_storage
+from optax_lossscale._precision.matrix_products import Product, products_of, total_flops
 from optax_lossscale._precision.products import (
     UNCAST_SCOPE,
     reason_not_to_cast,
@@ -24,10 +25,9 @@ from optax_lossscale._precision.storage import lookups_in_half, with_stored_inpu
 from optax_lossscale._support import checks, nnx
 from optax_lossscale._support.jaxprs import (
     Jaxpr,
-    Product,
     constants_of,
-    products_of,
-    total_flops,
+    evaluate,
+    make_jaxpr,
     without_constants,
 )
 from optax_lossscale._support.lines import is_own, source_of, warn_once
@@ -178,15 +178,14 @@ def _evaluated(
             return results
 
         if halves or as_stored:
-            with checks.hidden_storage(), _note_about_dtypes():
-                jaxpr = jax.make_jaxpr(call_with_arrays)(arrays)
+            with hidden_storage(), _note_about_dtypes():
+                jaxpr = make_jaxpr(call_with_arrays)(arrays)
             _warn_of_lookups(jaxpr, given)
             jaxpr = with_stored_inputs(jaxpr)
         else:
-            jaxpr = jax.make_jaxpr(call_with_arrays)(arrays)
+            jaxpr = make_jaxpr(call_with_arrays)(arrays)
         jaxpr = edit(jaxpr)
-        # Not `jaxpr_as_fun`, which turns `jax.debug_nans` off.
-        results = eval_jaxpr(without_constants(jaxpr), jaxpr.consts, *arrays)
+        results = evaluate(without_constants(jaxpr), jaxpr.consts, *arrays)
         return jax.tree.map(lambda x: as_stored.get(id(x), x), join_results[0](results))
 
     return run

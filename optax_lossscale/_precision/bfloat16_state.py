@@ -10,7 +10,7 @@ import optax
 from optax_lossscale._order import refuse_masters_inside, refuse_second_guard
 from optax_lossscale._precision.cast import warn_if_unused
 from optax_lossscale._precision.copies import copies_of
-from optax_lossscale._precision.halves import array_seed, rounded_at_random
+from optax_lossscale._precision.halves import array_seed, refuse_hidden_storage, rounded_at_random
 from optax_lossscale._state import Bfloat16State
 from optax_lossscale._support import checks
 from optax_lossscale._support.nnx import named_leaves
@@ -105,7 +105,7 @@ def with_bfloat16_state(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, Bfloat16State]:
-        checks.refuse_hidden_storage("with_bfloat16_state")
+        refuse_hidden_storage("with_bfloat16_state")
         count, old = checks.read_state(state, Bfloat16State)
         # Round with the new count. If the old one were used below, XLA:GPU would copy it first: 16
         # kernels in a step of AdamW on an H100 instead of 15, the same bytes (jaxlib 0.10.2).

@@ -6,7 +6,13 @@ from collections.abc import Callable, Sequence
 import jax
 import optax
 
-from optax_lossscale._support.jaxprs import Equation, is_move, propagated
+from optax_lossscale._support.jaxprs import (
+    Equation,
+    is_move,
+    make_jaxpr,
+    propagated,
+    without_constants,
+)
 from optax_lossscale._support.primitives import CONVERSIONS
 from optax_lossscale._support.tree import ARRAYS, KeyPath, Leaf, PyTree, split
 
@@ -34,7 +40,7 @@ def copies_of(
         return [leaf for _, leaf in found]
 
     try:
-        jaxpr = jax.make_jaxpr(init_arrays)(arrays).jaxpr
+        jaxpr = without_constants(make_jaxpr(init_arrays)(arrays))
     except Exception:  # noqa: BLE001 - `init` reads values, so it cannot be traced, but ran before
         originals = [*itertools.compress(arrays, chosen)]
         leaves = jax.tree_util.tree_leaves_with_path(inner_state)

@@ -1,11 +1,14 @@
-"""Bit arithmetic for half precision, and float32 split into a bfloat16 and a 16-bit remainder.
+"""Half precision as a storage format: its bits, its rounding, and the mark that it is hidden.
 
 A bfloat16 has the upper 16 bits of a float32. To get the float32 back, shift the bits of the
 bfloat16 left by 16 and add the remainder as a signed integer. Splitting rounds to nearest, ties
 away from zero.
 """
 
+import contextlib
+import threading
 import zlib
+from collections.abc import Generator
 
 import jax
 import jax.numpy as jnp
@@ -133,8 +136,9 @@ def rounded_at_random(x: jax.Array, count: jax.Array, seed: int) -> jax.Array:
 def update_at_random(new: jax.Array, param: jax.Array, count: jax.Array, seed: int) -> jax.Array:
     """Return the update that makes a bfloat16 `param` equal to one of the two neighbors of `new`.
 
-    Adding it gives exactly that neighbor. `new` is the float32 sum of `param` and an update, so it
-    has few digits where the two cancel, and elsewhere the neighbor is the larger part of the sum.
+    Adding it gives exactly that neighbor. `new` is the float32 sum of `param` and an update. If the
+    two nearly cancel, `new` has few digits, so the difference from `param` is exact. If they do
+    not, the neighbor is the larger term, and absorbs what rounding loses of the difference.
     """
     old = param.astype(jnp.float32)
     target = _neighbor(new, count, seed)
@@ -177,3 +181,30 @@ def _mixed(x: jax.Array) -> jax.Array:
     x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
     return x ^ (x >> 16)
+
+
+class _Thread(threading.local):
+    hides_storage = False
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def hidden_storage() -> Generator[None]:
+    """Mark that this thread traces a function in which stored half precision looks like float32."""
+    before, _thread.hides_storage = _thread.hides_storage, True
+    try:
+        yield
+    finally:
+        _thread.hides_storage = before
+
+
+def refuse_hidden_storage(wrapper: str) -> None:
+    """Raise if the update of `wrapper` is inside `autocast`, which hides half precision."""
+    if _thread.hides_storage:
+        raise ValueError(
+            f"`{wrapper}` must not be updated inside `autocast`, where arrays in half precision "
+            "look like float32, so that nothing would be rounded. Wrap the loss function, not the "
+            "training step: `value_and_grad(autocast(loss_fn, dtype))`."
+        )

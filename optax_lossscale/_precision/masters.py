@@ -98,7 +98,7 @@ def with_master_weights(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, MasterWeightsState]:
-        checks.refuse_hidden_storage("with_master_weights")
+        halves.refuse_hidden_storage("with_master_weights")
         masters, inner_state = checks.read_state(state, MasterWeightsState)
         for name, given in (("updates", updates), ("params", params)):
             if given is None:
@@ -114,7 +114,10 @@ def with_master_weights(
         except Exception as error:
             add_likely_causes(error, updates, params)
             raise
-        moves = dict(zip(old, checks.read_leaves(updates, params), strict=True))
+        try:
+            moves = dict(zip(old, params_def.flatten_up_to(updates), strict=True))
+        except ValueError:  # whose message prints the arrays
+            raise checks.differing_structures(updates, params) from None
         new_masters = {name: master for name, (_, master) in kept.items()}
         for name, weight in weights.items():
             new = jnp.asarray(optax.apply_updates(weight, moves[name]), jnp.float32)

@@ -12,7 +12,7 @@ from optax_lossscale._order import (
     refuse_two_for_parameters,
 )
 from optax_lossscale._precision.copies import copies_of
-from optax_lossscale._precision.halves import array_seed, update_at_random
+from optax_lossscale._precision.halves import array_seed, refuse_hidden_storage, update_at_random
 from optax_lossscale._state import MasterWeightsState, StochasticRoundingState
 from optax_lossscale._support import checks
 from optax_lossscale._support.lines import warn_once
@@ -117,7 +117,7 @@ def with_stochastic_rounding(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, StochasticRoundingState]:
-        checks.refuse_hidden_storage("with_stochastic_rounding")
+        refuse_hidden_storage("with_stochastic_rounding")
         count, inner_state = checks.read_state(state, StochasticRoundingState)
         for name, given in (("updates", updates), ("params", params)):
             if given is None:
@@ -133,8 +133,11 @@ def with_stochastic_rounding(
         except Exception as error:
             add_likely_causes(error, updates, params)
             raise
-        moves, weights = checks.read_leaves(updates, params), jax.tree.leaves(wide)
-        old, params_def = jax.tree.flatten(params)
+        weights, (old, params_def) = jax.tree.leaves(wide), jax.tree.flatten(params)
+        try:
+            moves = params_def.flatten_up_to(updates)
+        except ValueError:  # whose message prints the arrays
+            raise checks.differing_structures(updates, params) from None
         for i, seed in _seeds(params).items():
             new = jnp.asarray(optax.apply_updates(weights[i], moves[i]), jnp.float32)
             moves[i] = update_at_random(new, old[i], count, seed)

@@ -19,7 +19,6 @@ from optax_lossscale._support.jaxprs import (
     Equation,
     Jaxpr,
     conversion,
-    holds_equations,
     inner_jaxprs,
     is_move,
     manual_axes_of,
@@ -31,6 +30,7 @@ from optax_lossscale._support.jaxprs import (
     variable_like,
     variables,
     with_edit,
+    with_edited_functions,
     without_constants,
 )
 from optax_lossscale._support.primitives import LOOKUPS, PASSED, PLAIN_CALLS
@@ -63,7 +63,7 @@ def _with_moved_conversions(jaxpr: Jaxpr) -> Jaxpr:
     return _Edit(in_float32, jaxpr.invars).edited()
 
 
-def _as_read(jaxpr: Jaxpr) -> dict[Var, Var]:
+def _as_read(jaxpr: Jaxpr) -> dict[Atom, Atom]:
     """Return the float32 variable that each stored input of a traced program is read as."""
     stored = {x for x in jaxpr.invars if x.aval.dtype in HALF}
     return {
@@ -163,12 +163,9 @@ class _Edit:
         invars = renamed(eqn.invars, taken)
         pairs = zip(invars, eqn.invars, strict=True)
         stored = tuple(None if x is wide else x.aval.dtype for x, wide in pairs)
-        params = {
-            key: _with_stored_operands(param, stored) if holds_equations(param) else param
-            for key, param in eqn.params.items()
-        }
+        eqn = with_edited_functions(eqn, _with_stored_operands, stored)
         outvars = renamed(eqn.outvars, self.stored)
-        return [*conversions, eqn.replace(invars=invars, outvars=outvars, params=params)]
+        return [*conversions, eqn.replace(invars=invars, outvars=outvars)]
 
     def only_use(self, atom: Atom) -> Atom | None:
         """Return the stored form of an operand whose only use is this one."""
@@ -194,7 +191,7 @@ class _Edit:
         return beside.replace(ctx=next(own, beside.ctx))
 
 
-def _passed_elements(eqn: Equation) -> list[tuple[Sequence[Atom], Sequence[Var]]]:
+def _passed_elements(eqn: Equation) -> list[tuple[Sequence[Atom], Sequence[Atom]]]:
     """Return the operands whose elements an equation passes on, with the results that they become.
 
     Its transpose then adds no cotangents, except zeros.

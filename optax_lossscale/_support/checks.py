@@ -1,16 +1,13 @@
 """Checks of arguments. Each one raises an error where silence would corrupt or mislead.
 
-`require_…` returns nothing. `read_…` returns the value in the form that the caller uses. Inside
-`hidden_storage`, `refuse_hidden_storage` raises.
+`require_…` returns nothing. `read_…` returns the value in the form that the caller uses.
 """
 
-import contextlib
 import functools
 import inspect
 import math
 import numbers
-import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -175,20 +172,16 @@ def require_wide(arg: Array) -> None:
 
 
 def require_scalar(name: str, value: PyTree, remedy: str) -> None:
-    """Raise if `value` is an array with axes, or a container."""
+    """Raise if `value` is not one real number or flag: an array with axes, a container, text."""
     if not jax.tree_util.all_leaves([value]):
         raise TypeError(f"`{name}` must be a scalar, got a {type(value).__name__}. {remedy}")
     if np.shape(value):
         raise ValueError(f"`{name}` must be a scalar, got shape {np.shape(value)}. {remedy}")
-
-
-def require_real_scalar(name: str, value: PyTree) -> None:
-    """Raise if `value` is not one real number. Objects with `__jax_array__` are arrays."""
-    remedy = "Return one number, such as a mean."
-    require_scalar(name, value, remedy)
-    is_number = isinstance(value, (*ARRAYS, numbers.Real)) or hasattr(value, "__jax_array__")
-    if not is_number or jnp.iscomplexobj(value):
-        raise TypeError(f"`{name}` must be a real number, got {shown(value)}. {remedy}")
+    is_number = isinstance(value, (*ARRAYS, numbers.Real, jax.ShapeDtypeStruct))
+    if not (is_number or hasattr(value, "__jax_array__")) or jnp.iscomplexobj(value):
+        raise TypeError(
+            f"`{name}` must be a Python number or a real array, got {shown(value)}. {remedy}"
+        )
 
 
 def require_same_structure(name: str, tree: PyTree, expected: PyTree, remedy: str) -> None:
@@ -204,13 +197,10 @@ def require_same_structure(name: str, tree: PyTree, expected: PyTree, remedy: st
     jax.tree_util.tree_map_with_path(check, tree, expected)
 
 
-def read_leaves(updates: PyTree, params: PyTree) -> list[Leaf]:
-    """Return an update for each leaf of the parameters."""
-    try:
-        return jax.tree.structure(params).flatten_up_to(updates)
-    except ValueError:  # whose message prints the arrays
-        path = path_name(first_difference(updates, params)[0])
-        raise ValueError(f"`updates` and `params` differ in structure at {path}.") from None
+def differing_structures(updates: PyTree, params: PyTree) -> ValueError:
+    """Return the error that names the path at which updates and parameters differ."""
+    path = path_name(first_difference(updates, params)[0])
+    return ValueError(f"`updates` and `params` differ in structure at {path}.")
 
 
 def require_same_shape(name: str, path: KeyPath, leaf: Leaf, expected: Leaf, remedy: str) -> None:
@@ -328,30 +318,3 @@ def read_optimizer(
             f"{shown(optimizer)}. Call the optimizer's factory first, as in `optax.adam(1e-3)`."
         )
     return optax.with_extra_args_support(optimizer)
-
-
-class _Thread(threading.local):
-    hides_storage = False
-
-
-_thread = _Thread()
-
-
-@contextlib.contextmanager
-def hidden_storage() -> Generator[None]:
-    """Mark that this thread traces a function in which stored half precision looks like float32."""
-    before, _thread.hides_storage = _thread.hides_storage, True
-    try:
-        yield
-    finally:
-        _thread.hides_storage = before
-
-
-def refuse_hidden_storage(wrapper: str) -> None:
-    """Raise if the update of `wrapper` is inside `autocast`, which hides half precision."""
-    if _thread.hides_storage:
-        raise ValueError(
-            f"`{wrapper}` must not be updated inside `autocast`, where arrays in half precision "
-            "look like float32, so that nothing would be rounded. Wrap the loss function, not the "
-            "training step: `value_and_grad(autocast(loss_fn, dtype))`."
-        )

@@ -15,11 +15,14 @@ CALLS = PLAIN_CALLS | CUSTOM_DERIVATIVES
 # These call a function on each device, with its shards of the operands.
 DEVICE_MAPS = frozenset(["shard_map", "xla_pmap"])
 
-# Given numbers that an applied step never sees, these may never end, or may have effects. LAPACK's
+# On the NaN of a skipped step, these may not return, or may have effects. LAPACK's
 # routines for eigenvalues and singular values iterate until they converge.
 LOOPS_AND_CALLBACKS = frozenset(
     ["while", "eig", "eigh", "schur", "svd", "pure_callback", "ffi_call"]
 )
+
+# What runs a function several times.
+LOOPS = frozenset(["scan", "while"])
 
 # These only move elements, if the result is as large as the operands: see `jaxprs.is_move`.
 MOVES = frozenset(
@@ -55,4 +58,12 @@ ARITHMETIC = (
             *("sub", "tile", "unstack", "xor"),
         ]
     )
+)
+# Functions of one number, or of two, that are computed from series or tables.
+ELEMENTARY = frozenset(
+    [
+        *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cos", "cosh", "erf"),
+        *("erf_inv", "erfc", "exp", "exp2", "expm1", "log", "log1p", "logistic", "pow", "sin"),
+        *("sinh", "tan", "tanh"),
+    ]
 )

@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from optax_lossscale._support.bounds import LARGEST_SCALE, SMALLEST_SCALE
-
 #: Any nested container that JAX knows, with any leaves.
 PyTree: TypeAlias = Any
 
@@ -62,46 +60,14 @@ def at_least_float32(leaf: Leaf) -> Leaf:
     return value.astype(jnp.float32) if jnp.finfo(value.dtype).bits < 32 else value
 
 
-def times(array: jax.Array, factor: jax.Array) -> jax.Array:
-    """Multiply an array by a real number. A product with 1 + 0j would lose the signs of zeros."""
-    if jnp.iscomplexobj(array):
-        return jax.lax.complex(times(array.real, factor), times(array.imag, factor))
-    return array * factor.astype(array.dtype)
-
-
-def unscaled(grads: Tree, loss_scale: jax.Array, *, keep_dtypes: bool = False) -> Tree:
-    """Multiply gradients by `1 / loss_scale`, in float32 or their own larger dtype.
-
-    NaN and infinity remain, and a loss scale that is out of bounds makes NaN, so it is enough to
-    check the result. With `keep_dtypes`, the results are rounded to the dtypes of the gradients.
-    """
-    is_within = (loss_scale >= SMALLEST_SCALE) & (loss_scale <= LARGEST_SCALE)
-    reciprocal = jnp.where(is_within, 1 / loss_scale, jnp.nan)
-
-    def unscale(path: KeyPath, leaf: Leaf) -> Leaf:
-        if not is_inexact(leaf) or _FP8_KEY in path:
-            return leaf
-        product = times(at_least_float32(leaf), reciprocal)
-        return product.astype(jnp.result_type(leaf)) if keep_dtypes else product
-
-    # An overflow here is not an error: the check of the step detects it.
-    with jax.debug_nans(False), jax.debug_infs(False):
-        return jax.tree_util.tree_map_with_path(unscale, grads)
-
-
 # The collection of the metadata of Flax's fp8 layers. Its gradient is its new value.
 FP8_METADATA = "_overwrite_with_gradient"
-_FP8_KEY = jax.tree_util.DictKey(FP8_METADATA)
+FP8_KEY = jax.tree_util.DictKey(FP8_METADATA)
 
 
 def has_fp8_metadata(params: PyTree) -> bool:
     """Return whether `params` has the collection of fp8 metadata beside the parameters."""
     return isinstance(params, Mapping) and FP8_METADATA in params
-
-
-def is_fp8_metadata(path: KeyPath) -> bool:
-    """Return whether a path leads to fp8 metadata."""
-    return _FP8_KEY in path
 
 
 def shown(value: object) -> str:

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._loss_scale.policies import FixedLossScale, LossScale, as_loss_scale, init
-from optax_lossscale._loss_scale.scale import all_finite
-from optax_lossscale._state import GuardState, LossScaleState, SpikeState, find, spikes_in, subtrees
+from optax_lossscale._guard import spikes_in
+from optax_lossscale._loss_scale import FixedLossScale, LossScale, all_finite, as_loss_scale, init
+from optax_lossscale._state import GuardState, LossScaleState, SpikeState, find, subtrees
 from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import LARGEST_SCALE, SMALLEST_SCALE, as_float32
 from optax_lossscale._support.lines import warn

@@ -6,14 +6,13 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
+from optax_lossscale._guard import spike_statistics, spikes_in
 from optax_lossscale._order import warn_of_outside
 from optax_lossscale._state import (
     GuardState,
     LossScaleState,
     applied,
     find,
-    spike_statistics,
-    spikes_in,
     subtrees,
 )
 from optax_lossscale._support import checks

@@ -11,14 +11,12 @@ from flax import core, struct
 from flax.training import train_state
 from jax.typing import ArrayLike
 
-from optax_lossscale._guard.guard import with_loss_scaling
-from optax_lossscale._loss_scale.policies import LossScaleLike
-from optax_lossscale._loss_scale.scale import scale_loss
+from optax_lossscale._guard import SkipIf, with_loss_scaling
+from optax_lossscale._loss_scale import LossScaleLike, scale_loss
 from optax_lossscale._order import refuse_second_guard
 from optax_lossscale._state import Guard, applied, increment, loss_scale_state
 from optax_lossscale._support import checks
 from optax_lossscale._support.choose import tree_where
-from optax_lossscale._support.rule import SkipIf
 from optax_lossscale._support.tree import (
     FP8_METADATA,
     AxisName,

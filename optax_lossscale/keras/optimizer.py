@@ -7,8 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._guard.guard import with_loss_scaling
-from optax_lossscale._loss_scale.policies import DynamicLossScale, FixedLossScale
+from optax_lossscale._guard import with_loss_scaling
+from optax_lossscale._loss_scale import DynamicLossScale, FixedLossScale
 from optax_lossscale._state import Guard, find
 from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import SMALLEST_SCALE

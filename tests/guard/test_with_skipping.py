@@ -16,7 +16,7 @@ from plain_where import assert_same_bits, types
 
 import optax_lossscale as ols
 from optax_lossscale import diagnostics
-from optax_lossscale._state import spike_statistics
+from optax_lossscale._guard import spike_statistics
 
 pytestmark = pytest.mark.integration
 
