@@ -86,7 +86,9 @@ def run(backend: str, name: str, args: argparse.Namespace) -> Iterator[tuple[str
             with excused(contender, first):
                 _, step = build(contender, case.optimizer, workload)
                 step, out = place(step, case.spread, devices)
-                compiled, row = compile_step(*step, options=options, out_shardings=out)
+                compiled, row = compile_step(
+                    *step, options=options, unknown_trips=case.unknown_trips, out_shardings=out
+                )
             (args.output / "hlo" / f"{backend}-{name}-{key}.txt").write_text(compiled.as_text())
         except LeftOutError as reason:
             row = {"left_out": str(reason)}

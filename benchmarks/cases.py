@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from benchmarks.attention import INNER_TRIPS
 from benchmarks.contenders import CONTENDERS, Contender, Ours, State
 from benchmarks.page import version
 from benchmarks.workloads import (
@@ -18,6 +19,8 @@ from benchmarks.workloads import (
     Training,
     Tree,
     gradients,
+    layer_by_blocks,
+    layer_that_keeps_dots,
     resnet50,
     transformer,
     wide,
@@ -28,7 +31,10 @@ LIBRARIES = (
     "Optax", "Control", "Ours", "Jmp", "Flax", "Mpx", "Jaxamp", "IfFinite", "Keras", "KerasScaled",
 )  # fmt: skip
 GUARDS = "Optax", "Control", "SkipIf", "IfFinite", "Spike", "SpikeNorm", "MaxText", "Levanter"
-AUTOCAST = "Optax", "Control", "Autocast", "ByHand", "AutocastBfloat16", "ByHandBfloat16"
+AUTOCAST = (
+    "Optax", "Control", "Float32", "Tf32", "Autocast", "ByHand", "AutocastBfloat16",
+    "ByHandBfloat16",
+)  # fmt: skip
 STORED = "RemaindersBfloat16State", "AutocastRemaindersBfloat16State"
 REMAINDERS = (
     "MastersByHand", "Masters", "Remainders", "SkipIfRemainders", "RemaindersBfloat16State",
@@ -39,7 +45,8 @@ REMAINDERS = (
 class Case(NamedTuple):
     """A title, a workload, the names of the contenders, and how four devices share the workload.
 
-    The first contender is the baseline.
+    The first contender is the baseline. A loop runs `unknown_trips` times if XLA does not know how
+    often it runs.
     """
 
     title: str
@@ -47,6 +54,7 @@ class Case(NamedTuple):
     optimizer: str = ADAMW
     contenders: tuple[str, ...] = LIBRARIES
     spread: str = ""
+    unknown_trips: float = 1
 
 
 def _wide(dtype: Any = jnp.float32, params_dtype: Any = jnp.float32) -> Callable:
@@ -134,11 +142,18 @@ CASES = {
     "autocast-scanned": Case(
         "the same, its layers scanned", _larger(scanned=True, plain=True), contenders=AUTOCAST
     ),
+    "flash": Case(
+        "the same with attention by blocks, in loops",
+        _larger(scanned=True, plain=True, run_layer=layer_by_blocks),
+        contenders=AUTOCAST, unknown_trips=INNER_TRIPS,
+    ),
     "autocast-stored": Case(
-        "the same, its parameters stored in bfloat16", _larger(**_STORED), contenders=STORED
+        "the same, its layers scanned, parameters stored in bfloat16", _larger(**_STORED),
+        contenders=STORED,
     ),
     "autocast-stored-dots": Case(
-        "the same, with `checkpoint_dots`", _larger(**_STORED, keeps_dots=True), contenders=STORED
+        "the same, with `checkpoint_dots`",
+        _larger(**_STORED, run_layer=layer_that_keeps_dots), contenders=STORED,
     ),
 }  # fmt: skip
 

@@ -96,6 +96,17 @@ class Contender:
 
 
 @dataclasses.dataclass(frozen=True)
+class Products(Contender):
+    """Plain Optax, with float32 matrix products in this precision instead of JAX's default."""
+
+    precision: str = "float32"
+
+    def training_step(self, loss_fn: LossFn, tx: Optimizer, state: State, batch: Any) -> State:
+        with jax.default_matmul_precision(self.precision):
+            return super().training_step(loss_fn, tx, state, batch)
+
+
+@dataclasses.dataclass(frozen=True)
 class ByHand(Contender):
     """Code that users write around Optax: JMP's recipe, Apex' masters, and a rule for spikes."""
 
@@ -414,7 +425,9 @@ CONTENDERS: dict[str, Contender] = {
     ),
     "Stack": Ours("optax_lossscale", _stack, **_LIBRARY, **_VALUE),
     "StackByHand": ByHand("by hand", masters=True, skips_spikes=True, **_LIBRARY),
-    # For a model in float32: cast by hand, or with autocast.
+    # For a model in float32: in float32, cast by hand, or with autocast.
+    "Float32": Products("float32"),
+    "Tf32": Products("TF32 (on a GPU)", precision="tensorfloat32"),
     "Autocast": Ours("autocast, float16", _SCALED, **_LIBRARY, **_autocast(jnp.float16)),
     "AutocastBfloat16": Ours(
         "autocast, bfloat16", ols.with_skipping, skips=True, **_autocast(jnp.bfloat16)

@@ -13,23 +13,35 @@ import jax
 _ARRAY = re.compile(r"\b([a-z]+\d*)(?:e\w+)?\[([\d,]*)\](\{[^}]*\})?")
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
 _CALLS = {"call", "while", "conditional"}
+_SLICES = {"slice", "dynamic-slice"}
+_UPDATE = "dynamic-update-slice"
 _CALLED = re.compile(r"(?:to_apply|body|\w+_computations?)=(?:\{([^}]*)\}|(%[\w.\-]+))")
 _COLLECTIVE = re.compile(
     r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?$"
 )
+_MICROSECONDS = re.compile(r'"exec_time_us":([\d.e+\-]+)[^{}]*"name":""')
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 
 @dataclasses.dataclass
 class Counts:
-    """Counts for one run of a program, with its longest branches. Sizes are in bytes."""
+    """Counts for one run of a program, with its longest branches. Sizes are in bytes.
 
-    bytes: int = 0  # read and written by kernels in main memory: each operand and result once
-    kernels: int = 0  # launches: fused loops, single operations, copies, collectives
-    copies: int = 0  # of 4 kB and more
-    collectives: int = 0  # communication between devices
-    exchanged: int = 0
-    microseconds: float = 0.0  # XLA:GPU's own estimate for the kernels, without launches
-    cycles: int = 0  # XLA:TPU's own estimate
+    What is in a loop counts as often as the loop runs.
+    """
+
+    bytes: float = 0  # read and written by kernels in main memory: each operand and result once
+    kernels: float = 0  # launches: fused loops, single operations, copies, collectives
+    copies: float = 0  # of 4 kB and more
+    collectives: float = 0  # communication between devices
+    exchanged: float = 0
+    microseconds: float = 0  # XLA:GPU's own estimate for the kernels, without launches
+    cycles: float = 0  # XLA:TPU's own estimate
+
+    def add(self, other: "Counts", times: float = 1) -> None:
+        """Add the counts of a program that runs this many times."""
+        for field, value in vars(other).items():
+            setattr(self, field, getattr(self, field) + times * value)
 
 
 class _Instruction(NamedTuple):
@@ -40,15 +52,24 @@ class _Instruction(NamedTuple):
     line: str
 
 
+_Program = dict[str, _Instruction]  # by name; the last one is the root
+
+
 def compile_step(
-    step: Any, state: Any, data: Any, *, options: dict[str, Any] | None = None, **shardings: Any
+    step: Any,
+    state: Any,
+    data: Any,
+    *,
+    options: dict[str, Any] | None = None,
+    unknown_trips: float = 1,
+    **shardings: Any,
 ) -> tuple[Any, dict[str, Any]]:
     """Compile a step with its state donated. Return it and its figures.
 
-    The figures are the fields of `Counts`; the bytes that XLA counts as `accessed`; the sizes in
-    bytes of `temporary` memory, of the donated `state`, and of the part of it that is overwritten
-    `in_place`; the number of `transpositions` of matrices, including those in fused loops; and
-    `compile_seconds`, which include `trace_seconds`.
+    The figures are the fields of `Counts`; the sizes in bytes of `temporary` memory, of all memory
+    at its `peak`, of the donated `state`, and of the part of it that is overwritten `in_place`; the
+    number of `transpositions` of matrices in the program, including those in fused loops; and
+    `compile_seconds`, which include `trace_seconds`. `unknown_trips` is that of `count`.
     """
     start = time.perf_counter()
     traced = jax.jit(step, donate_argnums=0, **shardings).trace(state, data)
@@ -56,9 +77,14 @@ def compile_step(
     compiled = traced.lower().compile(options)
     seconds = time.perf_counter() - start
     text, memory = compiled.as_text() or "", compiled.memory_analysis()
-    return compiled, dataclasses.asdict(count(text)) | {
-        "accessed": (compiled.cost_analysis() or {}).get("bytes accessed"),
+    counts = count(text, unknown_trips=unknown_trips)
+    return compiled, dataclasses.asdict(counts) | {
         "temporary": memory.temp_size_in_bytes,
+        # Not `peak_memory_in_bytes`, which leaves out temporary memory (jaxlib 0.12).
+        "peak": memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes,
         "state": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)),
         "in_place": memory.alias_size_in_bytes,
         "transpositions": len(re.findall(r"= \w+\[\d+,\d+\]\S* transpose\(", text)),
@@ -67,51 +93,129 @@ def compile_step(
     }
 
 
-def count(text: str) -> Counts:
-    """Return the counts of a program, given its optimized HLO."""
-    return _count(dict(_computations(text)), "ENTRY")
+def count(text: str, *, unknown_trips: float = 1) -> Counts:
+    """Return the counts of a program, given its optimized HLO.
+
+    A loop runs `unknown_trips` times if XLA does not know how often it runs.
+    """
+    programs = dict(_computations(text))
+
+    def run(name: str) -> Counts:
+        counts = Counts()
+        for each in programs[name].values():
+            if each.opcode in _CALLS:
+                branches = [run(branch) for branch in _called(each.line)]
+                trips = _trips(each.line, unknown_trips) if each.opcode == "while" else 1
+                counts.add(max(branches, key=lambda branch: branch.bytes), trips)
+            else:
+                counts.add(_kernel(each, programs[name], programs))
+        return counts
+
+    return run("ENTRY")
 
 
-def _count(programs: dict[str, list[_Instruction]], name: str) -> Counts:
-    counts, program = Counts(), programs[name]
-    types = {instruction.name: instruction.type for instruction in program}
-    for _, type_, opcode, operands, line in program:
-        if opcode in _CALLS:
-            found = ["".join(names) for names in _CALLED.findall(line)]
-            names = re.findall(r"%([\w.\-]+)", " ".join(found))
-            called = max((_count(programs, name) for name in names), key=lambda each: each.bytes)
-            for field, value in vars(called).items():
-                setattr(counts, field, getattr(counts, field) + value)
-        if opcode in _FREE | _CALLS or opcode.endswith("-done") or "ConcatBitcast" in line:
+def _called(line: str) -> list[str]:
+    """Return the programs that an instruction calls, of which one runs."""
+    found = ["".join(names) for names in _CALLED.findall(line)]
+    return re.findall(r"%([\w.\-]+)", " ".join(found))
+
+
+def _trips(line: str, unknown: float) -> float:
+    known = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
+    return int(known[1]) if known else unknown
+
+
+def _kernel(kernel: _Instruction, program: _Program, programs: dict[str, _Program]) -> Counts:
+    """Return the counts of an instruction that is not a loop, a branch or a call."""
+    _, type_, opcode, operands, line = kernel
+    if opcode in _FREE or opcode.endswith("-done") or "ConcatBitcast" in line:
+        return Counts()
+    if opcode in ("copy-start", "slice-start"):
+        # A prefetch. Its type begins with the destination; the type of a slice begins with the
+        # sources.
+        place = int(opcode == "slice-start")
+        is_read = sum(_sizes_in_memory(program[operands[0]].type)) > 0
+        return Counts(is_read * _sizes(type_)[place] + _sizes_in_memory(type_)[place])
+    read, written = _read_and_written(kernel, program, programs)
+    is_collective = bool(_COLLECTIVE.match(opcode))
+    return Counts(
+        bytes=read + written,
+        kernels=1,
+        copies=opcode == "copy" and written >= 2**12,
+        collectives=is_collective,
+        exchanged=is_collective * read,
+        microseconds=sum(map(float, _MICROSECONDS.findall(line))),
+        cycles=sum(map(int, _CYCLES.findall(line))),
+    )
+
+
+def _read_and_written(
+    kernel: _Instruction, program: _Program, programs: dict[str, _Program]
+) -> tuple[float, float]:
+    """Return the bytes that a kernel reads and writes in main memory.
+
+    If it only slices an array, it reads the slices. If it updates a part of an array, it writes
+    that part.
+    """
+    _, type_, opcode, operands, line = kernel
+    if opcode == "fusion":
+        body = programs[re.findall(r"calls=%?([\w.\-]+)", line)[0]]
+        parameters = [each for each in body.values() if each.opcode == "parameter"]
+        names = [each.name for each in sorted(parameters, key=_parameter_number)]
+    else:
+        body = {name: program[name]._replace(operands=[]) for name in operands}
+        body[kernel.name], names = kernel, operands
+    pairs = list(zip(operands, names, strict=True))
+    read = sum(
+        min(
+            sum(_sizes_in_memory(program[name].type)),
+            sum(_part_read(parameter, body) for operand, parameter in pairs if operand == name),
+        )
+        for name in set(operands)
+    )
+    root = body[next(reversed(body))]
+    results = zip(_sizes_in_memory(type_), _parts_written(root, body), strict=True)
+    return read, sum(map(min, results))
+
+
+def _parameter_number(instruction: _Instruction) -> int:
+    return int(re.findall(r"parameter\((\d+)\)", instruction.line)[0])
+
+
+def _part_read(name: str, body: _Program) -> float:
+    """Return how many bytes of an array a kernel reads; infinity means all of them."""
+    total: float = 0
+    for user in body.values():
+        if name not in user.operands:
             continue
-        read = [_size(types.get(name, "")) for name in dict.fromkeys(operands)]
-        if opcode in ("copy-start", "slice-start"):
-            # A prefetch. Its type begins with the destination; the type of a slice begins with the
-            # sources.
-            dtype, dims, layout = _ARRAY.findall(type_)[opcode == "slice-start"]
-            counts.bytes += bool(read[0]) * _elements(dtype, dims) + _size_of(dtype, dims, layout)
-            continue
-        written = _size(type_)
-        counts.kernels += 1
-        counts.bytes += written + sum(read)
-        counts.copies += opcode == "copy" and written >= 2**12
-        if _COLLECTIVE.match(opcode):
-            counts.collectives += 1
-            counts.exchanged += sum(read)
-        for estimate in re.findall(r'"exec_time_us":([\d.e+\-]+)[^{}]*"name":""', line):
-            counts.microseconds += float(estimate)
-        for estimate in re.findall(r'"estimated_cycles":"(\d+)"', line):
-            counts.cycles += int(estimate)
-    return counts
+        is_array = user.operands[0] == name  # and not an index or an update
+        if user.opcode in _SLICES and is_array:
+            total += sum(_sizes(user.type))
+        elif user.opcode in ("bitcast", "tuple") or (user.opcode == _UPDATE and is_array):
+            total += _part_read(user.name, body)
+        else:
+            return math.inf
+    return total
 
 
-def _computations(text: str) -> Iterator[tuple[str, list[_Instruction]]]:
+def _parts_written(root: _Instruction, body: _Program) -> list[int]:
+    """Return how many bytes of each result a kernel writes."""
+    if root.opcode == "tuple":
+        return [part for name in root.operands for part in _parts_written(body[name], body)]
+    if root.opcode == "bitcast":
+        return _parts_written(body[root.operands[0]], body)
+    type_ = body[root.operands[1]].type if root.opcode == _UPDATE else root.type
+    return _sizes(type_)
+
+
+def _computations(text: str) -> Iterator[tuple[str, _Program]]:
     lines = iter(text.splitlines())
     for line in lines:
         head = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line)
         if head:
             body = itertools.takewhile(lambda line: not line.startswith("}"), lines)
-            yield "ENTRY" if head[1] else head[2], [i for i in map(_instruction, body) if i]
+            program = {each.name: each for each in map(_instruction, body) if each}
+            yield "ENTRY" if head[1] else head[2], program
 
 
 def _instruction(line: str) -> _Instruction | None:
@@ -135,15 +239,21 @@ def _top_level(text: str, start: int, wanted: str) -> int:
     raise ValueError(f"no {wanted!r} in {text!r}")
 
 
-def _size(type_: str) -> int:
-    return sum(_size_of(*array) for array in _ARRAY.findall(type_))
+def _sizes_in_memory(type_: str) -> list[int]:
+    """Return the bytes of each array, 0 for those in memories next to the cores."""
+    # These are S(1) and above.
+    arrays = zip(_ARRAY.findall(type_), _sizes(type_), strict=True)
+    return [0 if re.search(r"S\([1-9]\)", layout) else size for (_, _, layout), size in arrays]
 
 
-def _size_of(dtype: str, dims: str, layout: str) -> int:
-    # S(1) and above are memories next to the cores.
-    return 0 if re.search(r"S\([1-9]\)", layout) else _elements(dtype, dims)
+def _sizes(type_: str) -> list[int]:
+    """Return the bytes of each array."""
+    return [_bits(dtype) * _elements(dims) // 8 for dtype, dims, _ in _ARRAY.findall(type_)]
 
 
-def _elements(dtype: str, dims: str) -> int:
-    bits = 8 if dtype == "pred" else int(re.sub(r"\D", "", dtype) or 0)
-    return bits // 8 * math.prod(int(n) for n in dims.split(",") if n)
+def _bits(dtype: str) -> int:
+    return 8 if dtype == "pred" else int(re.sub(r"\D", "", dtype) or 0)
+
+
+def _elements(dims: str) -> int:
+    return math.prod(int(n) for n in dims.split(",") if n)

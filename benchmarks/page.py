@@ -6,16 +6,20 @@ import math
 import os
 import platform
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
-from matplotlib.figure import Figure
 from scipy import stats
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure  # only some programs need it
 
 FIDELITY = "make fidelity"
 INTERRUPTED = "An interrupted run keeps its results, but starts over: choose the rest with {}."
@@ -31,20 +35,34 @@ def parser(module: str, doc: str) -> argparse.ArgumentParser:
 
 
 def version(package: str) -> str | None:
-    """Return the installed version, or None."""
+    """Return the version that is installed or imported, such as this checkout's, or None."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return None
+        return getattr(sys.modules.get(package), "__version__", None)
 
 
 def environment(*packages: str) -> str:
     """Describe the date, the machine and the versions of these packages."""
-    kind = jax.devices()[0].device_kind
-    machine = f"{kind}, {platform.machine()}, {os.cpu_count()} cores"
+    device = describe(jax.devices()[0])
+    machine = f"{device}, {platform.machine()}, {os.cpu_count()} cores"
     versions = [f"{name} {version(name) or 'not installed'}" for name in packages]
     python = f"CPython {platform.python_version()}"
     return ", ".join([time.strftime("%Y-%m-%d"), machine, python, *versions])
+
+
+def describe(device: jax.Device) -> str:
+    """Return the kind of a device. Of a GPU, also return its memory and driver."""
+    if device.platform not in ("gpu", "cuda"):
+        return device.device_kind
+    query = "--query-gpu=memory.total,driver_version", "--format=csv,noheader"
+    command = ["nvidia-smi", *query, f"--id={device.local_hardware_id}"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603
+        memory, driver = found.stdout.strip().split(", ")
+    except (OSError, subprocess.CalledProcessError):
+        memory = driver = "unknown"
+    return f"{device.device_kind}, memory {memory}, driver {driver}"
 
 
 def table(head: Sequence[str], body: Sequence[Sequence[str]], texts: Collection[int] = (0,)) -> str:
@@ -72,7 +90,7 @@ class Report(NamedTuple):
 
     text: str
     numbers: dict[str, Any] | None = None
-    pictures: dict[str, Figure] = {}  # by name  # noqa: RUF012
+    pictures: dict[str, "Figure"] = {}  # by name  # noqa: RUF012
 
 
 def publish(report: Report, part: str, page: Path, command: str = FIDELITY) -> None:

@@ -12,9 +12,10 @@ Columns = dict[str, Callable[[Results, Results], str]]  # of a row and its basel
 
 METHOD = """\
 A ratio compares a step with the same step without loss scaling in the same round (for Keras, with
-Keras' own optimizer): medians over the rounds, and quartiles. Bytes accessed and memory are XLA's
-own analysis. *Not in place*: parameters and state that are donated but not overwritten. *Copies*:
-of 4 kB and more. *Transpositions*: of matrices, also inside of fused loops."""
+Keras' own optimizer): medians over the rounds, and quartiles. *Bytes*: what the compiled program
+reads and writes. Memory is XLA's own analysis. *Peak*: arguments, results and temporary memory of a
+step. *Not in place*: parameters and state that are donated but not overwritten. *Copies*: of 4 kB
+and more. *Transpositions*: of matrices, also inside of fused loops."""
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:
@@ -39,7 +40,8 @@ TIMES: Columns = {
     "ms": lambda row, _base: f"{1e3 * quartiles(row['seconds'])[1]:.3g}",
 }
 ANALYSIS: Columns = {
-    "bytes accessed": quotient("accessed"),
+    "bytes": quotient("bytes"),
+    "peak MB": number("peak", 1e6, ".1f"),
     "temporary MB": number("temporary", 1e6, ".1f"),
     "not in place MB": lambda row, _base: f"{(row['state'] - row['in_place']) / 1e6:.1f}",
     "copies": number("copies"),

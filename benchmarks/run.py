@@ -30,7 +30,7 @@ from benchmarks.workloads import SIZES, Sizes
 
 INNER = "sgd", "momentum", "lion", "adafactor", "clip"
 STEPS = "wide", "deep", "float16", "guards", "masters", "training", *INNER
-PRECISIONS = "autocast", "autocast-scanned"
+PRECISIONS = "autocast", "autocast-scanned", "flash"
 Results = dict[str, Any]
 
 
@@ -88,7 +88,7 @@ def time_steps(case: Case, sizes: Sizes, args: argparse.Namespace) -> Results:
             with excused(contender, row["baseline"]):
                 init, step = build(contender, case.optimizer, workload)
                 jax.clear_caches()  # compilation is timed too
-                run, facts = compile_step(*step)
+                run, facts = compile_step(*step, unknown_trips=case.unknown_trips)
         except LeftOutError as reason:
             row["left_out"] = str(reason)
             continue

@@ -1,6 +1,7 @@
 """The workloads: trees of arrays, and a transformer to train."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+
+from benchmarks import attention
 
 Tree = Any
 Shape = tuple[int, ...]
@@ -123,14 +126,13 @@ def transformer(
     *,
     scanned: bool = False,
     plain: bool = False,
-    keeps_dots: bool = False,
+    run_layer: Callable[..., Any] | None = None,
     stored: Any = jnp.float32,
 ) -> Training:
     """A language model that computes in float16: 69 arrays with 35M parameters at full size.
 
     If `scanned`, the arrays of all layers are stacked, and a scan runs over them. If `plain`, it
-    computes in the dtype of its parameters. `stored` is that dtype. If `keeps_dots`, its layers
-    keep only results of matrix products for the backward pass.
+    computes in the dtype of its parameters. `stored` is that dtype. `run_layer` computes a layer.
     """
     rng = np.random.default_rng(0)
     features, hidden = sizes.features, 4 * sizes.features
@@ -161,31 +163,33 @@ def transformer(
     }
     tokens = rng.integers(sizes.vocabulary, size=(sizes.batch, sizes.length + 1))
     loss_fn = _language_model_loss if plain else _language_model_in_half
-    if keeps_dots:
-        loss_fn = _language_model_that_keeps_dots
+    loss_fn = functools.partial(loss_fn, run_layer=run_layer or plain_layer)
     params = optax.tree.cast(params, stored)
     return Training(params, jax.tree_util.Partial(loss_fn), jnp.asarray(tokens, jnp.int32))
 
 
-def _language_model_that_keeps_dots(params: Tree, tokens: jax.Array) -> jax.Array:
-    policy = jax.checkpoint_policies.checkpoint_dots
-    return _language_model_loss(params, tokens, jax.checkpoint(_layer, policy=policy))
-
-
-def _language_model_in_half(params: Tree, tokens: jax.Array) -> jax.Array:
-    return _language_model_loss(optax.tree.cast(params, jnp.float16), tokens)
-
-
-def _layer(x: jax.Array, layer: Tree) -> tuple[jax.Array, None]:
+def plain_layer(
+    x: jax.Array, layer: Tree, attend: Callable[..., jax.Array] = attention.plain
+) -> tuple[jax.Array, None]:
+    """Run a layer of the transformer."""
+    heads = (*x.shape[:-1], 8, x.shape[-1] // 8)
     q, k, v = jnp.split(_norm(x, layer["norm_1"]) @ layer["qkv"], 3, axis=-1)
-    x = x + _attention(q, k, v) @ layer["out"]
+    mixed = attend(q.reshape(heads), k.reshape(heads), v.reshape(heads))
+    x = x + mixed.reshape(x.shape) @ layer["out"]
     hidden = jax.nn.gelu(_norm(x, layer["norm_2"]) @ layer["up"] + layer["up_bias"])
     return x + hidden @ layer["down"] + layer["down_bias"], None
 
 
-def _language_model_loss(
-    params: Tree, tokens: jax.Array, run_layer: Callable[..., Any] = _layer
-) -> jax.Array:
+# For the backward pass, it keeps only results of matrix products.
+layer_that_keeps_dots = jax.checkpoint(plain_layer, policy=jax.checkpoint_policies.checkpoint_dots)
+layer_by_blocks = functools.partial(plain_layer, attend=attention.by_blocks)
+
+
+def _language_model_in_half(params: Tree, tokens: jax.Array, run_layer: Callable) -> jax.Array:
+    return _language_model_loss(optax.tree.cast(params, jnp.float16), tokens, run_layer)
+
+
+def _language_model_loss(params: Tree, tokens: jax.Array, run_layer: Callable) -> jax.Array:
     x = params["tokens"][tokens[:, :-1]] + params["positions"]
     if isinstance(params["layers"], list):
         for layer in params["layers"]:
@@ -203,12 +207,3 @@ def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
     return (wide * jax.lax.rsqrt(mean_square + 1e-6)).astype(x.dtype) * scale
-
-
-def _attention(q: jax.Array, k: jax.Array, v: jax.Array, heads: int = 8) -> jax.Array:
-    batch, length, features = q.shape
-    q, k, v = (x.reshape(batch, length, heads, features // heads) for x in (q, k, v))
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) * (features / heads) ** -0.5
-    causal = jnp.tril(jnp.ones((length, length), bool))
-    shares = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf)).astype(v.dtype)
-    return jnp.einsum("bhqk,bkhd->bqhd", shares, v).reshape(batch, length, features)

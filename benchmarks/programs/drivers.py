@@ -121,7 +121,7 @@ def shard_map(source: Source) -> None:
         params, opt_state = jax.block_until_ready(step(params, opt_state))
 
 
-def diffusion_transformer(source: Source) -> None:
+def dit(source: Source) -> None:
     """Train a diffusion transformer on digits, as its `main` does."""
     source.module("utils")
     stand_in("tensorflow", Tensor=Tensor, Variable=Tensor)
@@ -177,7 +177,7 @@ def score(source: Source) -> None:
     main["main"](**sizes, num_steps=120, batch_size=64, sample_size=1, dt0=5.0)
 
 
-def vision_transformer(source: Source) -> None:
+def vit(source: Source) -> None:
     """Train Equinox's vision transformer on digits in color."""
     images = digits(32, 3).transpose(0, 3, 1, 2)
     loader = ([as_tensor(array) for array in each] for each in batches(64, images, labels()))

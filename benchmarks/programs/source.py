@@ -43,11 +43,11 @@ class Program(NamedTuple):
     changes: Sequence[str]
     run: Callable[["Source"], float | None]
     settings: Mapping[str, str] = {}
-    also: tuple[str, ...] = ()
+    also: Sequence[str] = ()
     devices: int = 1
     license: str = "Apache-2.0"
     own: str = ""
-    unsuited: tuple[str, ...] = ()
+    unsuited: Sequence[str] = ()
     reason: str = ""
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import eval_jaxpr
 from jax.extend import linear_util
 from jax.extend.core import Literal, Var
 
@@ -21,6 +20,7 @@ from optax_lossscale._support.jaxprs import (
     Jaxpr,
     ScanOperands,
     all_equations,
+    evaluate,
     has_effects,
     inner_jaxprs,
     jaxprs_in,
@@ -124,7 +124,7 @@ def _bytes_kept(jaxpr: Jaxpr) -> int:
     """Return how many bytes the derivative of a program keeps, including inputs."""
 
     def derivative(*args: Any) -> Any:
-        return jax.vjp(functools.partial(eval_jaxpr, jaxpr), *args)[1]
+        return jax.vjp(functools.partial(evaluate, jaxpr), *args)[1]
 
     avals = [x.aval for x in jaxpr.constvars], *(x.aval for x in jaxpr.invars)
     return sum(
