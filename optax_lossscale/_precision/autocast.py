@@ -67,7 +67,8 @@ def autocast(fun: Callable[P, Result], dtype: DTypeLike) -> Callable[P, Result]:
     too. A `while_loop` is left alone, since its end may depend on digits that half precision does
     not have. So are functions with custom derivative or batching rules (`custom_vjp`,
     `custom_jvp`), Pallas kernels and foreign calls: cast their arguments yourself. The backward
-    pass of a `scan` recomputes cheap arithmetic instead of storing its results.
+    pass of a `scan` repeats cheap arithmetic, and elementary functions where that saves memory,
+    instead of storing their results.
 
     Args:
       fun: The loss or the model. It must be pure and traceable, as for `jax.checkpoint`: no Python

@@ -59,7 +59,7 @@ ARITHMETIC = (
         ]
     )
 )
-# Functions of one number, or of two, that are computed from series or tables.
+# Slower than arithmetic: repeated only where that saves memory.
 ELEMENTARY = frozenset(
     [
         *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cos", "cosh", "erf"),
