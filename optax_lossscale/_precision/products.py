@@ -4,7 +4,6 @@ A program is edited equation by equation. Only products change: their operands a
 precision, and their results back to float32.
 """
 
-import operator
 import re
 from collections import Counter
 from collections.abc import Set as AbstractSet
@@ -21,12 +20,13 @@ from optax_lossscale._support.jaxprs import (
     Equation,
     Jaxpr,
     conversion,
-    holds_equations,
     inner_jaxprs,
     is_move,
     memoized,
     operands_of_scan,
     sizes_of,
+    with_edited_functions,
+    with_equations,
     without_constants,
 )
 from optax_lossscale._support.lines import is_users
@@ -49,8 +49,9 @@ def reason_not_to_follow(eqn: Equation) -> str:
         return ""
     if name == "while":
         return (
-            "It is inside a `while_loop`, whose end may depend on digits that half precision does "
-            "not have. Wrap the functions that the loop calls in `autocast`."
+            "It is inside a `while_loop`. Leave it so if a tolerance ends the loop, as in solvers: "
+            "half precision may never reach it. If a count or a token does, as in decoders, wrap "
+            "the functions that the loop calls in `autocast`."
         )
     infos = [inner.debug_info for inner in inner_jaxprs(eqn)]
     names = [
@@ -108,9 +109,7 @@ def _with_products_in(jaxpr: Jaxpr, dtype: np.dtype, is_fixed: tuple[bool, ...])
     if inner is not jaxpr:
         new = _with_products_in(inner, dtype, is_fixed)
         return jaxpr if new is inner else jaxpr.replace(jaxpr=new)
-    eqns = _Edit(dtype, jaxpr, is_fixed).edited()
-    is_same = all(map(operator.is_, eqns, jaxpr.eqns))
-    return jaxpr if is_same else jaxpr.replace(eqns=eqns)
+    return with_equations(jaxpr, _Edit(dtype, jaxpr, is_fixed).edited())
 
 
 class _Edit:
@@ -139,20 +138,13 @@ class _Edit:
     def edited_functions(self, eqn: Equation) -> Equation:
         is_fixed = _fixed_inputs(eqn, self.fixed)
 
-        def edit(param: Jaxpr | object) -> Jaxpr | object:
-            if type(param) is tuple:  # the branches of a conditional
-                new = tuple(map(edit, param))
-                return param if all(map(operator.is_, new, param)) else new
-            if not holds_equations(param):
-                return param
-            new = _with_products_in(param, self.dtype, is_fixed)
-            if eqn.primitive.name != "scan" or new is param:
+        def edit(jaxpr: Jaxpr) -> Jaxpr:
+            new = _with_products_in(jaxpr, self.dtype, is_fixed)
+            if eqn.primitive.name != "scan" or new is jaxpr:
                 return new
-            return with_fewer_residuals(new)
+            return with_fewer_residuals(new, operands_of_scan(eqn).constants)
 
-        params = {key: edit(param) for key, param in eqn.params.items()}
-        is_same = all(params[key] is param for key, param in eqn.params.items())
-        return eqn if is_same else eqn.replace(params=params)
+        return with_edited_functions(eqn, edit)
 
     def edited_product(self, eqn: Equation) -> list[Equation]:
         """Return conversions of the operands, the product, and the conversion of its result.

@@ -1,60 +1,149 @@
 """Residuals of a scan: what it keeps for its backward pass.
 
 JAX stacks every value that the derivative of a scan's body reads: for a norm, softmax or activation
-in float32, several float32 arrays. Here the backward pass recomputes moves and cheap arithmetic
-from values that are kept anyway: the results of half-precision products, kernels, reductions and
-elementary functions. The gradients are the same.
+in float32, several float32 arrays. Here the backward pass repeats moves and cheap arithmetic, from
+values that are kept anyway: the results of half-precision products, kernels, reductions and loops.
+It repeats elementary functions too, if that saves enough memory. The gradients are the same.
 """
 
 import functools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Var
+from jax.core import eval_jaxpr
+from jax.extend import linear_util
+from jax.extend.core import Literal, Var
 
 from optax_lossscale._support.jaxprs import (
     Equation,
     Jaxpr,
+    ScanOperands,
     all_equations,
     has_effects,
+    inner_jaxprs,
+    jaxprs_in,
     memoized,
+    operands_of_scan,
+    read_by,
     with_edit,
+    with_edited_functions,
+    with_equations,
 )
-from optax_lossscale._support.primitives import ARITHMETIC, COMPARISONS
+from optax_lossscale._support.primitives import (
+    ARITHMETIC,
+    COMPARISONS,
+    CONVERSIONS,
+    DEVICE_MAPS,
+    ELEMENTARY,
+    LOOPS,
+    PLAIN_CALLS,
+)
 
 
 @memoized
-def with_fewer_residuals(body: Jaxpr) -> Jaxpr:
-    """Return the body of a scan, with or without its constants, with fewer residuals."""
-    return with_edit(_checkpointed, body)
+def with_fewer_residuals(body: Jaxpr, constants: int) -> Jaxpr:
+    """Return the body of a scan with fewer residuals.
 
-
-def _is_kept(primitive: Any, *avals: Any, **_: Any) -> bool:
-    """Return whether a result is kept for the backward pass. A policy for `jax.checkpoint`.
-
-    A comparison of floats is kept: it needs one byte, and its operands at least eight. Elementary
-    functions are kept: recomputing them makes a recurrent network 1.3 times slower (jaxlib 0.10.2,
-    CPU).
+    Its first `constants` inputs are the constants of the scan.
     """
-    if primitive.name in COMPARISONS:
-        return bool(jnp.issubdtype(avals[0].dtype, jnp.floating))
-    return primitive.name not in ARITHMETIC
+
+    def edit(body: Jaxpr) -> Jaxpr:
+        # By a `jax.checkpoint` of its own, the program decides what is kept.
+        policies = (eqn.params.get("policy", _keeps_elementary) for eqn in all_equations(body))
+        if has_effects(body) or not _POLICIES.issuperset(policies):
+            return body
+        keeping = _checkpointed(body, constants)
+        repeating = _with_params(keeping, policy=_repeats_elementary)
+        return repeating if _saves_enough(body, keeping, repeating) else keeping
+
+    return with_edit(edit, body)
 
 
-def _checkpointed(jaxpr: Jaxpr) -> Jaxpr:
-    """Return a program of one equation, which runs `jaxpr` in `jax.checkpoint`.
+def _keeps_elementary(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """Return whether a result is kept for the backward pass. A policy for `jax.checkpoint`."""
+    return _is_kept(ARITHMETIC, primitive, avals, params)
+
+
+def _repeats_elementary(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """Return whether a result is kept, if elementary functions are repeated. A policy."""
+    return _is_kept(ARITHMETIC | ELEMENTARY, primitive, avals, params)
+
+
+_POLICIES = frozenset([_keeps_elementary, _repeats_elementary])
+
+
+def _is_kept(
+    repeated: frozenset[str], primitive: Any, avals: Iterable[Any], params: Mapping[str, Any]
+) -> bool:
+    """Return whether a result is kept, if operations in `repeated` are repeated."""
+    if primitive.name in COMPARISONS:  # of floats, it needs one byte, and its operands at least 8
+        return any(jnp.issubdtype(aval.dtype, jnp.floating) for aval in avals)
+    return not _is_repeated(repeated, primitive, params)
+
+
+def _is_repeated(repeated: frozenset[str], primitive: Any, params: Mapping[str, Any]) -> bool:
+    if primitive.name not in PLAIN_CALLS | {"custom_jvp_call"}:
+        return primitive.name in repeated
+    # A function without equations may be `_keep`.
+    eqns = [eqn for jaxpr in jaxprs_in(params) for eqn in jaxpr.eqns]
+    return bool(eqns) and all(_is_repeated(repeated, eqn.primitive, eqn.params) for eqn in eqns)
+
+
+def _saves_enough(body: Jaxpr, keeping: Jaxpr, repeating: Jaxpr) -> bool:
+    """Return whether repeating elementary functions saves more than two bytes for each result.
+
+    Of a half-precision product, such a function needs four bytes, and the product two. A function
+    of a product that is kept anyway saves four. In a recurrent network, functions of sums of two
+    products save nothing, and repeating them makes it 1.3 times slower (jaxlib 0.10.2, CPU).
+    """
+    try:
+        elements = _elementary_results(body)
+        return elements > 0 and _bytes_kept(keeping) - _bytes_kept(repeating) > 2 * elements
+    except Exception:  # noqa: BLE001
+        # It has collectives, whose axes are unknown here, or no derivative, or symbolic sizes that
+        # do not compare.
+        return False
+
+
+def _elementary_results(jaxpr: Jaxpr) -> int:
+    """Return the number of elements of all results of elementary functions."""
+    elements = 0
+    for eqn in jaxpr.eqns:
+        name, params = eqn.primitive.name, eqn.params
+        if name in ELEMENTARY:
+            elements += eqn.outvars[0].aval.size
+        elif name in _FOLLOWED | {"custom_jvp_call", "scan"}:
+            times = params["mesh"].size if name == "shard_map" else params.get("length", 1)
+            elements += times * sum(_elementary_results(inner) for inner in inner_jaxprs(eqn))
+    return elements
+
+
+def _bytes_kept(jaxpr: Jaxpr) -> int:
+    """Return how many bytes the derivative of a program keeps, including inputs."""
+
+    def derivative(*args: Any) -> Any:
+        return jax.vjp(functools.partial(eval_jaxpr, jaxpr), *args)[1]
+
+    avals = [x.aval for x in jaxpr.constvars], *(x.aval for x in jaxpr.invars)
+    return sum(
+        x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(derivative, *avals))
+    )
+
+
+def _checkpointed(jaxpr: Jaxpr, constants: int) -> Jaxpr:
+    """Return the body of a scan in one equation, which runs it in `jax.checkpoint`.
 
     JAX still computes what depends only on the scan's constants before its loop.
     """
-    if has_effects(jaxpr) or _is_left_alone(jaxpr):
-        return jaxpr
     operands = [*jaxpr.constvars, *jaxpr.invars]
     results = [Var(x.aval) for x in jaxpr.outvars]
     debug_info = jaxpr.debug_info._replace(
         arg_names=("",) * len(operands), result_paths=("",) * len(results)
     )
-    body = jaxpr.replace(constvars=[], invars=operands, debug_info=debug_info)
+    body = _with_kept_loops(_with_kept_invariants(jaxpr, constants))
+    body = body.replace(constvars=[], invars=operands, debug_info=debug_info)
     checkpoint = _checkpoint()
     eqn = jaxpr.eqns[0].replace(  # so it has their context, such as the mesh
         primitive=checkpoint.primitive,
@@ -69,17 +158,148 @@ def _checkpointed(jaxpr: Jaxpr) -> Jaxpr:
 @functools.cache
 def _checkpoint() -> Equation:
     """Return an equation with the primitive of `jax.checkpoint`, which jax 0.7 does not export."""
-    fun = jax.checkpoint(jnp.sin, policy=_is_kept, prevent_cse=False)
+    fun = jax.checkpoint(jnp.sin, policy=_keeps_elementary, prevent_cse=False)
     (eqn,) = jax.make_jaxpr(fun)(jnp.float32(0)).eqns
     return eqn
 
 
-def _is_left_alone(jaxpr: Jaxpr) -> bool:
-    """Return whether a program has a `jax.checkpoint` of its own or a `while_loop`.
+def _is_checkpointed(jaxpr: Jaxpr) -> bool:
+    return [eqn.params.get("policy") in _POLICIES for eqn in jaxpr.eqns] == [True]
 
-    No policy can keep the results of a `while_loop`: JAX would run it twice (jax 0.7 to 0.12).
+
+def _with_params(checkpointed: Jaxpr, **params: Any) -> Jaxpr:
+    (eqn,) = checkpointed.eqns
+    return checkpointed.replace(eqns=[eqn.replace(params=eqn.params | params)])
+
+
+# Equations that run their functions under the policy of the checkpoint around them.
+_FOLLOWED = PLAIN_CALLS | DEVICE_MAPS | {"cond"}
+
+
+@memoized
+def _with_kept_loops(jaxpr: Jaxpr) -> Jaxpr:
+    """Return a program that keeps the results of its loops, and the carries of its scans.
+
+    No policy can keep them: JAX would run a `while_loop` twice, and would compute the carries of a
+    scan again in another loop (jax 0.7 to 0.12).
     """
-    return any(
-        eqn.params.get("policy", _is_kept) is not _is_kept or eqn.primitive.name == "while"
-        for eqn in all_equations(jaxpr)
-    )
+
+    def edited(eqn: Equation) -> list[Equation]:
+        name = eqn.primitive.name
+        if name in _RULES:
+            return [_with_kept_rule(eqn)]
+        if name in _FOLLOWED:
+            return [with_edited_functions(eqn, _with_kept_loops)]
+        if name == "scan":
+            eqn = with_edited_functions(eqn, _with_kept_carries, operands_of_scan(eqn))
+        return _with_kept_results(eqn) if name in LOOPS else [eqn]
+
+    def edit(jaxpr: Jaxpr) -> Jaxpr:
+        return with_equations(jaxpr, [new for eqn in jaxpr.eqns for new in edited(eqn)])
+
+    return with_edit(edit, jaxpr)
+
+
+@memoized
+def _with_kept_carries(body: Jaxpr, operands: ScanOperands) -> Jaxpr:
+    """Return the body of a scan in the body of another. It keeps its carries."""
+
+    def edit(body: Jaxpr) -> Jaxpr:
+        if not body.eqns:
+            return body
+        checkpointed = body if _is_checkpointed(body) else _checkpointed(body, operands.constants)
+        inside = checkpointed.eqns[0].params["jaxpr"]
+        first = len(body.constvars) + operands.constants
+        carries = inside.invars[first : first + operands.carried]
+        # An operand of a half-precision product needs two bytes, and the carry four.
+        inside = _with_kept(
+            inside, lambda eqn: eqn.primitive.name in CONVERSIONS and eqn.invars[0] in carries
+        )
+        new = {x: Var(x.aval) for x in carries}
+        kept = [_kept_as(new[x], x, beside=inside.eqns[0]) for x in carries]
+        inputs = [new.get(x, x) for x in inside.invars]
+        inside = inside.replace(invars=inputs, eqns=[*kept, *inside.eqns])
+        # The checkpoint around has a policy that keeps as much or more.
+        return _with_params(checkpointed, jaxpr=inside, policy=_repeats_elementary)
+
+    return with_edit(edit, body)
+
+
+def _with_kept_invariants(body: Jaxpr, constants: int) -> Jaxpr:
+    """Return the body of a scan that keeps functions of its constants.
+
+    JAX computes them before the loop, and keeps them once.
+    """
+    variables = set(body.invars[constants:])
+
+    def is_kept(eqn: Equation) -> bool:
+        if not variables.isdisjoint(read_by([eqn])):
+            variables.update(eqn.outvars)
+            return False
+        return not _is_repeated(ARITHMETIC, eqn.primitive, eqn.params)
+
+    return _with_kept(body, is_kept)
+
+
+# Functions with a custom derivative, and the parameter that traces their rule. These parameters
+# are undocumented, and so is `wrap_init` (the same in jax 0.7.0, 0.10.2 and 0.12.0).
+_RULES = {"custom_jvp_call": "jvp_jaxpr_fun", "custom_vjp_call": "fwd_jaxpr_thunk"}
+
+
+def _with_kept_rule(eqn: Equation) -> Equation:
+    """Return a function with a custom derivative whose rule keeps its results, if it has a loop."""
+    name = _RULES[eqn.primitive.name]
+    rule = eqn.params[name]
+    # A forward rule returns residuals too. The other rule also returns tangents.
+    number = len(eqn.outvars) if name == "jvp_jaxpr_fun" else None
+
+    def traced(*zeros: bool) -> tuple[Any, ...]:
+        jaxpr, *rest = rule.call_wrapped(*zeros)
+        return _with_kept_outputs(jaxpr, number), *rest
+
+    wrapped = linear_util.wrap_init(traced, debug_info=rule.debug_info)
+    return eqn.replace(params=eqn.params | {name: wrapped})
+
+
+@memoized
+def _with_kept_outputs(jaxpr: Jaxpr, number: int | None) -> Jaxpr:
+    """Return a program that keeps its first `number` results, if it has a loop."""
+    if not any(eqn.primitive.name in LOOPS for eqn in all_equations(jaxpr)):
+        return jaxpr
+    outputs = {x for x in jaxpr.outvars[:number] if not isinstance(x, Literal)}
+    return _with_kept(jaxpr, lambda eqn: not outputs.isdisjoint(eqn.outvars))
+
+
+def _with_kept(jaxpr: Jaxpr, is_kept: Callable[[Equation], bool]) -> Jaxpr:
+    """Return a program that keeps the results of some equations."""
+    eqns: list[Equation] = []
+    for eqn in jaxpr.eqns:
+        eqns += _with_kept_results(eqn) if is_kept(eqn) else [eqn]
+    return with_equations(jaxpr, eqns)
+
+
+def _with_kept_results(eqn: Equation) -> list[Equation]:
+    """Return an equation, and others that keep its results."""
+    results = [Var(x.aval) for x in eqn.outvars]
+    kept = [_kept_as(old, new, eqn) for old, new in zip(results, eqn.outvars, strict=True)]
+    return [eqn.replace(outvars=results), *kept]
+
+
+def _kept_as(old: Var, new: Var, beside: Equation) -> Equation:
+    """Return the equation that assigns `old`, which is kept, to `new`."""
+    (eqn,) = jax.make_jaxpr(_keep)(old.aval).eqns
+    return eqn.replace(invars=[old], outvars=[new], source_info=beside.source_info, ctx=beside.ctx)
+
+
+@jax.custom_jvp
+def _keep(x: jax.Array) -> jax.Array:
+    """Return `x`. The policies keep it, as they keep what has a rule of its own.
+
+    A `checkpoint_name` would do, but a policy of the program may keep all names.
+    """
+    return x
+
+
+@_keep.defjvp
+def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return _keep(*primals), *tangents

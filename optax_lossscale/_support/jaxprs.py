@@ -4,6 +4,7 @@ import functools
 import inspect
 import itertools
 import math
+import operator
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar
@@ -71,8 +72,13 @@ def read_by(equations: Iterable[Equation]) -> dict[Var, None]:
 
 
 def inner_jaxprs(equation: Equation) -> Iterator[Jaxpr]:
-    """Yield the jaxprs of the functions that an equation calls, without their constants."""
-    for param in jax.tree.leaves(equation.params, is_leaf=holds_equations):
+    """Return the jaxprs of the functions that an equation calls, without their constants."""
+    return jaxprs_in(equation.params)
+
+
+def jaxprs_in(params: Mapping[str, Any]) -> Iterator[Jaxpr]:
+    """Yield the jaxprs among the parameters of an equation, without their constants."""
+    for param in jax.tree.leaves(params, is_leaf=holds_equations):
         if holds_equations(param):
             yield without_constants(param)
 
@@ -99,6 +105,32 @@ def with_edit(edit: Callable[[Jaxpr], Jaxpr], jaxpr: Jaxpr) -> Jaxpr:
     """Return `edit(jaxpr)`, where `edit` is given the jaxpr without its constants."""
     inner = without_constants(jaxpr)
     return edit(jaxpr) if inner is jaxpr else jaxpr.replace(jaxpr=edit(inner))
+
+
+def with_equations(jaxpr: Jaxpr, equations: list[Equation]) -> Jaxpr:
+    """Return a jaxpr with these equations, or the same object if they are its own."""
+    old = jaxpr.eqns
+    is_same = len(equations) == len(old) and all(map(operator.is_, equations, old))
+    return jaxpr if is_same else jaxpr.replace(eqns=equations)
+
+
+def with_edited_functions(
+    equation: Equation,
+    edit: Callable[Concatenate[Jaxpr, P], Jaxpr],
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> Equation:
+    """Return an equation with its functions edited, or the same object if none changes."""
+
+    def edited(param: Any) -> Any:
+        if type(param) is tuple:  # the branches of a conditional
+            new = tuple(map(edited, param))
+            return param if all(map(operator.is_, new, param)) else new
+        return edit(param, *args, **kwargs) if holds_equations(param) else param
+
+    params = {key: edited(param) for key, param in equation.params.items()}
+    is_same = all(params[key] is param for key, param in equation.params.items())
+    return equation if is_same else equation.replace(params=params)
 
 
 def memoized(

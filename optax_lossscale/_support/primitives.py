@@ -21,6 +21,9 @@ LOOPS_AND_CALLBACKS = frozenset(
     ["while", "eig", "eigh", "schur", "svd", "pure_callback", "ffi_call"]
 )
 
+# What runs a function several times.
+LOOPS = frozenset(["scan", "while"])
+
 # These only move elements, if the result is as large as the operands: see `jaxprs.is_move`.
 MOVES = frozenset(
     [
@@ -47,4 +50,12 @@ ARITHMETIC = (
             *("sub", "tile", "unstack", "xor"),
         ]
     )
+)
+# Functions of one number, or of two, that are computed from series or tables.
+ELEMENTARY = frozenset(
+    [
+        *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cos", "cosh", "erf"),
+        *("erf_inv", "erfc", "exp", "exp2", "expm1", "log", "log1p", "logistic", "pow", "sin"),
+        *("sinh", "tan", "tanh"),
+    ]
 )
