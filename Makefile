@@ -14,7 +14,7 @@ QUICKLY = JAX_DISABLE_MOST_OPTIMIZATIONS=true $(PYTEST)
 NOX = PYENV_VERSION="$${PYENV_VERSION:-$$(pyenv versions --bare 2>/dev/null | paste -sd: -)}" \
   $(RUN) -m nox
 
-.PHONY: demo bench aot quick test test-all oracles docs fidelity matrix mutants release trial tagged check lint pins clean
+.PHONY: demo bench aot quick test test-all oracles docs fidelity matrix release trial tagged check lint pins clean
 .DELETE_ON_ERROR:
 
 # Says how long it takes before it starts. `make -q` finds out whether anything must be installed.
@@ -32,12 +32,12 @@ bench: $(VENV)/bench.installed
 # counts. About an hour.
 aot:
 	$(MAKE) VENV=.venv-aot .venv-aot/aot.installed
-	.venv-aot/bin/python -m pytest tests/project/test_compiled.py
+	.venv-aot/bin/python -m pytest -m "" tests/project/test_compiled.py
 	.venv-aot/bin/python -m benchmarks.aot --output output/aot $(AOT)
 
 # For the inner loop: takes under a minute, and covers all but a few branches of the package.
 quick: $(VENV)/test.installed
-	$(QUICKLY) -m "not slow and not exhaustive" --ignore=tests/project --ignore=tests/oracles tests
+	$(QUICKLY) --ignore=tests/project --ignore=tests/oracles tests
 
 # Most of the time is compilation, so XLA optimizes little, except in tests of cost. The tests of
 # steps run again in the plain forms, without `optax_lossscale/_xla`.
@@ -49,16 +49,17 @@ test: $(VENV)/test.installed
 # Adds the exhaustive tests (every optimizer of Optax, instead of a selection) and all optimizations
 # of XLA.
 test-all: $(VENV)/test.installed
-	$(PYTEST)
+	$(PYTEST) -m ""
 
-# Compares the library with live libraries that are too large for the test group: torch.
+# Compares the library with torch, and trains in FlowJAX and OTT, which are too large for the test
+# group.
 oracles: $(VENV)/oracles.installed
-	$(PYTEST) tests/oracles
+	$(PYTEST) -m "" tests/oracles
 
 # Builds the site in output/docs, with warnings as errors, then tests its links, pictures and reference.
 docs: $(VENV)/docs.installed
 	$(RUN) -m sphinx -W --keep-going -n -E -b html docs output/docs
-	$(RUN) -m pytest tests/project/test_docs_site.py
+	$(RUN) -m pytest -m "" tests/project/test_docs_site.py
 
 # Trains in every format, with and without loss scaling, and rewrites the marked parts of six pages.
 fidelity: $(VENV)/test.installed
@@ -83,10 +84,6 @@ trial: $(VENV)/matrix.installed
 tagged:
 	git tag --points-at HEAD | grep -Fx "v$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' optax_lossscale/__init__.py)"
 	git status --porcelain | (! grep .)
-
-# Runs the mutation tester: every small change to the package must fail a test. One to two hours.
-mutants: $(VENV)/test.installed
-	$(RUN) tools/mutants $(MUTANTS)
 
 check: lint
 	$(QUICKLY) -m "not exhaustive" --cov

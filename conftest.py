@@ -9,8 +9,11 @@ import importlib
 import io
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import optax
 import pytest
 from sybil import Example, Sybil
 from sybil.evaluators.python import PythonEvaluator
@@ -64,7 +67,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _doctest_defaults(request: pytest.FixtureRequest) -> Iterator[None]:
     """Run a docstring's example as a reader does, too."""
     if isinstance(request.node, pytest.DoctestItem):
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        with _promotion(), _as_if_nothing_was_scaled():
             yield
     else:
         yield
@@ -73,12 +76,48 @@ def _doctest_defaults(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def _defaults() -> Iterator[None]:
     """Run as a reader does, without the strictness that `tests` asks of the library."""
+    with _promotion():
+        yield
+
+
+@pytest.fixture(scope="module")
+def _new_process() -> Iterator[None]:
+    """Run a document as in a new process, so that its guards must be given scaled gradients."""
+    with _as_if_nothing_was_scaled():
+        yield
+
+
+@contextlib.contextmanager
+def _promotion() -> Iterator[None]:
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 
-pytest_collect_file = Sybil(
-    parsers=[CodeBlockParser("python", _run), CodeBlockParser("text", _compare)],
-    patterns=["README.md", "BUILD.md", "docs/*.md", "docs/api/*.md", "docs/migration/*.md"],
-    fixtures=["_defaults"],
+@contextlib.contextmanager
+def _as_if_nothing_was_scaled() -> Iterator[None]:
+    """Forget that earlier tests have scaled a loss, which silences a warning."""
+    _state = importlib.import_module("optax_lossscale._state")
+    _state.mark_scaled(False)
+    yield
+    _state.mark_scaled()
+
+
+def _define_a_program(namespace: dict[str, Any]) -> None:
+    """Define what README's blocks expect of the reader's program."""
+    namespace |= {
+        "jax": jax,
+        "jnp": jnp,
+        "optax": optax,
+        "loss_fn": lambda params, batch: jnp.mean((batch @ params["w"]) ** 2),
+        "params": {"w": jnp.ones((64, 64))},
+        "batch": jnp.ones((8, 64)),
+    }
+
+
+_PARSERS = [CodeBlockParser("python", _run), CodeBlockParser("text", _compare)]
+_FIXTURES = ["_defaults", "_new_process"]
+_PAGES = ["BUILD.md", "docs/*.md", "docs/api/*.md", "docs/migration/*.md"]
+pytest_collect_file = (
+    Sybil(_PARSERS, patterns=["README.md"], setup=_define_a_program, fixtures=_FIXTURES)
+    + Sybil(_PARSERS, patterns=_PAGES, fixtures=_FIXTURES)
 ).pytest()

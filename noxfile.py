@@ -59,5 +59,5 @@ def _test(session: nox.Session, pins: str, *arguments: str) -> None:
     session.run("python", "-c", "import jax; jax.print_environment_info()")
     # Each file runs in one worker, since the blocks of a document build on each other.
     workers = ("-n", "2", "--dist", "loadfile")
-    arguments = ("--ignore=tests/project", *arguments, *session.posargs)
+    arguments = ("-m", "", "--ignore=tests/project", *arguments, *session.posargs)
     session.run("python", "-m", "pytest", *workers, *arguments)

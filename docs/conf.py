@@ -145,6 +145,8 @@ WORDS = {
         "half precision",
         "bf16 parameters",
         "preferred_element_type",
+        "stored in bfloat16",
+        "store parameters",
     ),
     "casting#what-must-stay-in-float32": (
         "attention",
@@ -156,7 +158,7 @@ WORDS = {
         "one-hot",
         "precision highest",
     ),
-    "checkpoints": ("checkpoint", "resume", "restore", "Orbax"),
+    "checkpoints": ("checkpoint", "resume", "restore", "Orbax", "npz", "savez", "v2 dtype"),
     "comparison": (
         "Accelerate",
         "Hugging Face",
@@ -165,6 +167,8 @@ WORDS = {
         "bitsandbytes",
         "FlashOptim",
         "grampax",
+        "quantization",
+        "int8",
     ),
     "diagnostics": (
         "NaN",
@@ -192,9 +196,12 @@ WORDS = {
     "evidence": ("trust", "tested"),
     "fine_tuning": ("LoRA", "frozen", "adapters"),
     "flax": ("Linen", "NNX", "BatchNorm", "dropout", "only=nnx.Param"),
+    "flax#store-a-model-in-bfloat16": ("param_dtype", "store parameters"),
     "flax#fp8-layers": ("fp8", "Qwix", "Fp8DirectDotGeneralOp", "te.autocast"),
     "gradient_penalty": ("WGAN", "hypergradients", "meta-learning"),
-    "install": ("pip", "CUDA", "Windows", "GPU"),
+    "index#install-run-test": ("run tests", "make test"),
+    "install": ("pip", "CUDA", "Windows", "GPU", "Kaggle", "Colab", "notebook"),
+    "install#why-half-precision-may-not-be-faster": ("no speedup", "not faster", "slow"),
     "install#which-recipe": (
         "bfloat16",
         "bf16",
@@ -207,8 +214,19 @@ WORDS = {
         "compute capability",
         "half_dtype",
         "recipe",
+        "7b",
+        "Llama",
+        "how much memory",
     ),
     "jax": ("jit", "NumPyro"),
+    "jax#ninjax-and-numpyro": ("Ninjax",),
+    "jax#with-pure-functions": (
+        "LossScaleState fields",
+        "losscalestate fields",  # as it is typed: three equal letters are easily missed
+        "growth_count",
+        "unscale_and_check",
+        "pure functions",
+    ),
     "logging": ("wandb", "W&B", "TensorBoard"),
     "master_weights": ("master weights", "bf16 parameters", "remainders"),
     "master_weights#without-masters": ("stochastic rounding", "torchao", "torchtitan"),
@@ -218,7 +236,17 @@ WORDS = {
     "migration/keras": ("Keras", "stateless_call"),
     "migration/mindspore": ("MindSpore",),
     "migration/torch": ("PyTorch", "torch", "AMP", "GradScaler"),
+    "migration/torch#line-by-line": (
+        "ReduceLROnPlateau",
+        "ReduceOnPlateau",
+        "scheduler.step",
+        "lr scheduler",
+    ),
     "order": ("clip", "gradient clipping", "weight decay", "schedule", "learning rate", "mistakes"),
+    "order#silent-mistakes": (
+        "must hold exactly one LossScaleState",
+        "must hold exactly one losscalestate",  # as above
+    ),
     "performance": ("cost", "overhead", "slow", "speed", "how fast"),
     "recipes#compute-activations-again-remat": (
         "remat",
@@ -228,6 +256,11 @@ WORDS = {
         "activation memory",
     ),
     "recipes#keep-the-state-in-host-memory-offload": ("offload", "pinned_host"),
+    "recipes#sweep-learning-rates": (
+        "hyperparameter search",
+        "sweep",
+        "vmap learning rates",
+    ),
     "recipes#line-searches": ("L-BFGS", "lbfgs", "line search"),
     "recipes#reinforcement-learning": (
         "RL",
@@ -243,7 +276,13 @@ WORDS = {
     "several_losses#a-gan": ("GAN",),
     "sharded": ("pmap", "shard_map", "FSDP"),
     "skipping": ("loss spike", "skip bad batch", "skip step", "guard", "rule"),
+    "skipping#your-own-rule-and-ranges-of-steps": (
+        "custom policy",
+        "own loss scale",
+        "custom rule",
+    ),
     "testing": ("test", "assert", "pytest"),
+    "trainers": ("Brax", "Tunix", "FlowJAX", "OTT", "trainer"),
     "using": ("serving", "inference", "deploy"),
     "using#decode-with-a-cache": ("decoding", "KV cache"),
     "using#export": ("export",),

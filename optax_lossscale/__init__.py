@@ -1,29 +1,30 @@
 """Training in half precision for JAX, around any Optax optimizer: small, exact, functional."""
 
 from optax_lossscale import diagnostics, testing
-from optax_lossscale._guard.guard import with_loss_scaling, with_skipping
-from optax_lossscale._guard.rules import Spike
-from optax_lossscale._loss_scale.policies import (
+from optax_lossscale._guard import Rule, Spike, with_loss_scaling, with_skipping
+from optax_lossscale._loss_scale import (
     DynamicLossScale,
     FixedLossScale,
     LossScale,
     LossScaleLike,
-    as_loss_scale,
-    init,
-    update,
-)
-from optax_lossscale._loss_scale.scale import (
     all_finite,
+    as_loss_scale,
     grad,
+    init,
+    scale_inside,
     scale_loss,
     unscale_and_check,
+    update,
     value_and_grad,
 )
-from optax_lossscale._precision.autocast import autocast
-from optax_lossscale._precision.bfloat16_state import with_bfloat16_state
-from optax_lossscale._precision.cast import cast
-from optax_lossscale._precision.masters import master_weights, with_master_weights
-from optax_lossscale._precision.stochastic_rounding import with_stochastic_rounding
+from optax_lossscale._precision import (
+    autocast,
+    cast,
+    master_weights,
+    with_bfloat16_state,
+    with_master_weights,
+    with_stochastic_rounding,
+)
 from optax_lossscale._state import (
     Bfloat16State,
     GuardState,
@@ -35,7 +36,6 @@ from optax_lossscale._state import (
     loss_scale_state,
 )
 from optax_lossscale._support.choose import tree_where
-from optax_lossscale._support.rule import Rule
 
 __version__ = "0.1.0"
 
@@ -62,6 +62,7 @@ __all__ = [
     "init",
     "loss_scale_state",
     "master_weights",
+    "scale_inside",
     "scale_loss",
     "testing",
     "tree_where",

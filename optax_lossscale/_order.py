@@ -4,7 +4,7 @@ The order is read from the state, where every transformation has its own contain
 """
 
 import collections
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -21,7 +21,7 @@ from optax_lossscale._state import (
     subtrees,
 )
 from optax_lossscale._support.lines import warn, warn_once
-from optax_lossscale._support.tree import HALF, KeyPath, PyTree, children, path_name
+from optax_lossscale._support.tree import HALF, KeyPath, PyTree, children, path_name, some_paths
 
 # The wrappers that let half-precision parameters take small updates, by the types of their states.
 _FOR_PARAMETERS: dict[type, str] = {
@@ -58,6 +58,36 @@ def refuse_two_for_parameters(inner_state: PyTree, *kinds: type) -> None:
             "`inner` must not keep masters or round parameters itself, got a "
             f"{type(found).__name__} at {path_name(path)} of its state. Use one wrapper: "
             "`with_master_weights(inner)` or `with_stochastic_rounding(inner)`."
+        )
+
+
+# The states of optimizers that compute where they are from the parameters, by name, since Optax
+# 0.2.6 does not export all of these classes.
+_FROM_PARAMETERS = frozenset(["ScheduleFreeState", "MechanicState", "DoGState", "DoWGState"])
+
+
+def refuse_state_of_parameters(
+    inner_state: PyTree, copies: Sequence[KeyPath], given: set[str]
+) -> None:
+    """Raise, or warn, if an optimizer inside stochastic rounding has copies of the parameters.
+
+    `copies` are their paths. The optimizer takes a rounding of the parameters for a step.
+    """
+    remedy = "Use `with_master_weights(inner, remainders=True)`, which is exact here."
+    for path in copies:
+        for container in _containers(inner_state, path):
+            kind = type(container.node).__name__
+            if kind in _FROM_PARAMETERS:
+                raise ValueError(
+                    "`inner` must not compute its state from parameters that are rounded "
+                    f"stochastically, got a {kind} with a copy at {path_name(path)}. {remedy}"
+                )
+    if copies:
+        warn_once(
+            f"`inner` keeps copies of bfloat16 parameters, at {some_paths(copies)} of its state. "
+            "If it compares them with the parameters, it takes a stochastic rounding for a step. "
+            f"{remedy}",
+            given,
         )
 
 

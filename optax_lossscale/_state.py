@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale._support import checks
-from optax_lossscale._support.bounds import INT32_MAX, LARGEST_SCALE, SMALLEST_SCALE
-from optax_lossscale._support.nnx import without_variables
+from optax_lossscale._support.bounds import INT32_MAX
+from optax_lossscale._support.lines import warn
 from optax_lossscale._support.transformation import Transformation
 from optax_lossscale._support.tree import (
     ARRAYS,
@@ -18,6 +18,7 @@ from optax_lossscale._support.tree import (
     Tree,
     in_dtype,
     path_name,
+    some_paths,
 )
 
 
@@ -53,8 +54,7 @@ def public_state(
 
 @public_state(
     needed=("loss_scale", "growth_count", "overflow_count", "consecutive_skipped", "total_skipped"),
-    remedy="Wrap the whole optimizer with one guard, or pass the state that is meant: the "
-    "optimizer's state comes first, before the parameters.",
+    remedy="Wrap the whole optimizer with one guard, or pass the state that is meant.",
 )
 class LossScaleState(NamedTuple):
     """The state of loss scaling: five scalars. Checkpoints depend on their names and types.
@@ -238,13 +238,14 @@ def applied(opt_state: PyTree) -> jax.Array:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
       >>> tx = ols.with_loss_scaling(optax.sgd(0.1))
       >>> opt_state = tx.init(jnp.ones(3))
-      >>> for grads in (jnp.ones(3), jnp.full(3, jnp.inf)):
+      >>> for x in (1.0, jnp.inf):
+      ...     grads = ols.grad(lambda w: jnp.sum(w * x))(opt_state, jnp.ones(3))
       ...     _, opt_state = tx.update(grads, opt_state)
       ...     print(ols.applied(opt_state))
       True
       False
     """
-    return loss_scale_state(opt_state).consecutive_skipped == 0
+    return find(LossScaleState, "opt_state", opt_state).consecutive_skipped == 0
 
 
 def loss_scale_state(opt_state: PyTree) -> LossScaleState:
@@ -266,18 +267,49 @@ def loss_scale_state(opt_state: PyTree) -> LossScaleState:
       >>> float(ols.loss_scale_state(tx.init(jnp.ones(3))).loss_scale)
       1024.0
     """
-    return find(LossScaleState, "opt_state", opt_state)
+    state = find(LossScaleState, "opt_state", opt_state)
+    mark_scaled()
+    return state
 
 
-def find(kind: type[Tree], argument: str, tree: PyTree) -> Tree:
-    """Return the only state of a type in `tree`, or raise an error that names `argument`."""
+class Process:
+    """What this process has done so far."""
+
+    has_scaled = False  # whether it has read a loss scale, to multiply a loss by it
+
+
+def mark_scaled(has_scaled: bool = True) -> None:
+    """Note that this process has scaled a loss. False makes it forget, for tests."""
+    Process.has_scaled = has_scaled
+
+
+def warn_of_no_scaling() -> None:
+    """Warn, once per process, that gradients are divided although no loss was scaled."""
+    mark_scaled()
+    warn(
+        "`update` divides gradients by the loss scale, but this process has not scaled a loss so "
+        "far. If they are gradients of the loss itself, SGD stands still, and Adam hides it. "
+        "Differentiate with `value_and_grad(loss_fn)(opt_state, params, ...)`. Give a trainer that "
+        "differentiates by itself `with_skipping(inner)` and `autocast(loss_fn, jnp.bfloat16)`, or "
+        "`scale_inside(autocast(loss_fn, jnp.float16), 2.0**15)`. If you multiply by the field "
+        "`loss_scale` yourself, or run an exported gradient function, read the state with "
+        "`loss_scale_state(opt_state)`, which silences this warning."
+    )
+
+
+def find(kind: type[Tree], argument: str, tree: PyTree, order: str = "") -> Tree:
+    """Return the only state of a type in `tree`, or raise an error that names `argument`.
+
+    The error also says what `order` the arguments have.
+    """
     found = list(subtrees(tree, kind))
     if len(found) != 1:
-        where = ", found at: " * bool(found) + ", ".join(path_name(path) for path, _ in found)
+        paths = some_paths([path for path, _ in found])
+        where = f", found at: {paths}" if found else ""
         remedy = next(_incomplete(kind, tree), _REGISTERED[kind].remedy)
         raise ValueError(
             f"`{argument}` must hold exactly one {kind.__name__}, got {len(found)} in a "
-            f"{type(tree).__name__}{where}. {remedy}"
+            f"{type(tree).__name__}{where}. {' '.join(filter(None, [remedy, order]))}"
         )
     ((_, state),) = found
     if kind is LossScaleState:
@@ -318,38 +350,3 @@ def _incomplete(kind: type[Any], tree: PyTree) -> Iterator[str]:
                 f"The one at {path_name(path)} lacks the field `{missing[0]}`: add its initial "
                 "value."
             )
-
-
-def spike_statistics(state: SpikeState) -> tuple[jax.Array, jax.Array]:
-    """Return the mean and the standard deviation of the values that a `Spike` remembers.
-
-    Both are 0 before the first value. `float32[]`.
-    """
-    if state.held.ndim:  # as under `jax.vmap`
-        return jax.vmap(spike_statistics)(state)
-    mean, deviation, unit = relative_statistics(state)
-    return mean * unit, deviation * unit
-
-
-def spikes_in(rule_states: PyTree) -> Iterator[tuple[KeyPath, SpikeState]]:
-    """Yield the states of all `Spike`s, and their paths."""
-    for path, spike in subtrees(rule_states, SpikeState):
-        yield path, without_variables(spike)
-
-
-def relative_statistics(state: SpikeState) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the mean and the standard deviation in a unit, and the unit. `float32[]`.
-
-    The unit is the largest magnitude in the window: in this unit, squares fit a float32. Values in
-    unused places do not count.
-    """
-    window = state.values.size
-    held = jnp.clip(state.held, 1, window)  # before the first value, a place holds 0
-    is_held = jnp.arange(window, dtype=jnp.int32) >= window - held
-    values = jnp.where(is_held, state.values, 0)
-    unit = jnp.clip(jnp.max(jnp.abs(values)), SMALLEST_SCALE, LARGEST_SCALE)
-    relative = values / unit
-    n = held.astype(jnp.float32)
-    mean = jnp.sum(relative) / n
-    squares = jnp.where(is_held, (relative - mean) ** 2, 0)
-    return mean, jnp.sqrt(jnp.sum(squares) / n), unit

@@ -10,7 +10,8 @@ import numpy as np
 
 from optax_lossscale._state import LossScaleState, find, subtrees
 from optax_lossscale._support import checks
-from optax_lossscale._support.tree import KeyPath, PyTree, is_fp8_metadata, is_inexact, path_name
+from optax_lossscale._support.nnx import plain_keys
+from optax_lossscale._support.tree import FP8_KEY, KeyPath, PyTree, is_inexact, path_name
 
 __all__ = ["assert_scaled_once"]
 
@@ -23,6 +24,12 @@ _MISTAKES = {
     2: "scaled twice. Multiply by the loss scale only once",
     -1: "not scaled, but unscaled, which `tx.update` does. Only use `value_and_grad`",
 }
+
+
+_WITH_LOSS = (
+    "it returned a tuple of which only the first member is wrong, like the `(loss, grads)` of "
+    "`value_and_grad`. Take the gradients: `lambda *args: loss_and_grads(*args)[1]`"
+)
 
 
 def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any) -> None:
@@ -57,17 +64,17 @@ def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any
     find(LossScaleState, "state", state)
     ((state_path, _),) = subtrees(state, LossScaleState)
 
-    def largest_at(loss_scale: float) -> dict[str, float]:
+    def grads_at(loss_scale: float) -> PyTree:
         def replace(path: KeyPath, leaf: Any) -> Any:
             is_inside = path[: len(state_path)] == state_path
-            field = path[len(state_path)] if is_inside else None
-            is_scale = "loss_scale" in (getattr(field, "name", ""), getattr(field, "key", ""))
+            is_scale = is_inside and plain_keys(path[len(state_path) :])[0] == "loss_scale"
             return jnp.asarray(loss_scale, jnp.float32) if is_scale else leaf
 
-        return _largest(grad_fn(jax.tree_util.tree_map_with_path(replace, state), *args))
+        return grad_fn(jax.tree_util.tree_map_with_path(replace, state), *args)
 
     for scale in _SCALES:
-        low, high = largest_at(scale / 4), largest_at(scale)
+        low, grads = _largest(grads_at(scale / 4)), grads_at(scale)
+        high = _largest(grads)
         measured = [name for name in low if low[name] and high.get(name)]
         if measured and all(map(math.isfinite, (*low.values(), *high.values()))):
             break
@@ -82,6 +89,8 @@ def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any
         return
     name, k = max(wrong.items(), key=lambda item: abs(item[1] - 1))
     mistake = _MISTAKES.get(round(k)) if abs(k - round(k)) <= 0.25 else None
+    if type(grads) is tuple and {name.startswith("`[0]") for name in wrong} == {True}:
+        mistake = _WITH_LOSS if len(wrong) < len(powers) else mistake
     mistake = mistake or "they depend on it in some other way. Look for an underflow in float16"
     raise AssertionError(
         f"`grad_fn` must return gradients proportional to `loss_scale**k` with k = 1, got "
@@ -97,5 +106,5 @@ def _largest(grads: PyTree) -> dict[str, float]:
     return {
         path_name(path): float(np.max(np.abs(np.asarray(leaf).astype(np.complex128)), initial=0))
         for path, leaf in jax.tree_util.tree_leaves_with_path(grads)
-        if is_inexact(leaf) and not is_fp8_metadata(path)
+        if is_inexact(leaf) and FP8_KEY not in path
     }

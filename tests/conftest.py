@@ -3,10 +3,16 @@
 import jax
 import pytest
 
+from optax_lossscale._state import mark_scaled
+
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# Many tests update a guard with gradients of their own. `tests/test_never_scaled.py` holds the
+# warning about gradients that were never scaled, in processes of their own.
+mark_scaled()
 
 
 @pytest.fixture(autouse=True)

@@ -130,7 +130,8 @@ class Plain:
         return params, self.tx.init(params)
 
     def cast(self, fun):
-        return ols.autocast(fun, jnp.float16) if "autocast" in self.features else fun
+        fun = ols.autocast(fun, jnp.float16) if "autocast" in self.features else fun
+        return ols.scale_inside(fun, 64.0) if "scale_inside" in self.features else fun
 
     def value_and_grad(self, fun, **kwargs):
         return ols.value_and_grad(self.cast(fun), **kwargs)
@@ -391,7 +392,7 @@ def one_step(features, holder):
 FEATURES = [
     *(*HOLDERS, *KERAS, *RULES, "masters", "masters with remainders", *INNER),
     *("stochastic rounding", "state in two bytes"),
-    *("autocast", "axis_name", "sharded parameters", "checkpoints"),
+    *("autocast", "scale_inside", "axis_name", "sharded parameters", "checkpoints"),
     *("what reads the state", "master_weights"),
 ]
 # One of two that do the same thing in their own way.
@@ -403,13 +404,16 @@ REFUSED = [
     (KERAS, RULES, f"{ANOTHER_GUARD}.*`with_loss_scaling.inner, skip_if=rule.`"),
     (KERAS, ["MultiSteps"], "Use `gradient_accumulation_steps`"),
     (KERAS[1:], HALVES, "`inner` must not change the updates of `with_"),
+    (["stochastic rounding"], ["schedule_free"], "with_master_weights.inner, remainders=True"),
+    (["masters", "master_weights"], ["scale_inside"], "float16 arguments, .* float32 or bfloat16"),
     (["stochastic rounding"], ["master_weights"], "exactly one MasterWeightsState, got 0"),
 ]
 
 
 def refusal(one, other):
     """Return the message with which a pair is refused, or None if it works."""
-    found = (text for ones, others, text in REFUSED if one in ones and other in others)
+    pairs = ((one, other), (other, one))
+    found = (text for ones, others, text in REFUSED for a, b in pairs if a in ones and b in others)
     return next(found, None)
 
 

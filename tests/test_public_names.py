@@ -38,7 +38,8 @@ MAY_IMPORT = {
     "testing": INNER,
     "": {*INNER, "diagnostics", "testing"},
 }
-OPEN_ROOMS = {"_order", "_state", "_support", "_xla"}  # every other room may use their names
+# Other rooms import only from the `__init__.py` of these folders, and never from `_support`'s.
+DOORS = {"_guard", "_loss_scale", "_precision", "_xla"}
 sys.path.insert(0, str(PACKAGE.parent / "tools"))
 rooms = importlib.import_module("rooms")
 step_trace = importlib.import_module("step_trace")
@@ -81,6 +82,7 @@ TOP_LEVEL = {
     "tree_where": "(pred, on_true, on_false)",
     "unscale_and_check": "(grads, state, *, axis_name=None)",
     "update": "(state, grads_finite, policy, *, loss_finite=True)",
+    "scale_inside": "(fun, loss_scale)",
     "value_and_grad": DIFFERENTIATE,
     "with_bfloat16_state": "(inner, *, keep=None)",
     "with_loss_scaling": "(inner, loss_scale='dynamic', *, skip_if=None, axis_name=None)",
@@ -147,6 +149,12 @@ def test_pickles_name_states_policies_and_spikes_as_they_are_imported():
         assert state.__module__ == "optax_lossscale.keras"
 
 
+def exported(module):
+    """Return the names that the `__init__.py` of a private folder exports."""
+    door = f"{PACKAGE.name}.{module}"
+    return importlib.import_module(door).__all__ if module in DOORS else ()
+
+
 def own_imports():
     """Yield a module, a module of the package that it imports, and the name from there or ""."""
     for importer, path in MODULES.items():
@@ -159,21 +167,30 @@ def own_imports():
             for module, name in found:
                 root, _, inner = module.partition(".")
                 submodule = f"{inner}.{name}".strip(".")
+                is_module = submodule in MODULES and name not in exported(inner)
                 if root == PACKAGE.name:
-                    yield (importer, *((submodule, "") if submodule in MODULES else (inner, name)))
+                    yield (importer, *((submodule, "") if is_module else (inner, name)))
+
+
+def test_a_door_exports_what_other_rooms_import():
+    used = {door: set() for door in DOORS - {"_xla"}}  # `_xla` is imported as a whole
+    for importer, module, name in own_imports():
+        if module in used and room(importer) != module:
+            used[module].add(name)
+    assert {door: set(exported(door)) for door in used} == used
 
 
 def room(module):
     return module.partition(".")[0]
 
 
-def test_imports_go_one_way_and_to_open_rooms_or_public_names_alone():
-    graph, private = {name: set() for name in MODULES}, set()
+def test_imports_go_one_way_and_never_past_a_door():
+    graph, past_a_door = {name: set() for name in MODULES}, set()
     for importer, module, name in own_imports():
         graph[importer].add(module)
-        if room(module) not in OPEN_ROOMS | {room(importer)} and (name or module) not in PUBLIC:
-            private.add((importer, module, name))
-    assert private == set()
+        if room(module) in DOORS and room(importer) != room(module) and module not in DOORS:
+            past_a_door.add((importer, module, name))
+    assert past_a_door == set()
     graphlib.TopologicalSorter(graph).prepare()  # a circle is a CycleError
     for importer, others in rooms.arrows(PACKAGE).items():
         assert others <= MAY_IMPORT[importer], importer
@@ -187,10 +204,10 @@ def test_modules_are_short_and_the_picture_is_that_of_today():
 
 # For the plain guard and README's stack, each in the plain forms and with `_xla`.
 MOST_TO_WALK = {
-    ("PLAIN", False): step_trace.Walk(functions=46, files=10, changes=58),
-    ("PLAIN", True): step_trace.Walk(functions=62, files=12, changes=92),
-    ("STACK", False): step_trace.Walk(functions=69, files=13, changes=105),
-    ("STACK", True): step_trace.Walk(functions=86, files=16, changes=189),
+    ("PLAIN", False): step_trace.Walk(functions=44, files=8, changes=54),
+    ("PLAIN", True): step_trace.Walk(functions=62, files=11, changes=85),
+    ("STACK", False): step_trace.Walk(functions=71, files=13, changes=105),
+    ("STACK", True): step_trace.Walk(functions=88, files=16, changes=151),
 }
 
 

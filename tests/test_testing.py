@@ -79,6 +79,17 @@ def test_the_power_of_the_worst_array_is_rounded_to_a_quarter_and_named(powers, 
         assert_scaled_once(grad_fn, ols.init())
 
 
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_a_function_that_also_returns_the_loss_is_recognized(has_aux):
+    fun = lambda w: (jnp.sum(w**2), jnp.ones(2)) if has_aux else jnp.sum(w**2)  # noqa: E731
+    loss_and_grads = ols.value_and_grad(fun, has_aux=has_aux)
+    with pytest.raises(AssertionError, match=r"`\(loss, grads\)`.*loss_and_grads\(\*args\)\[1\]`"):
+        assert_scaled_once(loss_and_grads, ols.init(), jnp.ones(3))
+    assert_scaled_once(lambda *args: loss_and_grads(*args)[1], ols.init(), jnp.ones(3))
+    with pytest.raises(AssertionError, match="not scaled"):  # both are gradients
+        assert_scaled_once(lambda *args: (args[1], args[1]), ols.init(), jnp.ones(3))
+
+
 @pytest.mark.parametrize("value", [0.0, np.nan, np.inf])
 def test_all_loss_scales_are_tried_down_from_two_to_the_24_if_gradients_are_zero_or_infinite(value):
     seen = []

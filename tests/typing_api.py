@@ -66,6 +66,8 @@ def pure_functions(params: Params, x: jax.Array) -> None:
     assert_type((ols.all_finite(grads), ols.applied(state)), tuple[jax.Array, jax.Array])
     assert_type(ols.tree_where(grads_finite, grads, params), Params)
     assert_type(ols.value_and_grad(loss_fn)(state, params, x), tuple[jax.Array, Any])
+    assert_type(ols.scale_inside(loss_fn, 2.0**15)(params, x), jax.Array)
+    ols.scale_inside(loss_fn, "dynamic")  # pyright: ignore[reportArgumentType]
     ols.value_and_grad(loss_fn, argnums=(0, 1), has_aux=False, transform=jax.value_and_grad)
 
     ols.update(state, grads_finite)  # pyright: ignore[reportCallIssue]

@@ -13,15 +13,16 @@ import numpy as np
 import optax
 
 from optax_lossscale._guard.keep import step_where
-from optax_lossscale._guard.rules import as_rules, judge, measure, warn_of_loss
-from optax_lossscale._loss_scale.policies import (
+from optax_lossscale._guard.rules import Rule, SkipIf, as_rules, judge, measure, warn_of_loss
+from optax_lossscale._loss_scale import (
     FixedLossScale,
     LossScale,
     LossScaleLike,
+    all_finite,
     as_loss_scale,
     init,
+    unscaled,
 )
-from optax_lossscale._loss_scale.scale import all_finite
 from optax_lossscale._order import (
     refuse_changed_updates,
     refuse_second_guard,
@@ -31,17 +32,18 @@ from optax_lossscale._state import (
     Guard,
     GuardState,
     LossScaleState,
+    Process,
     count_step,
     find,
     loss_scale_of,
     typed,
+    warn_of_no_scaling,
 )
 from optax_lossscale._support import checks
 from optax_lossscale._support.agreement import agree
 from optax_lossscale._support.choose import all_true
 from optax_lossscale._support.notes import add_other_leaf
-from optax_lossscale._support.rule import Rule, SkipIf
-from optax_lossscale._support.tree import AxisName, Flag, PyTree, is_inexact, unscaled
+from optax_lossscale._support.tree import AxisName, Flag, PyTree, is_inexact
 
 
 def with_loss_scaling(
@@ -57,7 +59,7 @@ def with_loss_scaling(
     to them, bit for bit as to `grads * (1 / loss_scale)`. Otherwise the step is skipped: the inner
     state is bitwise unchanged, and the updates are negative zeros, since `p + -0.0` is `p` for
     every normal `p`. A skip is a selection with `jnp.where`, so the step stays one compiled program
-    and has the derivative of a step that was never taken. Then the policy updates the loss scale.
+    and differentiates as if it had not been taken. Then the policy updates the loss scale.
     `applied(opt_state)` returns whether the step was applied.
 
     Wrap the whole optimizer, once. Clipping, gradient accumulation, weight decay, averages and
@@ -65,8 +67,8 @@ def with_loss_scaling(
     `optax.MultiSteps` in particular belongs inside: outside, a single overflow stays in its
     accumulator forever.
 
-    The extra arguments of `update` are in true units and reach `inner` unchanged, except `grad`,
-    which line searches take. It must be the gradients themselves (the same arrays), and is unscaled
+    The extra arguments of `update` must be unscaled, and `inner` gets them, except `grad`, which
+    line searches take. It must be the gradients themselves (the same arrays), and is unscaled
     with them. If you pass the loss as `value`, as Optax calls it, a loss that is NaN or infinite
     skips the step too, and the policy can tell a bad batch from an overflow: see
     `DynamicLossScale`.
@@ -86,7 +88,8 @@ def with_loss_scaling(
 
     Returns:
       A gradient transformation. Its `update` takes gradients of the scaled loss (see `scale_loss`
-      and `value_and_grad`), and its state is a `GuardState`.
+      and `value_and_grad`) and returns the updates of `inner`, in their dtypes, which are those for
+      gradients of at least float32. Its state is a `GuardState`.
 
     Raises:
       TypeError: If an argument has the wrong type, including the state that `update` is given;
@@ -198,6 +201,9 @@ def _guard(
         if "loss" in extra_args and "value" not in extra_args:
             warn_of_loss(rules, warnings_given)
         state = checks.read_state(state, GuardState)
+        is_one = isinstance(policy, FixedLossScale) and policy.scale == 1
+        if not (is_one or Process.has_scaled):
+            warn_of_no_scaling()
         return guarded_step(settings, updates, state, params, extra_args)
 
     return Guard(init_fn, update_fn)
@@ -235,7 +241,7 @@ def guarded_step(
     )
     scale_state = count_step(typed(new), scale_state, decision.applied)
     if not is_scaled:  # the state may have been restored from a guard that scales
-        scale_state = scale_state._replace(loss_scale=jnp.ones((), jnp.float32))
+        scale_state = scale_state._replace(loss_scale=jnp.ones_like(scale_state.loss_scale))
     return updates, GuardState(scale_state, decision.rule_states, inner_state)
 
 

@@ -2,29 +2,77 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from optax_lossscale._guard.keep import call_where
-from optax_lossscale._loss_scale.policies import LossScale
-from optax_lossscale._state import SpikeState, increment, relative_statistics
+from optax_lossscale._loss_scale import LossScale
+from optax_lossscale._state import SpikeState, increment, subtrees
 from optax_lossscale._support import checks
-from optax_lossscale._support.bounds import as_float32
+from optax_lossscale._support.bounds import LARGEST_SCALE, SMALLEST_SCALE, as_float32
 from optax_lossscale._support.choose import safe_extra_args, tree_where, zeros_if_skipped
 from optax_lossscale._support.lines import warn_once
+from optax_lossscale._support.nnx import without_variables
 from optax_lossscale._support.notes import add_note
-from optax_lossscale._support.rule import Rule, SkipIf
 from optax_lossscale._support.tree import (
+    FP8_KEY,
+    Flag,
+    KeyPath,
     PyTree,
     as_array,
     at_least_float32,
-    is_fp8_metadata,
     is_inexact,
+    shown,
 )
+
+
+@runtime_checkable
+class Rule(Protocol):
+    """A rule that judges one number at each step, and may remember some. See `with_skipping`.
+
+    Any object with these methods is a rule. The methods are traceable. `measure` may name the extra
+    arguments of `update` that it reads.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax, optax_lossscale as ols
+      >>> class FarAboveTheBest:
+      ...     def init(self, params):
+      ...         return jnp.float32(jnp.inf)
+      ...
+      ...     def measure(self, grads, params, *, value, **extra_args):
+      ...         return value
+      ...
+      ...     def judge(self, lowest, value):
+      ...         return value > 10 * lowest, jnp.minimum(lowest, value)
+      >>> tx = ols.with_skipping(optax.sgd(1.0), FarAboveTheBest())
+      >>> isinstance(FarAboveTheBest(), ols.Rule)
+      True
+    """
+
+    def init(self, params: PyTree, /) -> PyTree:
+        """Return the state before the first step."""
+        ...
+
+    # `*args` makes a type checker accept methods that name some of the extra arguments.
+    def measure(self, grads: PyTree, params: PyTree, /, *args: Any, **extra_args: Any) -> ArrayLike:
+        """Return the number that is judged, `float32[]`. The gradients are true."""
+        ...
+
+    def judge(self, state: PyTree, measure: jax.Array, /) -> tuple[jax.Array | bool, PyTree]:
+        """Return whether to skip the step, `bool[]`, and the new state, of the type of `init`."""
+        ...
+
+
+#: A rule, or a function `(grads, params, **extra_args) -> bool[]`.
+RuleLike: TypeAlias = Rule | Callable[..., Flag | bool]
+
+#: What the guards take as `skip_if`.
+SkipIf: TypeAlias = RuleLike | Sequence[RuleLike] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +112,7 @@ def as_rules(skip_if: SkipIf) -> tuple[Rule, ...]:
             remedy = " Use `with_loss_scaling(inner, policy)`." if is_policy else ""
             raise TypeError(
                 "`skip_if` must be a function of the gradients and parameters, an object with "
-                f"`init`, `measure` and `judge`, or a sequence of these, got {rule!r}.{remedy}"
+                f"`init`, `measure` and `judge`, or a sequence of these, got {shown(rule)}.{remedy}"
             )
     return tuple(rules)
 
@@ -85,7 +133,7 @@ def _asks_for_loss(rule: Rule) -> bool:
         named = inspect.signature(fun).parameters
     except (TypeError, ValueError):  # some functions written in C have no signature
         named = {}
-    return "loss" in named or getattr(rule, "of", None) == "loss"
+    return "loss" in named or (isinstance(rule, Spike) and rule.of == "loss")
 
 
 def measure(
@@ -121,7 +169,7 @@ def judge(
     try:
         new = tree_where(finite, new, old)
     except Exception as error:
-        add_note(error, f"This is the state of {rule!r}: `judge` must return one like `init`.")
+        add_note(error, f"This is the state of {shown(rule)}: `judge` must return one like `init`.")
         raise
     # The state only serves decisions, and decisions have no derivative.
     return skip, jax.lax.stop_gradient(new)
@@ -136,7 +184,8 @@ class Spike:
 
     A skipped value is remembered as `mean + 2 / 3 * sigmas * deviation`, so one spike barely raises
     the threshold: the next step is skipped above 6.4 deviations. A new level is still learned:
-    after 20 steps if it is 20 deviations higher, and after about `window` steps if it is far above.
+    after 20 steps if it is 20 deviations higher, and after about `window` steps if it is thousands
+    of deviations higher.
 
     Args:
       of: What is measured: `"value"`, the loss; `"grad_norm"`, the Euclidean norm of all gradients,
@@ -177,7 +226,7 @@ class Spike:
         if not isinstance(self.of, str):
             raise TypeError(
                 f'`of` must be "value", "grad_norm" or the name of an extra argument, got '
-                f"{self.of!r}."
+                f"{shown(self.of)}."
             )
         window = checks.read_count("window", self.window, least=2)
         if as_float32(checks.read_number("sigmas", self.sigmas)) <= 1.5:
@@ -203,7 +252,7 @@ class Spike:
             arrays = [
                 at_least_float32(leaf)
                 for path, leaf in jax.tree_util.tree_leaves_with_path(grads)
-                if is_inexact(leaf) and not is_fp8_metadata(path)
+                if is_inexact(leaf) and FP8_KEY not in path
             ]
             return jnp.asarray(optax.tree.norm(arrays), jnp.float32)
         value = extra_args.get(self.of)
@@ -248,4 +297,43 @@ class Spike:
         return is_spike | ~is_finite, jax.tree.map(select, after, state)
 
 
-Spike.__module__ = "optax_lossscale"  # pickles name it there, as they do its state
+def spikes_in(rule_states: PyTree) -> Iterator[tuple[KeyPath, SpikeState]]:
+    """Yield the states of all `Spike`s, and their paths."""
+    for path, spike in subtrees(rule_states, SpikeState):
+        yield path, without_variables(spike)
+
+
+def spike_statistics(state: SpikeState) -> tuple[jax.Array, jax.Array]:
+    """Return the mean and the standard deviation of the values that a `Spike` remembers.
+
+    Both are 0 before the first value. `float32[]`.
+    """
+    if state.held.ndim:  # as under `jax.vmap`
+        return jax.vmap(spike_statistics)(state)
+    mean, deviation, unit = relative_statistics(state)
+    return mean * unit, deviation * unit
+
+
+def relative_statistics(state: SpikeState) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the mean and the standard deviation in a unit, and the unit. `float32[]`.
+
+    The unit is the largest magnitude in the window: in this unit, squares fit a float32. Values in
+    unused places do not count. Equal values have a deviation of 0, however the compiler divides:
+    distances from the newest value are then 0 exactly, and what rounding leaves of them is ignored.
+    """
+    window = state.values.size
+    held = jnp.clip(state.held, 1, window)  # before the first value, a place holds 0
+    is_held = jnp.arange(window, dtype=jnp.int32) >= window - held
+    values = jnp.where(is_held, state.values, 0)
+    unit = jnp.clip(jnp.max(jnp.abs(values)), SMALLEST_SCALE, LARGEST_SCALE)
+    relative = values / unit
+    n = held.astype(jnp.float32)
+    mean = jnp.sum(relative) / n
+    distances = jnp.where(is_held, relative - relative[-1], 0)
+    squares = jnp.where(is_held, (distances - jnp.sum(distances) / n) ** 2, 0)
+    deviation = jnp.sqrt(jnp.sum(squares) / n)
+    is_rounding = deviation <= jnp.finfo(jnp.float32).eps * jnp.abs(mean)
+    return mean, jnp.where(is_rounding, 0, deviation), unit
+
+
+Rule.__module__ = Spike.__module__ = "optax_lossscale"  # pickles name them there, as their states

@@ -1,1 +1,37 @@
-"""Loss scales: the policies and their rule, scaling, unscaling, differentiating."""
+"""Policies, scaling and differentiating. Other folders import from here."""
+
+from optax_lossscale._loss_scale.inside import scale_inside
+from optax_lossscale._loss_scale.policies import (
+    DynamicLossScale,
+    FixedLossScale,
+    LossScale,
+    LossScaleLike,
+    as_loss_scale,
+    init,
+    update,
+)
+from optax_lossscale._loss_scale.scale import (
+    all_finite,
+    grad,
+    scale_loss,
+    unscale_and_check,
+    unscaled,
+    value_and_grad,
+)
+
+__all__ = [
+    "DynamicLossScale",
+    "FixedLossScale",
+    "LossScale",
+    "LossScaleLike",
+    "all_finite",
+    "as_loss_scale",
+    "grad",
+    "init",
+    "scale_inside",
+    "scale_loss",
+    "unscale_and_check",
+    "unscaled",
+    "update",
+    "value_and_grad",
+]

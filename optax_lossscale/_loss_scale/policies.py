@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from optax_lossscale._state import LossScaleState, count_step, increment, initial_state, typed
 from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import SMALLEST_SCALE, as_float32
+from optax_lossscale._support.tree import shown
 
 
 @runtime_checkable
@@ -68,7 +69,7 @@ class _Policy:
           100
         """
         if not isinstance(config, Mapping):
-            raise TypeError(f"`config` must be a dict from `get_config`, got {config!r}.")
+            raise TypeError(f"`config` must be a dict from `get_config`, got {shown(config)}.")
         hyperparams = {**config}
         class_name = hyperparams.pop("class_name", cls.__name__)
         unknown = sorted({*hyperparams} - {*cls.__dataclass_fields__}, key=str)  # pyright: ignore[reportAttributeAccessIssue]
@@ -172,7 +173,7 @@ class DynamicLossScale(_Policy):
         and NeMo), instead of only growth (as in Megatron-LM, and in DeepSpeed by default).
       loss_patience: At how many consecutive skipped steps a loss that is not finite counts as an
         overflow. Before that, the batch is probably bad, which a smaller loss scale does not fix.
-        It fixes a loss that itself depends on the loss scale, as with a gradient penalty.
+        A smaller loss scale helps if the loss itself depends on it, as with a gradient penalty.
 
     Raises:
       TypeError: If a hyper-parameter has the wrong type.
@@ -327,7 +328,7 @@ def as_loss_scale(loss_scale: LossScaleLike) -> LossScale:
     raise (ValueError if isinstance(loss_scale, str) else TypeError)(
         "`loss_scale` must be a policy (FixedLossScale, DynamicLossScale, or an object with "
         '`init`, `update` and `skip_nonfinite`), "dynamic", an int or a float, None, or a dict '
-        f"from `get_config`; got {loss_scale!r}. Pass a rule such as `Spike()` as `skip_if=`."
+        f"from `get_config`; got {shown(loss_scale)}. Pass a rule such as `Spike()` as `skip_if=`."
     )
 
 

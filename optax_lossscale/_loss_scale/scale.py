@@ -1,7 +1,7 @@
 """Scale losses, differentiate them, unscale their gradients, and check those."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import jax
@@ -9,13 +9,15 @@ import jax.numpy as jnp
 
 from optax_lossscale import _xla
 from optax_lossscale._order import warn_of_outside
-from optax_lossscale._state import GuardState, LossScaleState, find, loss_scale_of
+from optax_lossscale._state import GuardState, LossScaleState, find, loss_scale_of, mark_scaled
 from optax_lossscale._support import checks
 from optax_lossscale._support.agreement import agree
+from optax_lossscale._support.bounds import LARGEST_SCALE, SMALLEST_SCALE
 from optax_lossscale._support.choose import all_true
 from optax_lossscale._support.lines import warn, warn_once
 from optax_lossscale._support.tree import (
     ARRAYS,
+    FP8_KEY,
     AxisName,
     KeyPath,
     PyTree,
@@ -24,11 +26,16 @@ from optax_lossscale._support.tree import (
     is_finite,
     is_inexact,
     path_name,
-    unscaled,
+    shown,
 )
 
 P = ParamSpec("P")
 Value = TypeVar("Value")
+
+FLOAT16_LOSS = (
+    "The loss is float16, and so is the loss scale in the backward pass, where it is infinite "
+    "above 65504. Compute the loss in float32, for example from `logits.astype(jnp.float32)`."
+)
 
 
 def scale_loss(loss: Tree, state: PyTree) -> Tree:
@@ -56,7 +63,10 @@ def scale_loss(loss: Tree, state: PyTree) -> Tree:
       >>> float(ols.scale_loss(jnp.float32(0.5), ols.init(1024)))
       512.0
     """
-    return scaled(loss, loss_scale_of(find(LossScaleState, "state", state)))
+    order = "`scale_loss(loss, state)` takes the loss first."
+    found = find(LossScaleState, "state", state, order)
+    mark_scaled()
+    return scaled(loss, loss_scale_of(found))
 
 
 def scaled(loss: Tree, loss_scale: jax.Array) -> Tree:
@@ -65,11 +75,7 @@ def scaled(loss: Tree, loss_scale: jax.Array) -> Tree:
         isinstance(leaf, ARRAYS) and leaf.dtype == jnp.float16 and not leaf.shape
         for leaf in jax.tree.leaves(loss)
     ):
-        warn(
-            "The loss is float16, and so is the loss scale in the backward pass, where it is "
-            "infinite above 65504. Compute the loss in float32, for example from "
-            "`logits.astype(jnp.float32)`."
-        )
+        warn(FLOAT16_LOSS)
 
     def scale(path: KeyPath, leaf: Any) -> jax.Array:
         if not is_inexact(leaf) or jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
@@ -138,7 +144,8 @@ def value_and_grad(
     def scaled_value_and_grad(
         state: PyTree, /, *args: P.args, **kwds: P.kwargs
     ) -> tuple[Value, PyTree]:
-        loss_scale = loss_scale_of(find(LossScaleState, "state", state))
+        loss_scale = loss_scale_of(find(LossScaleState, "state", state, _ORDER))
+        mark_scaled()
         if not isinstance(state, GuardState):
             warn_of_outside(state, warnings_given)
 
@@ -158,10 +165,11 @@ def value_and_grad(
         except TypeError as error:
             raise TypeError(
                 f"`transform` must take a function and {', '.join(['has_aux', *kwargs])}, as "
-                f"`jax.value_and_grad` does, got {transform!r}: {error}."
+                f"`jax.value_and_grad` does, got {shown(transform)}: {error}."
             ) from error
+        by_position, by_name = _by_position(fun, args, kwds)
         try:
-            result = differentiated(*args, **kwds)
+            result = differentiated(*by_position, **by_name)
         except TypeError:
             checks.require_no_functions(args, positions)
             raise
@@ -171,8 +179,8 @@ def value_and_grad(
             case _:  # `jax.grad` returns gradients and aux
                 raise TypeError(
                     "`transform` must return ((loss, aux), grads), as `jax.value_and_grad` does, "
-                    f"got {result!r} from {transform!r}. Pass the function that also returns the "
-                    "value."
+                    f"got {shown(result)} from {shown(transform)}. Pass the function that also "
+                    "returns the value."
                 )
 
     return _with_signature_of(fun, scaled_value_and_grad)
@@ -221,6 +229,7 @@ class _Unscaled(NamedTuple):
     value: PyTree
 
 
+_ORDER = "`loss_and_grads(opt_state, params, ...)` takes the state first."
 _BFLOAT16_LOSS = (
     "The loss is bfloat16, which has three digits. Probably nothing is computed in float32. "
     "Compute the loss in float32, for example from `logits.astype(jnp.float32)`, or differentiate "
@@ -243,6 +252,30 @@ def _with_signature_of(fun: Callable[..., Any], function: Any) -> Callable[..., 
     state = inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY)
     function.__signature__ = inspect.Signature([state, *parameters.values()])
     return function
+
+
+def _by_position(
+    fun: Callable[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+) -> tuple[Sequence[PyTree], Mapping[str, PyTree]]:
+    """Return the arguments of a call of `fun`, by position where its signature has one.
+
+    Flax's transforms look up keyword arguments in the signature of the function that they are
+    given, and only take those that have a position.
+    """
+    try:
+        bound = inspect.signature(fun).bind(*args, **kwargs)
+    except (TypeError, ValueError):  # no signature, or other arguments: calling `fun` raises
+        return args, kwargs
+    names = [
+        name
+        for name, parameter in bound.signature.parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    # Defaults are only filled in before an argument that is given.
+    number = max([len(args), *(names.index(name) + 1 for name in kwargs if name in names)])
+    bound.apply_defaults()
+    by_name = {name: kwargs[name] for name in kwargs if name in bound.kwargs}
+    return bound.args[:number], by_name
 
 
 def unscale_and_check(
@@ -279,12 +312,39 @@ def unscale_and_check(
       ({'w': Array([0.5, 2. ], dtype=float32)}, Array(True, dtype=bool))
     """
     checks.require_axis_name(axis_name)
-    loss_scale = loss_scale_of(find(LossScaleState, "state", state))
+    order = "`unscale_and_check(grads, state)` takes the gradients first."
+    loss_scale = loss_scale_of(find(LossScaleState, "state", state, order))
     grads = unscaled(grads, loss_scale)
     grads_finite = all_finite(grads)
     if axis_name is not None:
         (grads_finite,), _ = agree(axis_name, [grads_finite])
     return grads, grads_finite
+
+
+def unscaled(grads: Tree, loss_scale: jax.Array, *, keep_dtypes: bool = False) -> Tree:
+    """Multiply gradients by `1 / loss_scale`, in float32 or their own larger dtype.
+
+    NaN and infinity remain, and a loss scale that is out of bounds makes NaN, so it is enough to
+    check the result. With `keep_dtypes`, the results are rounded to the dtypes of the gradients.
+    """
+    is_within = (loss_scale >= SMALLEST_SCALE) & (loss_scale <= LARGEST_SCALE)
+    reciprocal = jnp.where(is_within, 1 / loss_scale, jnp.nan)
+
+    paths, treedef = jax.tree_util.tree_flatten_with_path(grads)
+    leaves = [leaf for _, leaf in paths]
+    # An overflow here is not an error: the check of the step detects it.
+    with jax.debug_nans(False), jax.debug_infs(False):
+        for place, (path, leaf) in enumerate(paths):
+            if not is_inexact(leaf) or FP8_KEY in path:
+                continue
+            value = at_least_float32(leaf)
+            if jnp.iscomplexobj(value):  # by parts: a product with 1 + 0j loses the signs of zeros
+                times = reciprocal.astype(value.real.dtype)
+                product = jax.lax.complex(value.real * times, value.imag * times)
+            else:
+                product = value * reciprocal.astype(value.dtype)
+            leaves[place] = product.astype(jnp.result_type(leaf)) if keep_dtypes else product
+    return treedef.unflatten(leaves)
 
 
 def all_finite(tree: PyTree) -> jax.Array:

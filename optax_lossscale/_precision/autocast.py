@@ -5,32 +5,33 @@ A function is traced, its jaxpr is edited, and the edited jaxpr is evaluated.
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import eval_jaxpr
 from jax.typing import DTypeLike
 
+from optax_lossscale._precision.halves import hidden_storage
+from optax_lossscale._precision.matrix_products import Product, products_of, total_flops
 from optax_lossscale._precision.products import (
     UNCAST_SCOPE,
     reason_not_to_cast,
     reason_not_to_follow,
     with_products_in,
 )
-from optax_lossscale._precision.storage import with_stored_inputs
+from optax_lossscale._precision.storage import lookups_in_half, with_stored_inputs
 from optax_lossscale._support import checks, nnx
 from optax_lossscale._support.jaxprs import (
     Jaxpr,
-    Product,
     constants_of,
-    products_of,
-    total_flops,
+    evaluate,
+    make_jaxpr,
     without_constants,
 )
-from optax_lossscale._support.lines import warn_once
+from optax_lossscale._support.lines import is_own, source_of, warn_once
+from optax_lossscale._support.notes import add_note
 from optax_lossscale._support.tree import HALF, Leaf, split
 
 P = ParamSpec("P")
@@ -78,9 +79,10 @@ def autocast(fun: Callable[P, Result], dtype: DTypeLike) -> Callable[P, Result]:
         `autocast` is inside another, the inner one decides.
 
     Returns:
-      A function with the same signature. Each call traces `fun` once. Results are float32, except
-      that a result that is an argument keeps its stored dtype, as does each `Variable` of
-      `flax.nnx`. Only JAX arrays are traced; everything else is passed through.
+      A function with the same signature. Each call traces `fun` once. Results are float32. An
+      argument that is returned unchanged keeps its stored dtype, as does each `Variable` of
+      `flax.nnx`, whatever is written into it. Only JAX arrays are traced; everything else is passed
+      through.
 
     Raises:
       TypeError: If `fun` cannot be called, or `dtype` is not one of these three.
@@ -92,7 +94,9 @@ def autocast(fun: Callable[P, Result], dtype: DTypeLike) -> Callable[P, Result]:
       UserWarning: Once, if less than half of the floating-point operations in products run in
         `dtype` or a narrower one. The message names the line of the largest other product, and the
         reason. Once, if `fun` closes over arrays in half precision, which `autocast` cannot read as
-        float32.
+        float32. Once, if `fun` casts a stored argument back to half precision and looks up rows in
+        it, as `nnx.Embed(param_dtype=jnp.bfloat16)` does: their gradients would be added in half
+        precision.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax_lossscale as ols
@@ -133,17 +137,24 @@ def autocast(fun: Callable[P, Result], dtype: DTypeLike) -> Callable[P, Result]:
         def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
             return traced(*args, **kwargs)
 
+        def evaluated(call: Callable[..., Any]) -> Callable[..., Any]:
+            return _evaluated(edit, warnings_given, call)
+
         if nnx.holds_objects((args, kwargs)):
-            return nnx.on_arrays(functools.partial(_evaluated, edit), call)(args, kwargs)
-        return _evaluated(edit, call)(args, kwargs)
+            return nnx.on_arrays(lambda call: nnx.with_same_dtypes(evaluated(call)), call)(
+                args, kwargs
+            )
+        return evaluated(call)(args, kwargs)
 
     return run
 
 
-def _evaluated(edit: Callable[[Jaxpr], Jaxpr], fun: Callable[..., Any]) -> Callable[..., Any]:
+def _evaluated(
+    edit: Callable[[Jaxpr], Jaxpr], given: set[str], fun: Callable[..., Any]
+) -> Callable[..., Any]:
     """Return a function that traces `fun`, edits its jaxpr and evaluates it.
 
-    `fun` reads arrays in half precision as float32.
+    `fun` reads arrays in half precision as float32. `given` has the warnings that were given.
     """
 
     def run(*args: Any) -> Any:
@@ -166,13 +177,15 @@ def _evaluated(edit: Callable[[Jaxpr], Jaxpr], fun: Callable[..., Any]) -> Calla
             join_results.append(join)
             return results
 
-        with checks.hidden_storage() if halves or as_stored else contextlib.nullcontext():
-            jaxpr = jax.make_jaxpr(call_with_arrays)(arrays)
-        if halves:
-            jaxpr = with_stored_inputs(jaxpr, len(halves))
+        if halves or as_stored:
+            with hidden_storage(), _note_about_dtypes():
+                jaxpr = make_jaxpr(call_with_arrays)(arrays)
+            _warn_of_lookups(jaxpr, given)
+            jaxpr = with_stored_inputs(jaxpr)
+        else:
+            jaxpr = make_jaxpr(call_with_arrays)(arrays)
         jaxpr = edit(jaxpr)
-        # Not `jaxpr_as_fun`, which turns `jax.debug_nans` off.
-        results = eval_jaxpr(without_constants(jaxpr), jaxpr.consts, *arrays)
+        results = evaluate(without_constants(jaxpr), jaxpr.consts, *arrays)
         return jax.tree.map(lambda x: as_stored.get(id(x), x), join_results[0](results))
 
     return run
@@ -180,6 +193,37 @@ def _evaluated(edit: Callable[[Jaxpr], Jaxpr], fun: Callable[..., Any]) -> Calla
 
 def _is_jax_array(leaf: Leaf) -> bool:
     return isinstance(leaf, jax.Array)
+
+
+@contextlib.contextmanager
+def _note_about_dtypes() -> Generator[None]:
+    """Add a note to an error of code that may depend on how its arguments are stored."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if not is_own(error):
+            add_note(
+                error,
+                "If the error is about dtypes: `autocast` reads arguments in half precision as "
+                "float32, so a dtype that the code names may not fit, such as the bfloat16 of a "
+                "carry, a cache, or a layer made with `param_dtype=jnp.bfloat16`. Leave it out, or "
+                "make the layer in float32, and store its parameters with `cast`.",
+            )
+        raise
+
+
+def _warn_of_lookups(jaxpr: Jaxpr, given: set[str]) -> None:
+    """Warn about tables whose gradients would be added in half precision."""
+    for path in lookups_in_half(jaxpr):
+        source = source_of(*path)
+        warn_once(
+            "`fun` casts an argument that is stored in half precision back to it, and looks up "
+            f"rows{source and f', at {source}'}. Their gradients would be added in half precision. "
+            "Give that layer `dtype=jnp.float32`, or make its parameters in float32 and then store "
+            "them: `nnx.update(model, ols.cast(nnx.state(model, nnx.Param), jnp.bfloat16))`.",
+            given,
+            key="lookups",
+        )
 
 
 def _warn_of_closed_over_halves(jaxpr: Jaxpr, given: set[str]) -> None:

@@ -6,26 +6,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.core import Literal
 
 from optax_lossscale._order import refuse_masters_inside, refuse_second_guard
 from optax_lossscale._precision.cast import warn_if_unused
-from optax_lossscale._precision.halves import array_seed, rounded_at_random
+from optax_lossscale._precision.copies import copies_of
+from optax_lossscale._precision.halves import array_seed, refuse_hidden_storage, rounded_at_random
 from optax_lossscale._state import Bfloat16State
 from optax_lossscale._support import checks
-from optax_lossscale._support.jaxprs import Atom, Jaxpr, inner_jaxprs, is_move
 from optax_lossscale._support.nnx import named_leaves
 from optax_lossscale._support.notes import add_likely_causes
-from optax_lossscale._support.primitives import CALLS, CONVERSIONS
 from optax_lossscale._support.transformation import Transformation
 from optax_lossscale._support.tree import (
-    ARRAYS,
     KeyPath,
     Leaf,
-    PyTree,
     in_dtype,
     is_symbolic,
-    split,
 )
 
 
@@ -50,8 +45,8 @@ def with_bfloat16_state(
 
     The random bits depend on the step's number, the array's path in the state and the element's
     index: the same state gives the same step, on any number of devices under `jax.jit`. Inside
-    `jax.shard_map`, each shard counts its own elements, and under `jax.vmap` all instances get the
-    same bits.
+    `jax.shard_map`, each shard counts its own elements. Under `jax.vmap` all instances get the same
+    bits, and so do two optimizers of one program whose arrays have equal paths.
 
     It belongs inside masters and guards, around the optimizer or a part of it:
     `with_master_weights(with_bfloat16_state(optax.adamw(1e-3)), remainders=True)`. To restore the
@@ -70,7 +65,8 @@ def with_bfloat16_state(
     Raises:
       TypeError: If an argument has the wrong type, including the state that `update` is given.
       ValueError: From `init`, if `inner` keeps master weights, rounds parameters, skips steps, or
-        stores its state in bfloat16 already. From `update`, inside `autocast`.
+        stores its state in bfloat16 already, or if a key in its state has an address in its text.
+        From `update`, inside `autocast`.
 
     Warns:
       UserWarning: From `init`, if `keep` selects none of the arrays.
@@ -98,7 +94,9 @@ def with_bfloat16_state(
         inner_state = inner.init(params)
         refuse_second_guard("inner", inner_state, "`with_loss_scaling(with_bfloat16_state(inner))`")
         refuse_masters_inside(inner_state)
-        stay = {*_differences(inner_state), *_copies(inner.init, params, inner_state)}
+        every = [True] * len(jax.tree.leaves(params))
+        copies = copies_of(every, params, inner.init, inner_state)
+        stay = {*_differences(inner_state), *copies}
         return Bfloat16State(jnp.zeros((), jnp.uint32), _in_bfloat16(inner_state, stay, keep))
 
     def update_fn(
@@ -107,7 +105,7 @@ def with_bfloat16_state(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, Bfloat16State]:
-        checks.refuse_hidden_storage("with_bfloat16_state")
+        refuse_hidden_storage("with_bfloat16_state")
         count, old = checks.read_state(state, Bfloat16State)
         # Round with the new count. If the old one were used below, XLA:GPU would copy it first: 16
         # kernels in a step of AdamW on an H100 instead of 15, the same bytes (jaxlib 0.10.2).
@@ -151,49 +149,6 @@ def _differences(inner_state: optax.OptState) -> Iterator[KeyPath]:
             yield from (path + below for below, _ in jax.tree_util.tree_leaves_with_path(state))
 
 
-def _copies(
-    init: Callable[[optax.Params], PyTree], params: optax.Params, inner_state: optax.OptState
-) -> set[KeyPath]:
-    """Return the paths in the state of the arrays that `init` copies from the parameters.
-
-    They are found in its jaxpr, since neither identity nor values are enough: `jax.jit` and
-    `optax.flatten` return new arrays, and equal arrays need not be copies.
-    """
-    arrays, join = split(params, lambda x: isinstance(x, (ARRAYS, jax.ShapeDtypeStruct)))
-    paths: list[KeyPath] = []
-
-    def init_arrays(arrays: list[Leaf]) -> list[Leaf]:
-        leaves = jax.tree_util.tree_leaves_with_path(init(join(arrays)))
-        found = [(path, leaf) for path, leaf in leaves if isinstance(leaf, ARRAYS)]
-        paths.extend(path for path, _ in found)
-        return [leaf for _, leaf in found]
-
-    try:
-        jaxpr = jax.make_jaxpr(init_arrays)(arrays).jaxpr
-    except Exception:  # noqa: BLE001 - `init` reads values, so it cannot be traced, but ran before
-        leaves = jax.tree_util.tree_leaves_with_path(inner_state)
-        return {path for path, leaf in leaves if any(leaf is array for array in arrays)}
-    is_copy = _copied(jaxpr, [True] * len(arrays))
-    return {path for path, copied in zip(paths, is_copy, strict=True) if copied}
-
-
-def _copied(jaxpr: Jaxpr, is_parameter: list[bool]) -> list[bool]:
-    """Return, for each output, whether it only copies elements of parameters."""
-    known = {var for var, yes in zip(jaxpr.invars, is_parameter, strict=True) if yes}
-
-    def are_known(atoms: list[Atom]) -> list[bool]:
-        return [not isinstance(atom, Literal) and atom in known for atom in atoms]
-
-    for eqn in jaxpr.eqns:
-        sources = are_known(eqn.invars)
-        if eqn.primitive.name in CALLS:
-            pairs = zip(eqn.outvars, _copied(next(inner_jaxprs(eqn)), sources), strict=True)
-            known.update(var for var, yes in pairs if yes)
-        elif all(sources) and (is_move(eqn) or eqn.primitive.name in CONVERSIONS):
-            known.update(eqn.outvars)
-    return are_known(jaxpr.outvars)
-
-
 def _in_bfloat16(
     inner_state: optax.OptState, stay: set[KeyPath], keep: Callable[[str], bool] | None
 ) -> optax.OptState:
@@ -206,7 +161,10 @@ def _in_bfloat16(
         if not is_symbolic(leaf.size) and leaf.size < _LEAST_SIZE:
             return leaf
         kept[name] = keep is not None and bool(keep(name))
-        return leaf if kept[name] else in_dtype(leaf, jnp.bfloat16)
+        if kept[name]:
+            return leaf
+        array_seed(name)  # raises for a key that has no fixed text
+        return in_dtype(leaf, jnp.bfloat16)
 
     converted = [convert(*leaf) for leaf in named_leaves(inner_state)]
     if keep is not None:

@@ -11,7 +11,7 @@ from optax_lossscale._state import LossScaleState, read_as
 from optax_lossscale._support import checks
 from optax_lossscale._support.lines import warn
 from optax_lossscale._support.nnx import is_nnx
-from optax_lossscale._support.tree import ARRAYS, KeyPath, Leaf, PyTree, Tree, is_fp8_metadata
+from optax_lossscale._support.tree import ARRAYS, FP8_KEY, KeyPath, Leaf, PyTree, Tree
 
 
 def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = None) -> Tree:
@@ -53,7 +53,7 @@ def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = N
                 "the copy would be updated. Cast `nnx.state(model)`, and merge it."
             )
         is_floating = isinstance(leaf, ARRAYS) and jnp.issubdtype(leaf.dtype, jnp.floating)
-        if not is_floating or is_fp8_metadata(path):
+        if not is_floating or FP8_KEY in path:
             return leaf
         name = jax.tree_util.keystr(path)
         kept[name] = keep is not None and bool(keep(name))

@@ -1,15 +1,20 @@
-"""Bit arithmetic for half precision, and float32 split into a bfloat16 and a 16-bit remainder.
+"""Half precision as a storage format: its bits, its rounding, and the mark that it is hidden.
 
 A bfloat16 has the upper 16 bits of a float32. To get the float32 back, shift the bits of the
 bfloat16 left by 16 and add the remainder as a signed integer. Splitting rounds to nearest, ties
 away from zero.
 """
 
+import contextlib
+import threading
 import zlib
+from collections.abc import Generator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from optax_lossscale._support.tree import is_symbolic, shown
 
 
 def with_derivative_of(x: jax.Array, value: jax.Array) -> jax.Array:
@@ -109,8 +114,13 @@ def _update_to(
 def array_seed(name: str) -> int:
     """Return the seed for the random bits of the array of this name.
 
-    It is the same in every process, unlike `hash(name)`.
+    It is the same in every process, unlike `hash(name)`, and unlike the address of an object.
     """
+    if " at 0x" in name:
+        raise ValueError(
+            f"`params` must have keys with the same text in every process, got {shown(name)}. "
+            "Define `__repr__` for the key, since the random bits depend on its text."
+        )
     return zlib.crc32(name.encode())
 
 
@@ -126,8 +136,9 @@ def rounded_at_random(x: jax.Array, count: jax.Array, seed: int) -> jax.Array:
 def update_at_random(new: jax.Array, param: jax.Array, count: jax.Array, seed: int) -> jax.Array:
     """Return the update that makes a bfloat16 `param` equal to one of the two neighbors of `new`.
 
-    Adding it gives exactly that neighbor. `new` is the float32 sum of `param` and an update, so it
-    has few digits where the two cancel, and elsewhere the neighbor is the larger part of the sum.
+    Adding it gives exactly that neighbor. `new` is the float32 sum of `param` and an update. If the
+    two nearly cancel, `new` has few digits, so the difference from `param` is exact. If they do
+    not, the neighbor is the larger term, and absorbs what rounding loses of the difference.
     """
     old = param.astype(jnp.float32)
     target = _neighbor(new, count, seed)
@@ -157,7 +168,9 @@ def _neighbor(x: jax.Array, count: jax.Array, seed: int) -> jax.Array:
     first = np.uint32(seed)
     index = jnp.zeros(x.shape, jnp.uint32)
     for axis, size in enumerate(x.shape):
-        index = index * size + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+        # A size may exceed the integers that JAX takes. Indices are modulo 2**32 anyway.
+        factor = size if is_symbolic(size) else np.uint32(size % 2**32)
+        index = index * factor + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
     word += _mixed(_mixed(index + first) + first + count) >> 16
     neighbor = jax.lax.bitcast_convert_type(word & np.uint32(0xFFFF0000), jnp.float32)
     return jnp.where(jax.lax.is_finite(x), neighbor, x)
@@ -168,3 +181,30 @@ def _mixed(x: jax.Array) -> jax.Array:
     x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
     return x ^ (x >> 16)
+
+
+class _Thread(threading.local):
+    hides_storage = False
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def hidden_storage() -> Generator[None]:
+    """Mark that this thread traces a function in which stored half precision looks like float32."""
+    before, _thread.hides_storage = _thread.hides_storage, True
+    try:
+        yield
+    finally:
+        _thread.hides_storage = before
+
+
+def refuse_hidden_storage(wrapper: str) -> None:
+    """Raise if the update of `wrapper` is inside `autocast`, which hides half precision."""
+    if _thread.hides_storage:
+        raise ValueError(
+            f"`{wrapper}` must not be updated inside `autocast`, where arrays in half precision "
+            "look like float32, so that nothing would be rounded. Wrap the loss function, not the "
+            "training step: `value_and_grad(autocast(loss_fn, dtype))`."
+        )

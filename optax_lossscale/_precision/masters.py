@@ -62,10 +62,11 @@ def with_master_weights(
       `MasterWeightsState`.
 
     Raises:
-      TypeError: If an argument has the wrong type, including the state that `update` is given.
+      TypeError: If an argument has the wrong type, including the state that `update` is given; from
+        `update`, if a parameter with a master is no longer in half precision.
       ValueError: From `init`, if `inner` rounds parameters stochastically. From `update`, without
         `params`, inside `autocast`, or if their structure or shapes differ from the ones that
-        `init` was given.
+        `init` was given, or a parameter in half precision has no master.
 
     Examples:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
@@ -85,19 +86,11 @@ def with_master_weights(
     inner = checks.read_optimizer("inner", inner)
     remainders = checks.read_bool("remainders", remainders)
 
-    def master(param: Leaf) -> PyTree:
-        if not _is_half(param):
-            return optax.MaskedNode()
-        if remainders and param.dtype == jnp.bfloat16:
-            is_array = not isinstance(param, jax.ShapeDtypeStruct)
-            return in_dtype(jnp.zeros_like(param) if is_array else param, jnp.int16)
-        return in_dtype(param, jnp.float32)
-
     def init_fn(params: optax.Params) -> MasterWeightsState:
         wide = jax.tree.map(lambda x: in_dtype(x, jnp.float32) if _is_half(x) else x, params)
         inner_state = inner.init(wide)
         refuse_two_for_parameters(inner_state, StochasticRoundingState)
-        return MasterWeightsState(jax.tree.map(master, params), inner_state)
+        return MasterWeightsState(_initial_masters(params, remainders), inner_state)
 
     def update_fn(
         updates: optax.Updates,
@@ -105,7 +98,7 @@ def with_master_weights(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, MasterWeightsState]:
-        checks.refuse_hidden_storage("with_master_weights")
+        halves.refuse_hidden_storage("with_master_weights")
         masters, inner_state = checks.read_state(state, MasterWeightsState)
         for name, given in (("updates", updates), ("params", params)):
             if given is None:
@@ -121,7 +114,10 @@ def with_master_weights(
         except Exception as error:
             add_likely_causes(error, updates, params)
             raise
-        moves = dict(zip(old, params_def.flatten_up_to(updates), strict=True))
+        try:
+            moves = dict(zip(old, params_def.flatten_up_to(updates), strict=True))
+        except ValueError:  # whose message prints the arrays
+            raise checks.differing_structures(updates, params) from None
         new_masters = {name: master for name, (_, master) in kept.items()}
         for name, weight in weights.items():
             new = jnp.asarray(optax.apply_updates(weight, moves[name]), jnp.float32)
@@ -157,7 +153,8 @@ def master_weights(opt_state: PyTree, params: Tree) -> Tree:
       >>> tx = ols.with_loss_scaling(ols.with_master_weights(optax.sgd(1e-4)), 8)
       >>> params = {"w": jnp.float16(1), "norm": jnp.float32(1)}
       >>> opt_state = tx.init(params)
-      >>> grads = {"w": jnp.float16(8), "norm": jnp.float32(8)}
+      >>> loss_fn = lambda params: params["w"].astype(jnp.float32) + params["norm"]
+      >>> grads = ols.grad(loss_fn)(opt_state, params)
       >>> updates, opt_state = tx.update(grads, opt_state, params)
       >>> ols.master_weights(opt_state, optax.apply_updates(params, updates))
       {'norm': Array(0.9999, dtype=float32), 'w': Array(0.9999, dtype=float32)}
@@ -174,6 +171,24 @@ def master_weights(opt_state: PyTree, params: Tree) -> Tree:
     weights = _weights(_by_name(masters), named)
     leaves = (weights.get(name, param) for name, (_, param) in named.items())
     return jax.tree.structure(params).unflatten(leaves)
+
+
+def _initial_masters(params: PyTree, remainders: bool) -> PyTree:
+    """Return the masters of parameters before the first step."""
+
+    def master(param: Leaf) -> PyTree:
+        if nnx.is_nnx(param, "Variable"):
+            masters = jax.tree.map(master, param, is_leaf=lambda node: node is not param)
+            # Nobody expects a Variable without an array.
+            return masters if jax.tree.leaves(masters) else optax.MaskedNode()
+        if not _is_half(param):
+            return optax.MaskedNode()
+        if remainders and param.dtype == jnp.bfloat16:
+            is_array = not isinstance(param, jax.ShapeDtypeStruct)
+            return in_dtype(jnp.zeros_like(param) if is_array else param, jnp.int16)
+        return in_dtype(param, jnp.float32)
+
+    return jax.tree.map(master, params, is_leaf=lambda node: nnx.is_nnx(node, "Variable"))
 
 
 def _is_half(param: Leaf) -> bool:
@@ -203,10 +218,9 @@ def _weights(
         where, param = params[name]
         checks.require_same_shape("params", where, param, master, _INITIALIZED)
         if (param.dtype.name, master.dtype.name) not in _STORED:
-            raise TypeError(
-                "`opt_state` must hold float32 masters, or int16 remainders of bfloat16, got "
-                f"{master.dtype} for {param.dtype} at {path_name(where)}. {_INITIALIZED}"
-            )
+            is_remainder = master.dtype == jnp.int16
+            held = "an int16 remainder of bfloat16" if is_remainder else f"a {master.dtype} master"
+            raise TypeError(_of_other_dtype(where, param, held))
         weights[name] = halves.current_master(param, master)
     return weights
 
@@ -217,12 +231,21 @@ def _require_masters(
     """Raise if a parameter in half precision has no master."""
     for name, (path, param) in params.items():
         if _is_half(param) and name not in masters:
-            raise _of_others(path)
+            raise ValueError(_of_other_dtype(path, param, "no master"))
 
 
 def _of_others(path: KeyPath) -> ValueError:
     where = path_name(path)
     return ValueError(f"`params` must keep its structure, got another at {where}. {_INITIALIZED}")
+
+
+def _of_other_dtype(path: KeyPath, param: Leaf, held: str) -> str:
+    return (
+        f"`params` must keep the dtypes that the state was initialized with, got {param.dtype} at "
+        f"{path_name(path)}, where the state holds {held}. Code that adds updates without a cast, "
+        "such as `eqx.apply_updates`, makes bfloat16 parameters float32: use "
+        f"`optax.apply_updates`. {_INITIALIZED}"
+    )
 
 
 # The dtypes of a parameter and of its master.

@@ -5,7 +5,6 @@ precision, and their results back to float32.
 """
 
 import re
-from collections import Counter
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -13,9 +12,9 @@ import jax
 import numpy as np
 from jax.extend.core import Literal, Var
 
+from optax_lossscale._precision.matrix_products import SHORTEST, sizes_of
 from optax_lossscale._precision.residuals import with_fewer_residuals
 from optax_lossscale._support.jaxprs import (
-    SHORTEST,
     Atom,
     Equation,
     Jaxpr,
@@ -23,8 +22,9 @@ from optax_lossscale._support.jaxprs import (
     inner_jaxprs,
     is_move,
     memoized,
+    number_of_uses,
     operands_of_scan,
-    sizes_of,
+    variable_like,
     with_edited_functions,
     with_equations,
     without_constants,
@@ -119,7 +119,7 @@ class _Edit:
         self.dtype, self.jaxpr = dtype, jaxpr
         self.fixed = _fixed_variables(jaxpr, is_fixed)
         self.named = _named_variables(jaxpr)
-        self.halves: dict[Var, Var] = {}  # of results that are converted back after their names
+        self.halves: dict[Atom, Atom] = {}  # of results that are converted back after their names
 
     def edited(self) -> list[Equation]:
         return [new for eqn in self.jaxpr.eqns for new in self.edited_equation(eqn)]
@@ -176,8 +176,8 @@ class _Edit:
             return [eqn]
         return [eqn, conversion(half, result, beside=eqn)]
 
-    def half(self, atom: Atom) -> Var:
-        return Var(atom.aval.update(dtype=self.dtype, weak_type=False))
+    def half(self, atom: Atom) -> Atom:
+        return variable_like(atom, self.dtype)
 
 
 def _is_fixed(atom: Atom, fixed: AbstractSet[Var]) -> bool:
@@ -219,8 +219,7 @@ def _fixed_inputs(eqn: Equation, fixed: AbstractSet[Var]) -> tuple[bool, ...]:
 
 def _named_variables(jaxpr: Jaxpr) -> set[Var]:
     """Return the variables whose only use is a `checkpoint_name`, directly or after moves."""
-    atoms = [x for eqn in jaxpr.eqns for x in eqn.invars] + jaxpr.outvars
-    uses = Counter(x for x in atoms if not isinstance(x, Literal))
+    uses = number_of_uses(jaxpr)
     named: set[Var] = set()
     for eqn in reversed(jaxpr.eqns):
         leads_to_name = is_move(eqn) and len(eqn.invars) == 1 and eqn.outvars[0] in named

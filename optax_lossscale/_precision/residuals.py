@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import eval_jaxpr
 from jax.extend import linear_util
 from jax.extend.core import Literal, Var
 
@@ -21,6 +20,7 @@ from optax_lossscale._support.jaxprs import (
     Jaxpr,
     ScanOperands,
     all_equations,
+    evaluate,
     has_effects,
     inner_jaxprs,
     jaxprs_in,
@@ -52,7 +52,7 @@ def with_fewer_residuals(body: Jaxpr, constants: int) -> Jaxpr:
     def edit(body: Jaxpr) -> Jaxpr:
         # By a `jax.checkpoint` of its own, the program decides what is kept.
         policies = (eqn.params.get("policy", _keeps_elementary) for eqn in all_equations(body))
-        if has_effects(body) or not _POLICIES.issuperset(policies):
+        if has_effects(body) or not all(policy in _POLICIES for policy in policies):
             return body
         keeping = _checkpointed(body, constants)
         repeating = _with_params(keeping, policy=_repeats_elementary)
@@ -71,7 +71,7 @@ def _repeats_elementary(primitive: Any, *avals: Any, **params: Any) -> bool:
     return _is_kept(ARITHMETIC | ELEMENTARY, primitive, avals, params)
 
 
-_POLICIES = frozenset([_keeps_elementary, _repeats_elementary])
+_POLICIES = (_keeps_elementary, _repeats_elementary)
 
 
 def _is_kept(
@@ -124,7 +124,7 @@ def _bytes_kept(jaxpr: Jaxpr) -> int:
     """Return how many bytes the derivative of a program keeps, including inputs."""
 
     def derivative(*args: Any) -> Any:
-        return jax.vjp(functools.partial(eval_jaxpr, jaxpr), *args)[1]
+        return jax.vjp(functools.partial(evaluate, jaxpr), *args)[1]
 
     avals = [x.aval for x in jaxpr.constvars], *(x.aval for x in jaxpr.invars)
     return sum(

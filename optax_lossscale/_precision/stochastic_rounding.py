@@ -6,14 +6,27 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._order import refuse_second_guard, refuse_two_for_parameters
-from optax_lossscale._precision.halves import array_seed, update_at_random
+from optax_lossscale._order import (
+    refuse_second_guard,
+    refuse_state_of_parameters,
+    refuse_two_for_parameters,
+)
+from optax_lossscale._precision.copies import copies_of
+from optax_lossscale._precision.halves import array_seed, refuse_hidden_storage, update_at_random
 from optax_lossscale._state import MasterWeightsState, StochasticRoundingState
 from optax_lossscale._support import checks
+from optax_lossscale._support.lines import warn_once
 from optax_lossscale._support.nnx import named_leaves
 from optax_lossscale._support.notes import add_likely_causes
 from optax_lossscale._support.transformation import Transformation
-from optax_lossscale._support.tree import Leaf, PyTree, at_least_float32, in_dtype, path_name
+from optax_lossscale._support.tree import (
+    Leaf,
+    PyTree,
+    at_least_float32,
+    in_dtype,
+    is_inexact,
+    path_name,
+)
 
 
 def with_stochastic_rounding(
@@ -37,14 +50,17 @@ def with_stochastic_rounding(
 
     The random bits depend on the step's number, the parameter's path and the element's index: the
     same state gives the same step, on any number of devices under `jax.jit`. Inside
-    `jax.shard_map`, each shard counts its own elements, and under `jax.vmap` all instances get the
-    same bits.
+    `jax.shard_map`, each shard counts its own elements. Under `jax.vmap` all instances get the same
+    bits, and so do two optimizers of one program whose arrays have equal paths (twin critics, a
+    GAN).
 
     It belongs inside a guard and around everything else, so that nothing changes its updates:
-    `with_skipping(with_stochastic_rounding(optax.chain(...)))`.
+    `with_skipping(with_stochastic_rounding(optax.chain(...)))`. It is only right around optimizers
+    that add to the weights. One that computes its own state from the parameters takes a rounding
+    for a step.
 
     Args:
-      inner: Any Optax optimizer, or an `optax.MultiSteps`.
+      inner: An Optax optimizer that keeps no copy of the parameters, or an `optax.MultiSteps`.
 
     Returns:
       A gradient transformation whose `update` needs `params`, and whose state is a
@@ -52,9 +68,15 @@ def with_stochastic_rounding(
 
     Raises:
       TypeError: If an argument has the wrong type, including the state that `update` is given.
-      ValueError: From `init`, if a parameter is float16, or if `inner` keeps master weights, skips
-        steps, or rounds stochastically already. From `update`, without `params`, or inside
-        `autocast`.
+      ValueError: From `init`, if `inner` keeps master weights, skips steps, rounds stochastically
+        already, or computes its state from bfloat16 parameters (`schedule_free`, `mechanize`, DoG,
+        DoWG), or if a key of the parameters has an address in its text. From `update`, without
+        `params`, or inside `autocast`. From both, if a parameter is float16.
+
+    Warns:
+      UserWarning: From `init`, if `inner` keeps any other copy of a bfloat16 parameter. From `init`
+        and from `update`, once each, if no parameter is bfloat16, so that nothing is rounded. A
+        group of a `partition` may have none.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax, optax_lossscale as ols
@@ -73,13 +95,20 @@ def with_stochastic_rounding(
       2025.
     """
     inner = checks.read_optimizer("inner", inner)
+    warnings_given: set[str] = set()
 
     def init_fn(params: optax.Params) -> StochasticRoundingState:
         _refuse_float16(params)
-        inner_state = inner.init(_in_float32(params))
+        _seeds(params)  # raises for keys that have no fixed text
+        wide = _in_float32(params)
+        inner_state = inner.init(wide)
         instead = "`with_skipping(with_stochastic_rounding(inner))`"
         refuse_second_guard("inner", inner_state, instead)
         refuse_two_for_parameters(inner_state, MasterWeightsState, StochasticRoundingState)
+        is_rounded = [*map(_is_bfloat16, jax.tree.leaves(params))]
+        copies = copies_of(is_rounded, wide, inner.init, inner_state)
+        refuse_state_of_parameters(inner_state, copies, warnings_given)
+        _warn_if_nothing_is_rounded("init", params, warnings_given)
         return StochasticRoundingState(jnp.zeros((), jnp.uint32), inner_state)
 
     def update_fn(
@@ -88,11 +117,13 @@ def with_stochastic_rounding(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, StochasticRoundingState]:
-        checks.refuse_hidden_storage("with_stochastic_rounding")
+        refuse_hidden_storage("with_stochastic_rounding")
         count, inner_state = checks.read_state(state, StochasticRoundingState)
         for name, given in (("updates", updates), ("params", params)):
             if given is None:
                 raise ValueError(f"`{name}` must be given: `update(grads, state, params)`.")
+        _refuse_float16(params)
+        _warn_if_nothing_is_rounded("update", params, warnings_given)
         # Round with the new count, as `with_bfloat16_state` does.
         count = jnp.asarray(count, jnp.uint32) + 1
         wide = _in_float32(params)
@@ -102,14 +133,14 @@ def with_stochastic_rounding(
         except Exception as error:
             add_likely_causes(error, updates, params)
             raise
-        params_def = jax.tree.structure(params)
-        moves, weights = params_def.flatten_up_to(updates), params_def.flatten_up_to(wide)
-        for i, (name, _, param) in enumerate(named_leaves(params)):
-            if _is_bfloat16(param):
-                new = jnp.asarray(optax.apply_updates(weights[i], moves[i]), jnp.float32)
-                # Paths in an optimizer's state do not start with a word, so no seed is shared.
-                seed = array_seed("params" + name)
-                moves[i] = update_at_random(new, param, count, seed)
+        weights, (old, params_def) = jax.tree.leaves(wide), jax.tree.flatten(params)
+        try:
+            moves = params_def.flatten_up_to(updates)
+        except ValueError:  # whose message prints the arrays
+            raise checks.differing_structures(updates, params) from None
+        for i, seed in _seeds(params).items():
+            new = jnp.asarray(optax.apply_updates(weights[i], moves[i]), jnp.float32)
+            moves[i] = update_at_random(new, old[i], count, seed)
         return params_def.unflatten(moves), StochasticRoundingState(count, inner_state)
 
     return Transformation(init_fn, update_fn)
@@ -119,14 +150,38 @@ def _is_bfloat16(param: Leaf) -> bool:
     return getattr(param, "dtype", None) == jnp.bfloat16
 
 
+def _seeds(params: PyTree) -> dict[int, int]:
+    """Return the seed of each bfloat16 leaf, by its position."""
+    # Paths in an optimizer's state do not start with a word, so no seed is shared with them.
+    return {
+        i: array_seed("params" + name)
+        for i, (name, _, param) in enumerate(named_leaves(params))
+        if _is_bfloat16(param)
+    }
+
+
 def _in_float32(params: PyTree) -> PyTree:
     return jax.tree.map(lambda x: in_dtype(x, jnp.float32) if _is_bfloat16(x) else x, params)
 
 
-def _refuse_float16(params: optax.Params) -> None:
+def _refuse_float16(params: PyTree) -> None:
     for path, param in jax.tree_util.tree_leaves_with_path(params):
         if getattr(param, "dtype", None) == jnp.float16:
             raise ValueError(
                 f"`params` must not be float16 for stochastic rounding, got one at "
                 f"{path_name(path)}. Use `with_master_weights(inner)`, or cast it to bfloat16."
             )
+
+
+def _warn_if_nothing_is_rounded(method: str, params: PyTree, given: set[str]) -> None:
+    """Warn, once per method, if no parameter is bfloat16, except in a group of a `partition`."""
+    is_masked = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
+    leaves = jax.tree.leaves(params, is_leaf=is_masked)
+    is_expected = any(map(is_masked, leaves)) or not any(map(is_inexact, leaves))
+    if not is_expected and not any(map(_is_bfloat16, leaves)):
+        warn_once(
+            f"`with_stochastic_rounding.{method}` got no bfloat16 parameter, so nothing is "
+            "rounded. Code that adds updates without a cast, such as `eqx.apply_updates`, makes "
+            "bfloat16 parameters float32: use `optax.apply_updates`.",
+            given,
+        )

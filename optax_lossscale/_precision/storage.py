@@ -2,13 +2,15 @@
 
 Each is converted once, in the function that uses it, so that the cotangents of its uses are added
 in float32 and rounded once. If its only use is a call or a loop over its rows, it is converted
-inside. So a stack of layers is never in float32 as a whole, and its gradient is written in the
+inside. Operations that only pass its elements on, such as a reshape or a transfer, come before the
+conversion. So a stack of layers is never in float32 as a whole, and its gradient is written in the
 dtype that it is stored in.
 """
 
-from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
+import jax
 import numpy as np
 from jax.extend.core import Literal, Var
 
@@ -17,30 +19,37 @@ from optax_lossscale._support.jaxprs import (
     Equation,
     Jaxpr,
     conversion,
-    holds_equations,
     inner_jaxprs,
     is_move,
+    manual_axes_of,
     memoized,
+    number_of_uses,
     operands_of_scan,
+    propagated,
+    renamed,
+    variable_like,
+    variables,
     with_edit,
+    with_edited_functions,
     without_constants,
 )
-from optax_lossscale._support.primitives import PLAIN_CALLS
+from optax_lossscale._support.primitives import LOOKUPS, PASSED, PLAIN_CALLS
+from optax_lossscale._support.tree import HALF
 
 
-def with_stored_inputs(jaxpr: Jaxpr, number: int) -> Jaxpr:
+def with_stored_inputs(jaxpr: Jaxpr) -> Jaxpr:
     """Return a traced program that converts its stored inputs to float32 where it uses them.
 
-    The first `number` equations of `jaxpr` are these conversions. If such an input is a result, it
+    `jaxpr` reads each input in half precision by one conversion. If such an input is a result, it
     is returned in the dtype that it is stored in.
     """
-    return with_edit(lambda inner: _with_moved_conversions(inner, number), jaxpr)
+    return with_edit(_with_moved_conversions, jaxpr)
 
 
-def _with_moved_conversions(jaxpr: Jaxpr, number: int) -> Jaxpr:
-    conversions, rest = jaxpr.eqns[:number], jaxpr.eqns[number:]
-    wide = {eqn.invars[0]: eqn.outvars[0] for eqn in conversions}
-    in_float32 = jaxpr.replace(invars=[wide.get(x, x) for x in jaxpr.invars], eqns=rest)
+def _with_moved_conversions(jaxpr: Jaxpr) -> Jaxpr:
+    wide = _as_read(jaxpr)
+    rest = [eqn for eqn in jaxpr.eqns if wide.keys().isdisjoint(variables(eqn.invars))]
+    in_float32 = jaxpr.replace(invars=renamed(jaxpr.invars, wide), eqns=rest)
     results = list(jaxpr.outvars)
     stops: list[Equation] = []
     for index, returned in enumerate(_returned_inputs(in_float32)):
@@ -51,7 +60,17 @@ def _with_moved_conversions(jaxpr: Jaxpr, number: int) -> Jaxpr:
             results[index] = Var(stored.aval)
             stops.append(returned.stop.replace(invars=[stored], outvars=[results[index]]))
     in_float32 = in_float32.replace(outvars=results, eqns=[*rest, *stops])
-    return _with_inputs(in_float32, jaxpr.invars)
+    return _Edit(in_float32, jaxpr.invars).edited()
+
+
+def _as_read(jaxpr: Jaxpr) -> dict[Atom, Atom]:
+    """Return the float32 variable that each stored input of a traced program is read as."""
+    stored = {x for x in jaxpr.invars if x.aval.dtype in HALF}
+    return {
+        eqn.invars[0]: eqn.outvars[0]
+        for eqn in jaxpr.eqns
+        if not stored.isdisjoint(variables(eqn.invars))
+    }
 
 
 class _Returned(NamedTuple):
@@ -85,9 +104,13 @@ def _returned_inputs(jaxpr: Jaxpr) -> list[_Returned | None]:
 
 def _is_whole(call: Equation, operand: int, result: int) -> bool:
     """Return whether a call that returns this operand returns the same array to its caller."""
-    if call.primitive.name != "shard_map":
-        return True
-    return call.params["in_specs"][operand] == call.params["out_specs"][result]
+    params = call.params
+    if call.primitive.name == "shard_map":
+        return params["in_specs"][operand] == params["out_specs"][result]
+    if "out_shardings" in params:  # a `jit` may give it another sharding
+        shardings = params["in_shardings"][operand], params["out_shardings"][result]
+        return all(type(sharding).__name__ == "UnspecifiedValue" for sharding in shardings)
+    return True
 
 
 # Calls that can convert an operand inside.
@@ -100,72 +123,118 @@ _Stored: TypeAlias = tuple[np.dtype | None, ...]
 def _with_stored_operands(jaxpr: Jaxpr, stored: _Stored) -> Jaxpr:
     """Return a function that takes some of its float32 inputs in the dtypes they are stored in."""
     pairs = list(zip(without_constants(jaxpr).invars, stored, strict=True))
-    inputs = [x if dtype is None else Var(x.aval.update(dtype=dtype)) for x, dtype in pairs]
-    return with_edit(lambda inner: _with_inputs(inner, inputs), jaxpr)
+    inputs = [x if dtype is None else variable_like(x, dtype) for x, dtype in pairs]
+    return with_edit(lambda inner: _Edit(inner, inputs).edited(), jaxpr)
 
 
-def _with_inputs(jaxpr: Jaxpr, inputs: list[Atom]) -> Jaxpr:
-    """Return a function that takes `inputs`, and converts them to the dtypes of its old inputs."""
-    stored = {x: y for x, y in zip(jaxpr.invars, inputs, strict=True) if x is not y}
-    atoms = [x for eqn in jaxpr.eqns for x in eqn.invars] + jaxpr.outvars
-    uses = Counter(x for x in atoms if not isinstance(x, Literal))
-    converted: set[Var] = set()
-    eqns: list[Equation] = []
+class _Edit:
+    """One pass over the equations of a function, which is to take `inputs` as they are stored."""
 
-    def convert(atoms: list[Atom], beside: Equation) -> None:
-        for x in atoms:
-            if not isinstance(x, Literal) and x in stored and x not in converted:
-                converted.add(x)
-                eqns.append(conversion(stored[x], x, _in_mesh_of(x, beside, jaxpr)))
+    def __init__(self, jaxpr: Jaxpr, inputs: Sequence[Atom]) -> None:
+        self.jaxpr, self.inputs = jaxpr, inputs
+        pairs = zip(jaxpr.invars, inputs, strict=True)
+        self.stored: dict[Atom, Atom] = {wide: half for wide, half in pairs if wide is not half}
+        self.uses = number_of_uses(jaxpr)
+        self.converted: set[Atom] = set()
 
-    for eqn in jaxpr.eqns:
-        as_stored = [
-            stored[x] if not isinstance(x, Literal) and x in stored and uses[x] == 1 else None
-            for x in eqn.invars
-        ]
-        first = _first_entered(eqn)
-        as_entered = [None if i < first else x for i, x in enumerate(as_stored)]
-        dtypes = {x and x.aval.dtype for x in as_stored}
-        if len(dtypes) == 1 and None not in dtypes and is_move(eqn):
-            (result,) = eqn.outvars
-            stored[result] = Var(result.aval.update(dtype=dtypes.pop()))
-            eqns.append(eqn.replace(invars=as_stored, outvars=[stored[result]]))
-            continue
-        convert([x for x, y in zip(eqn.invars, as_entered, strict=True) if y is None], eqn)
-        eqns.append(_entered(eqn, as_entered) if any(as_entered) else eqn)
-    if eqns:
-        convert(jaxpr.outvars, eqns[-1])
-    return jaxpr.replace(invars=inputs, eqns=eqns)
+    def edited(self) -> Jaxpr:
+        eqns = [new for eqn in self.jaxpr.eqns for new in self.edited_equation(eqn)]
+        if eqns:
+            eqns += self.conversions(self.jaxpr.outvars, beside=eqns[-1])
+        return self.jaxpr.replace(invars=self.inputs, eqns=eqns)
+
+    def edited_equation(self, eqn: Equation) -> list[Equation]:
+        """Return an equation that takes what it can as it is stored, after conversions of the rest.
+
+        What it passes on is then stored, too.
+        """
+        taken: dict[Atom, Atom] = {}
+        for operands, results in _passed_elements(eqn):
+            halves = {x: half for x in operands if (half := self.only_use(x))}
+            dtypes = {half.aval.dtype for half in halves.values()}
+            if len(halves) == len(operands) and len(dtypes) == 1:
+                taken |= halves
+                self.stored |= {x: variable_like(x, *dtypes) for x in results}
+        taken |= {x: half for x in _entered_operands(eqn) if (half := self.only_use(x))}
+        rest = [x for x in variables(eqn.invars) if x not in taken]
+        conversions = self.conversions(rest, beside=eqn)
+        if not taken:
+            return [*conversions, eqn]
+        invars = renamed(eqn.invars, taken)
+        pairs = zip(invars, eqn.invars, strict=True)
+        stored = tuple(None if x is wide else x.aval.dtype for x, wide in pairs)
+        eqn = with_edited_functions(eqn, _with_stored_operands, stored)
+        outvars = renamed(eqn.outvars, self.stored)
+        return [*conversions, eqn.replace(invars=invars, outvars=outvars)]
+
+    def only_use(self, atom: Atom) -> Atom | None:
+        """Return the stored form of an operand whose only use is this one."""
+        if isinstance(atom, Literal) or self.uses[atom] != 1:
+            return None
+        return self.stored.get(atom)
+
+    def conversions(self, atoms: Iterable[Atom], beside: Equation) -> list[Equation]:
+        """Return the conversions of stored variables that are not converted yet."""
+        new = [x for x in variables(atoms) if x in self.stored and x not in self.converted]
+        self.converted.update(new)
+        return [conversion(self.stored[x], x, self.in_mesh_of(x, beside)) for x in new]
+
+    def in_mesh_of(self, x: Atom, beside: Equation) -> Equation:
+        """Return an equation under the mesh of a variable, with its other properties from `beside`.
+
+        An equation that reshards an array, as in `jax.sharding.auto_axes`, is under the mesh that
+        the result has. JAX refuses to convert an array under another mesh than its own.
+        """
+        mesh = x.aval.sharding.mesh
+        contexts = (eqn.ctx for eqn in (beside, *self.jaxpr.eqns))
+        own = (context for context in contexts if context.cur_abstract_mesh == mesh)
+        return beside.replace(ctx=next(own, beside.ctx))
 
 
-def _in_mesh_of(x: Atom, beside: Equation, jaxpr: Jaxpr) -> Equation:
-    """Return an equation under the mesh of a variable, with its other properties from `beside`.
+def _passed_elements(eqn: Equation) -> list[tuple[Sequence[Atom], Sequence[Atom]]]:
+    """Return the operands whose elements an equation passes on, with the results that they become.
 
-    An equation that reshards an array, as in `jax.sharding.auto_axes`, is under the mesh that the
-    result has. JAX refuses to convert an array under another mesh than its own.
+    Its transpose then adds no cotangents, except zeros.
     """
-    mesh = x.aval.sharding.mesh
-    contexts = (eqn.ctx for eqn in (beside, *jaxpr.eqns))
-    own = (context for context in contexts if context.cur_abstract_mesh == mesh)
-    return beside.replace(ctx=next(own, beside.ctx))
+    is_passed = eqn.primitive.name in PASSED
+    if is_passed and len(eqn.invars) == len(eqn.outvars):  # each operand for itself
+        return [([x], [y]) for x, y in zip(eqn.invars, eqn.outvars, strict=True)]
+    return [(eqn.invars, eqn.outvars)] if is_passed or is_move(eqn) else []
 
 
-def _first_entered(eqn: Equation) -> int:
-    """Return the index of the first operand that an equation can convert inside."""
+def _entered_operands(eqn: Equation) -> Sequence[Atom]:
+    """Return the operands that an equation can convert inside its function."""
     name = eqn.primitive.name
     if not any(inner.eqns for inner in inner_jaxprs(eqn)):
-        return len(eqn.invars)
+        return []
     if name == "scan":
-        return len(eqn.invars) - operands_of_scan(eqn).scanned
-    return 0 if name in _ENTERED else len(eqn.invars)
+        return eqn.invars[len(eqn.invars) - operands_of_scan(eqn).scanned :]
+    if name == "shard_map" and not eqn.params["check_vma"]:
+        # Its transpose adds the cotangents of devices that share an operand, in its stored dtype.
+        pairs, axes = zip(eqn.invars, eqn.params["in_specs"], strict=True), manual_axes_of(eqn)
+        return [x for x, spec in pairs if axes <= {*jax.tree.leaves([*spec])}]
+    return eqn.invars if name in _ENTERED else []
 
 
-def _entered(eqn: Equation, as_entered: list[Atom]) -> Equation:
-    """Return a call or loop that takes the operands in `as_entered`, and converts them inside."""
-    dtypes = tuple(x and x.aval.dtype for x in as_entered)
-    params = {
-        key: _with_stored_operands(param, dtypes) if holds_equations(param) else param
-        for key, param in eqn.params.items()
-    }
-    operands = [y or x for x, y in zip(eqn.invars, as_entered, strict=True)]
-    return eqn.replace(invars=operands, params=params)
+def lookups_in_half(jaxpr: Jaxpr) -> list[tuple[Equation, ...]]:
+    """Return the lookups in stored inputs that `fun` casts back to half precision.
+
+    Their transpose adds cotangents in half precision. Each is returned with the equations that
+    contain it, the innermost first. `jaxpr` is as in `with_stored_inputs`.
+    """
+    found: list[tuple[Equation, ...]] = []
+
+    def is_half(path: tuple[Equation, ...], sources: Sequence[bool | None]) -> list[bool | None]:
+        """Return whether stored results are cast back. None is for results that are not stored."""
+        eqn, name = path[0], path[0].primitive.name
+        if name in LOOKUPS and sources[0]:
+            found.append(path)
+        if name == "convert_element_type" and sources != [None]:
+            return [eqn.outvars[0].aval.dtype in HALF]
+        if None not in sources and (is_move(eqn) or name in PASSED - {"stop_gradient"}):
+            return [any(sources)] * len(eqn.outvars)
+        return [None] * len(eqn.outvars)
+
+    inner = without_constants(jaxpr)
+    propagated(inner, [True if x in _as_read(inner) else None for x in inner.invars], is_half)
+    return found

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._support.tree import AxisName
+from optax_lossscale._support.tree import AxisName, shown
 
 
 def agree(
@@ -41,8 +41,8 @@ def _reduce_over(
     except NameError as error:  # what JAX raises for an axis that is not mapped
         raise ValueError(
             f"`axis_name` must be the name of a mapped axis, or a tuple of them, got "
-            f"{axis_name!r}. Call the function within `jax.shard_map`, `jax.pmap` or `jax.vmap` "
-            "over that axis, or leave `axis_name` out under plain `jax.jit`."
+            f"{shown(axis_name)}. Call the function within `jax.shard_map`, `jax.pmap` or "
+            "`jax.vmap` over that axis, or leave `axis_name` out under plain `jax.jit`."
         ) from error
 
 

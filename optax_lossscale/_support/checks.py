@@ -1,16 +1,13 @@
 """Checks of arguments. Each one raises an error where silence would corrupt or mislead.
 
-`require_…` returns nothing. `read_…` returns the value in the form that the caller uses. Inside
-`hidden_storage`, `refuse_hidden_storage` raises.
+`require_…` returns nothing. `read_…` returns the value in the form that the caller uses.
 """
 
-import contextlib
 import functools
 import inspect
 import math
 import numbers
-import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +20,7 @@ from jax.typing import ArrayLike, DTypeLike
 from optax_lossscale._support.bounds import INT32_MAX, LARGEST_SCALE, SMALLEST_SCALE, as_float32
 from optax_lossscale._support.tree import (
     ARRAYS,
+    Array,
     AxisName,
     KeyPath,
     Leaf,
@@ -30,13 +28,14 @@ from optax_lossscale._support.tree import (
     Tree,
     first_difference,
     path_name,
+    shown,
 )
 
 
 def read_number(name: str, value: object) -> float:
     """Return `value` as a Python float that is finite in float32."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        raise TypeError(f"`{name}` must be a Python number, got {value!r}.")
+        raise TypeError(f"`{name}` must be a Python number, got {shown(value)}.")
     try:
         number = float(value)
     except OverflowError:  # an int or a Fraction beyond float64
@@ -67,14 +66,14 @@ def read_bool(name: str, value: object) -> bool:
     """Return `value` as a Python bool."""
     if not isinstance(value, (bool, np.bool_)):
         what = "the string " if isinstance(value, str) else ""
-        raise TypeError(f"`{name}` must be True or False, got {what}{value!r}.")
+        raise TypeError(f"`{name}` must be True or False, got {what}{shown(value)}.")
     return bool(value)
 
 
 def read_count(name: str, value: object, *, least: int = 1) -> int:
     """Return `value` as an int that fits an int32."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-        raise TypeError(f"`{name}` must be an integer, got {value!r}.")
+        raise TypeError(f"`{name}` must be an integer, got {shown(value)}.")
     if not least <= int(value) <= INT32_MAX:
         raise ValueError(f"`{name}` must be an integer from {least} to 2**31 - 1, got {value}.")
     return int(value)
@@ -84,7 +83,7 @@ def read_flag(name: str, value: ArrayLike) -> jax.Array:
     """Return `value` as a `bool[]` array."""
     if not (isinstance(value, bool) or (isinstance(value, ARRAYS) and value.dtype == jnp.bool_)):
         raise TypeError(
-            f"`{name}` must be a bool or a boolean array, got {value!r}. Compute it with "
+            f"`{name}` must be a bool or a boolean array, got {shown(value)}. Compute it with "
             "`all_finite`, `unscale_and_check` or a comparison."
         )
     array = jnp.asarray(value)
@@ -98,7 +97,7 @@ def require_numbers(value: PyTree) -> None:
         is_number = isinstance(leaf, ARRAYS) and jnp.issubdtype(leaf.dtype, np.number)
         if not (is_number or isinstance(leaf, (bool, int, float, complex))):
             raise TypeError(
-                f"`value` must be a number, an array or a tree of them, got {leaf!r} at "
+                f"`value` must be a number, an array or a tree of them, got {shown(leaf)} at "
                 f"{path_name(path)}. Pass the loss that `value_and_grad` returns."
             )
 
@@ -106,7 +105,7 @@ def require_numbers(value: PyTree) -> None:
 def require_function(name: str, value: object, remedy: str) -> None:
     """Raise if `value` cannot be called."""
     if not callable(value):
-        raise TypeError(f"`{name}` must be a function, got {value!r}. {remedy}")
+        raise TypeError(f"`{name}` must be a function, got {shown(value)}. {remedy}")
 
 
 def require_keep(value: object) -> None:
@@ -135,8 +134,8 @@ def read_argnums(argnums: Any) -> Sequence[int]:
     for number in positions:
         if not isinstance(number, numbers.Integral):
             raise TypeError(
-                f"`argnums` must be an integer or a tuple of them, got {number!r}. Count from the "
-                "first argument of `fun`."
+                f"`argnums` must be an integer or a tuple of them, got {shown(number)}. Count from "
+                "the first argument of `fun`."
             )
     return positions
 
@@ -145,8 +144,8 @@ def require_pair(result: object) -> None:
     """Raise if a loss function with `has_aux=True` did not return a pair."""
     if not (isinstance(result, (tuple, list)) and len(result) == 2):
         raise TypeError(
-            f"`fun` must return a pair with `has_aux=True`, got {result!r}. Return the loss and "
-            "the aux, or leave `has_aux` out."
+            f"`fun` must return a pair with `has_aux=True`, got {shown(result)}. Return the loss "
+            "and the aux, or leave `has_aux` out."
         )
 
 
@@ -157,17 +156,32 @@ def require_no_functions(args: Sequence[PyTree], positions: Sequence[int]) -> No
     if functions:
         raise TypeError(
             "`transform` must be one that ignores functions in the parameters, got "
-            f"`jax.value_and_grad` for parameters with {functions[0]!r}. For an Equinox module, "
-            "pass `transform=equinox.filter_value_and_grad`."
+            f"`jax.value_and_grad` for parameters with {shown(functions[0])}. For an Equinox "
+            "module, pass `transform=equinox.filter_value_and_grad`."
+        )
+
+
+def require_wide(arg: Array) -> None:
+    """Raise if an argument that is differentiated has fewer exponents than float32."""
+    if jnp.finfo(arg.dtype).minexp > jnp.finfo(jnp.float32).minexp:
+        raise ValueError(
+            f"`fun` must not be differentiated with respect to {arg.dtype} arguments, got "
+            f"{shown(arg)}. Their gradients would underflow when `scale_inside` divides them. "
+            "Store them in float32 or bfloat16."
         )
 
 
 def require_scalar(name: str, value: PyTree, remedy: str) -> None:
-    """Raise if `value` is an array with axes, or a container."""
+    """Raise if `value` is not one real number or flag: an array with axes, a container, text."""
     if not jax.tree_util.all_leaves([value]):
         raise TypeError(f"`{name}` must be a scalar, got a {type(value).__name__}. {remedy}")
     if np.shape(value):
         raise ValueError(f"`{name}` must be a scalar, got shape {np.shape(value)}. {remedy}")
+    is_number = isinstance(value, (*ARRAYS, numbers.Real, jax.ShapeDtypeStruct))
+    if not (is_number or hasattr(value, "__jax_array__")) or jnp.iscomplexobj(value):
+        raise TypeError(
+            f"`{name}` must be a Python number or a real array, got {shown(value)}. {remedy}"
+        )
 
 
 def require_same_structure(name: str, tree: PyTree, expected: PyTree, remedy: str) -> None:
@@ -183,6 +197,12 @@ def require_same_structure(name: str, tree: PyTree, expected: PyTree, remedy: st
     jax.tree_util.tree_map_with_path(check, tree, expected)
 
 
+def differing_structures(updates: PyTree, params: PyTree) -> ValueError:
+    """Return the error that names the path at which updates and parameters differ."""
+    path = path_name(first_difference(updates, params)[0])
+    return ValueError(f"`updates` and `params` differ in structure at {path}.")
+
+
 def require_same_shape(name: str, path: KeyPath, leaf: Leaf, expected: Leaf, remedy: str) -> None:
     """Raise if a leaf has another shape, since it would be broadcast."""
     got, wanted = (getattr(x, "shape", ()) for x in (leaf, expected))
@@ -196,12 +216,15 @@ def require_same(path: KeyPath, new: Leaf, old: Leaf) -> None:
     """Raise if a leaf that is not an array changes, since `jnp.where` cannot select it."""
     if not (new is old or (type(new) is type(old) and np.all(new == old))):
         raise ValueError(
-            f"the leaf at {path_name(path)} must be an array in both trees or the same in "
-            f"both, got {new!r} and {old!r}. Make it an array with `jnp.asarray` if it changes."
+            f"the leaf at {path_name(path)} must be an array in both trees or the same in both, "
+            f"got {shown(new)} and {shown(old)}. Make it an array with `jnp.asarray` if it changes."
         )
 
 
-_INIT = "Make it with `init`; a plain optimizer's state goes into its `inner_state`."
+_INIT = (
+    "Make it with `init`; a plain optimizer's state goes into its `inner_state`. The order is "
+    "`update(grads, state, params)`."
+)
 
 
 def read_state(state: object, kind: type[Tree], name: str = "state", remedy: str = _INIT) -> Tree:
@@ -216,7 +239,7 @@ def require_rule_states(rule_states: object, rules: Sequence[object]) -> None:
     if type(rule_states) is not tuple or len(rule_states) != len(rules):
         raise ValueError(
             f"`state.rule_states` must be a tuple with the state of each of {len(rules)} rules, "
-            f"got {rule_states!r}. After a change of the rules, write "
+            f"got {shown(rule_states)}. After a change of the rules, write "
             "`state._replace(rule_states=(rule.init(params),))`."
         )
 
@@ -237,7 +260,7 @@ def require_axis_name(axis_name: AxisName | None) -> None:
     if any(isinstance(name, numbers.Integral) for name in names):
         raise TypeError(
             "`axis_name` must be the name of a mapped axis or a tuple of them, got "
-            f"{axis_name!r}. Pass the one that `jax.shard_map` or `jax.vmap` maps over."
+            f"{shown(axis_name)}. Pass the one that `jax.shard_map` or `jax.vmap` maps over."
         )
 
 
@@ -249,8 +272,8 @@ def read_float_dtype(dtype: DTypeLike | None, *, most_bits: int = 64) -> np.dtyp
         read = None
     if read is None or not jnp.issubdtype(read, jnp.floating) or jnp.finfo(read).bits > most_bits:
         raise TypeError(
-            f"`dtype` must be a floating-point dtype of at most {most_bits} bits, got {dtype!r}. "
-            "Use `jnp.float16` or `jnp.bfloat16`."
+            f"`dtype` must be a floating-point dtype of at most {most_bits} bits, got "
+            f"{shown(dtype)}. Use `jnp.float16` or `jnp.bfloat16`."
         )
     return read
 
@@ -265,7 +288,9 @@ def read_half_or_float32(dtype: DTypeLike | None) -> np.dtype:
                 "fp8 needs a scale for each array: use Qwix or Flax's `Fp8DirectDotGeneralOp` "
                 "inside `autocast(loss_fn, jnp.bfloat16)`, as docs/flax.md#fp8-layers shows."
             )
-        raise TypeError(f"`dtype` must be float16, bfloat16 or float32, got {dtype!r}. {remedy}")
+        raise TypeError(
+            f"`dtype` must be float16, bfloat16 or float32, got {shown(dtype)}. {remedy}"
+        )
     return read
 
 
@@ -274,8 +299,8 @@ def require_policy(value: object) -> None:
     is_named = value is None or isinstance(value, Mapping) or str(value) == "dynamic"
     if not is_named and (isinstance(value, type) or not hasattr(value, "skip_nonfinite")):
         raise (ValueError if isinstance(value, str) else TypeError)(
-            f'`policy` must be a policy, "dynamic" or a dict from `get_config`, got {value!r}. For '
-            "a fixed loss scale x, write `FixedLossScale(x)`."
+            f'`policy` must be a policy, "dynamic" or a dict from `get_config`, got '
+            f"{shown(value)}. For a fixed loss scale x, write `FixedLossScale(x)`."
         )
 
 
@@ -290,33 +315,6 @@ def read_optimizer(
     if not isinstance(optimizer, optax.GradientTransformation):
         raise TypeError(
             f"`{name}` must be an optax.GradientTransformation or an optax.MultiSteps, got "
-            f"{optimizer!r}. Call the optimizer's factory first, as in `optax.adam(1e-3)`."
+            f"{shown(optimizer)}. Call the optimizer's factory first, as in `optax.adam(1e-3)`."
         )
     return optax.with_extra_args_support(optimizer)
-
-
-class _Thread(threading.local):
-    hides_storage = False
-
-
-_thread = _Thread()
-
-
-@contextlib.contextmanager
-def hidden_storage() -> Generator[None]:
-    """Mark that this thread traces a function in which stored half precision looks like float32."""
-    before, _thread.hides_storage = _thread.hides_storage, True
-    try:
-        yield
-    finally:
-        _thread.hides_storage = before
-
-
-def refuse_hidden_storage(wrapper: str) -> None:
-    """Raise if the update of `wrapper` is inside `autocast`, which hides half precision."""
-    if _thread.hides_storage:
-        raise ValueError(
-            f"`{wrapper}` must not be updated inside `autocast`, where arrays in half precision "
-            "look like float32, so that nothing would be rounded. Wrap the loss function, not the "
-            "training step: `value_and_grad(autocast(loss_fn, dtype))`."
-        )

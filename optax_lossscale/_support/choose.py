@@ -13,7 +13,6 @@ from optax_lossscale._support.nnx import is_nnx
 from optax_lossscale._support.tree import (
     ARRAYS,
     Flag,
-    KeyPath,
     Leaf,
     Tree,
     is_inexact,
@@ -61,7 +60,9 @@ def tree_where(pred: ArrayLike, on_true: Tree, on_false: Tree) -> Tree:
     remedy = "`on_true` and `on_false` are two versions of one tree."
     checks.require_same_structure("on_true", on_true, on_false, remedy)
 
-    def choose(path: KeyPath, new: Leaf, old: Leaf) -> Leaf:
+    paths, treedef = jax.tree_util.tree_flatten_with_path(on_true)
+    chosen: list[Leaf] = []
+    for (path, new), old in zip(paths, jax.tree.leaves(on_false), strict=True):
         dtypes = [leaf.dtype for leaf in (new, old) if isinstance(leaf, ARRAYS)]
         if len({*dtypes}) > 1:
             raise TypeError(
@@ -69,11 +70,11 @@ def tree_where(pred: ArrayLike, on_true: Tree, on_false: Tree) -> Tree:
                 f"and {dtypes[1]}. Cast one of them with `astype`."
             )
         if is_selectable(new) and is_selectable(old):
-            return jnp.where(pred, new, old)
-        checks.require_same(path, new, old)
-        return new
-
-    return jax.tree_util.tree_map_with_path(choose, on_true, on_false)
+            chosen.append(jnp.where(pred, new, old))
+        else:
+            checks.require_same(path, new, old)
+            chosen.append(new)
+    return treedef.unflatten(chosen)
 
 
 def constant_if_skipped(applied: Flag, tree: Tree) -> Tree:
@@ -122,9 +123,9 @@ def safe_extra_args(applied: Flag, extra_args: dict[str, Any]) -> dict[str, Any]
 
     Objects of flax.nnx are passed on unchanged, since a function may write into them.
     """
-    return {
-        name: arg
-        if not jax.tree_util.all_leaves([arg]) and is_nnx(arg, "Module", "Variable")
-        else zeros_if_skipped(applied, arg)
-        for name, arg in extra_args.items()
-    }
+    safe = dict(extra_args)
+    for name, arg in extra_args.items():
+        is_leaf = jax.tree_util.all_leaves([arg])
+        if is_leaf or not is_nnx(arg, "Module", "Variable"):
+            safe[name] = zeros_if_skipped(applied, arg)
+    return safe

@@ -1,29 +1,94 @@
-"""Make, read and edit jaxprs, the programs that JAX traces, and find their matrix products."""
+"""Make, read and edit jaxprs, the programs that JAX traces."""
 
 import functools
 import inspect
 import itertools
-import math
 import operator
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 import jax
+import numpy as np
+from jax.core import eval_jaxpr
 from jax.extend.core import Literal, Var
 
-from optax_lossscale._support.lines import source_of
-from optax_lossscale._support.primitives import MOVES, PRODUCTS, SCALED_PRODUCT
-from optax_lossscale._support.tree import ARRAYS, KeyPath, Leaf, PyTree, is_symbolic
-
-# With the classes of `jax.extend.core`, pyright reports 28 errors: their operands have no shape or
-# dtype, and their `replace` has no parameters.
-Jaxpr: TypeAlias = Any  # with or without its constants
-Equation: TypeAlias = Any
-Atom: TypeAlias = Any  # an operand: a variable or a literal
+from optax_lossscale._support.primitives import (
+    CALLS,
+    DEVICE_MAPS,
+    MOVES,
+)
+from optax_lossscale._support.tree import ARRAYS, KeyPath, Leaf, PyTree
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
+Mark = TypeVar("Mark")
+
+
+# With the classes of `jax.extend.core`, pyright reports 28 errors: their operands have no shape or
+# dtype, and their `replace` has no parameters. These protocols fit jax 0.7 to 0.12.
+class Atom(Protocol):
+    """An operand: a variable or a literal."""
+
+    aval: Any
+    val: Any  # of a literal
+
+    def __hash__(self) -> int: ...
+
+
+class Equation(Protocol):
+    """One operation of a jaxpr."""
+
+    primitive: Any
+    invars: list[Any]
+    outvars: list[Any]
+    params: dict[str, Any]
+    effects: Any
+    source_info: Any
+    ctx: Any
+
+    def replace(
+        self,
+        *,
+        primitive: Any = ...,
+        invars: Sequence[Any] = ...,
+        outvars: Sequence[Any] = ...,
+        params: Mapping[str, Any] = ...,
+        effects: Any = ...,
+        source_info: Any = ...,
+        ctx: Any = ...,
+    ) -> "Equation": ...
+
+
+class Jaxpr(Protocol):
+    """A traced program, with or without its constants."""
+
+    constvars: list[Any]
+    invars: list[Any]
+    outvars: list[Any]
+    eqns: list[Equation]
+    effects: Any
+    debug_info: Any
+    consts: list[Any]
+    jaxpr: Any
+
+    def replace(
+        self,
+        *,
+        jaxpr: "Jaxpr" = ...,
+        constvars: Sequence[Any] = ...,
+        invars: Sequence[Any] = ...,
+        outvars: Sequence[Any] = ...,
+        eqns: Sequence[Equation] = ...,
+        debug_info: Any = ...,
+    ) -> "Jaxpr": ...
+
+
+# JAX's functions, typed by these protocols. `jax.extend.core.jaxpr_as_fun` turns `jax.debug_nans`
+# off; `evaluate` does not.
+make_jaxpr: Callable[[Callable[..., Any]], Callable[..., Jaxpr]] = cast(Any, jax.make_jaxpr)
+evaluate: Callable[..., list[Any]] = cast(Any, eval_jaxpr)
 
 
 def trace(
@@ -50,7 +115,7 @@ def trace(
         written = [x for x in jax.tree.leaves(inner) if id(x) not in before]
         return [x for x in [*results, *written] if isinstance(x, ARRAYS)]
 
-    return jax.make_jaxpr(call_with_arrays)([x for *_, x in inputs]), inputs
+    return make_jaxpr(call_with_arrays)([x for *_, x in inputs]), inputs
 
 
 def argument_names(fun: Callable[..., Any], number: int) -> list[str]:
@@ -65,10 +130,56 @@ def argument_names(fun: Callable[..., Any], number: int) -> list[str]:
     return [*names, *(f"{rest}[{i}]" for i in range(number - len(names)))]
 
 
-def read_by(equations: Iterable[Equation]) -> dict[Var, None]:
+def variables(atoms: Iterable[Atom]) -> dict[Atom, None]:
+    """Return the variables among operands, without duplicates, in order."""
+    return dict.fromkeys(atom for atom in atoms if not isinstance(atom, Literal))
+
+
+def read_by(equations: Iterable[Equation]) -> dict[Atom, None]:
     """Return the variables that equations read, without duplicates, in order."""
     atoms = (atom for equation in equations for atom in equation.invars)
     return dict.fromkeys(atom for atom in atoms if not isinstance(atom, Literal))
+
+
+def renamed(atoms: Iterable[Atom], new: Mapping[Atom, Atom]) -> list[Atom]:
+    """Return operands with the variables in `new` replaced."""
+    return [x if isinstance(x, Literal) else new.get(x, x) for x in atoms]
+
+
+def number_of_uses(jaxpr: Jaxpr) -> Counter[Atom]:
+    """Return how often each variable is read or returned."""
+    atoms = [x for equation in jaxpr.eqns for x in equation.invars] + jaxpr.outvars
+    return Counter(x for x in atoms if not isinstance(x, Literal))
+
+
+def propagated(
+    jaxpr: Jaxpr,
+    marks: Sequence[Mark | None],
+    rule: Callable[[tuple[Equation, ...], Sequence[Mark | None]], Sequence[Mark | None]],
+    within: tuple[Equation, ...] = (),
+) -> list[Mark | None]:
+    """Return the marks of the outputs of a program, given the marks of its inputs.
+
+    `rule` takes an equation, followed by those that contain it, and the marks of its operands. It
+    returns the marks of its results. Functions that an equation calls are followed.
+    """
+    inputs = zip(jaxpr.invars, marks, strict=True)
+    known = {x: mark for x, mark in inputs if mark is not None}
+
+    def of(atoms: Iterable[Atom]) -> list[Mark | None]:
+        return [None if isinstance(x, Literal) else known.get(x) for x in atoms]
+
+    for equation in jaxpr.eqns:
+        path, sources = (equation, *within), of(equation.invars)
+        results, name = rule(path, sources), equation.primitive.name
+        if name in CALLS | DEVICE_MAPS | {"scan", "cond"}:
+            for inner in inner_jaxprs(equation):  # the first operand of a conditional is its index
+                given = sources[len(sources) - len(inner.invars) :]
+                inside = propagated(inner, given, rule, path)
+                results = inside if name in CALLS else results
+        outputs = zip(equation.outvars, results, strict=True)
+        known |= {x: mark for x, mark in outputs if mark is not None}
+    return of(jaxpr.outvars)
 
 
 def inner_jaxprs(equation: Equation) -> Iterator[Jaxpr]:
@@ -147,9 +258,10 @@ def memoized(
     def run(jaxpr: Jaxpr, *args: P.args, **kwargs: P.kwargs) -> Result:
         known, key = results.setdefault(jaxpr, {}), (args, *kwargs.items())
         if key not in known:
-            result = fun(jaxpr, *args, **kwargs)
+            result: Any = fun(jaxpr, *args, **kwargs)
             known[key] = None if result is jaxpr else result  # else the cache keeps `jaxpr` alive
-        return jaxpr if known[key] is None else known[key]
+        kept: Any = known[key]
+        return cast(Any, jaxpr) if kept is None else kept
 
     return run
 
@@ -166,6 +278,16 @@ def constants_of(jaxpr: Jaxpr) -> Iterator[Leaf]:
         for param in jax.tree.leaves(equation.params, is_leaf=holds_equations):
             if holds_equations(param):
                 yield from constants_of(param)
+
+
+def variable(aval: Any) -> Atom:
+    """Return a new variable of this type."""
+    return cast(Any, Var(aval))
+
+
+def variable_like(atom: Atom, dtype: np.dtype) -> Atom:
+    """Return a new variable of the type of an operand, except for its dtype."""
+    return variable(atom.aval.update(dtype=dtype, weak_type=False))
 
 
 def conversion(old: Atom, new: Atom, beside: Equation) -> Equation:
@@ -187,6 +309,12 @@ def is_move(equation: Equation) -> bool:
     if equation.primitive.name not in MOVES:
         return False
     return sum(x.aval.size for x in equation.invars) == equation.outvars[0].aval.size
+
+
+def manual_axes_of(equation: Equation) -> frozenset[str]:
+    """Return the axes of the mesh that a `shard_map` maps over. jax 0.8 renamed the parameter."""
+    names = ("newly_manual_axes", "manual_axes")
+    return next(equation.params[name] for name in names if name in equation.params)
 
 
 class ScanOperands(NamedTuple):
@@ -212,132 +340,3 @@ def operands_of_scan(equation: Equation) -> ScanOperands:
     whole = count_whole(body.invars, equation.invars)
     carried = count_whole(body.outvars, equation.outvars)
     return ScanOperands(whole - carried, carried, len(equation.invars) - whole)
-
-
-class Product(NamedTuple):
-    """A matrix product or convolution in a traced program."""
-
-    dtype: str  # the wider dtype of its operands, or both if they are equally wide
-    itemsize: int  # of that dtype, in bytes
-    times: int  # how often it runs
-    flops: int  # in all runs; a multiplication and an addition are two
-    equations: tuple[Equation, ...]  # its own, and those that contain it, innermost first
-
-    def source(self) -> str:
-        """Return the file and line of the user's code that it comes from, `""` if unknown."""
-        return source_of(*self.equations)
-
-
-def products_of(jaxpr: Jaxpr) -> list[Product]:
-    """Return the products that the outputs of a jaxpr depend on, the last one first.
-
-    For a conditional, these are the products of the branch with the most operations in their dtype.
-    """
-    jaxpr = without_constants(jaxpr)
-    return list(_products(jaxpr, [True] * len(jaxpr.outvars)))
-
-
-def total_flops(products: Iterable[Product]) -> int:
-    """Return the number of floating-point operations in all products."""
-    return sum(product.flops for product in products)
-
-
-def _products(
-    jaxpr: Jaxpr, is_used: list[bool], times: int = 1, within: tuple[Equation, ...] = ()
-) -> Iterator[Product]:
-    used = {
-        x for x, u in zip(jaxpr.outvars, is_used, strict=True) if u and not isinstance(x, Literal)
-    }
-    for equation in reversed(jaxpr.eqns):
-        results = [result in used for result in equation.outvars]
-        if not any(results) and not equation.effects:
-            continue
-        used.update(read_by([equation]))
-        name, path = equation.primitive.name, (equation, *within)
-        if name in PRODUCTS or name == SCALED_PRODUCT:
-            lhs, rhs = (operand.aval for operand in equation.invars[:2])
-            flops = 2 * math.prod(sizes_of(equation))
-            if name == "conv_general_dilated":
-                # The gradient of a strided convolution reads zeros between the elements.
-                flops //= math.prod(equation.params["lhs_dilation"])
-            widest = max(lhs.dtype.itemsize, rhs.dtype.itemsize)
-            dtypes = {x.dtype.name for x in (lhs, rhs) if x.dtype.itemsize == widest}
-            yield Product(" x ".join(sorted(dtypes)), widest, times, times * flops, path)
-            continue
-        # A linear solve also contains the product that it inverts, and does not run it.
-        solve = [equation.params["jaxprs"].solve.jaxpr] if name == "custom_linear_solve" else None
-        inner_times = times
-        if name == "scan":
-            inner_times *= equation.params["length"]
-        elif name == "pallas_call":
-            inner_times *= math.prod(equation.params["grid_mapping"].grid)
-        inside = [
-            list(_products(inner, _used_of(inner, equation, results), inner_times, path))
-            for inner in solve or inner_jaxprs(equation)
-        ]
-        yield from _largest(inside) if name == "cond" else itertools.chain(*inside)
-
-
-def _largest(branches: list[list[Product]]) -> Iterator[Product]:
-    """Yield, for each dtype, the products of the branch with the most operations in that dtype."""
-    dtypes = dict.fromkeys(product.dtype for branch in branches for product in branch)
-    for dtype in dtypes:
-        alike = [[product for product in branch if product.dtype == dtype] for branch in branches]
-        yield from max(alike, key=total_flops)
-
-
-def _used_of(inner: Jaxpr, equation: Equation, is_used: list[bool]) -> list[bool]:
-    """Return which results of a function are used, given which results of its equation are."""
-    if len(inner.outvars) != len(is_used):
-        return [True] * len(inner.outvars)
-    # Carried results, which have no extra axis, may be used by the next iteration of a loop.
-    is_loop = equation.primitive.name in ("scan", "while")
-    results = zip(is_used, inner.outvars, equation.outvars, strict=True)
-    return [used or (is_loop and x.aval.ndim == y.aval.ndim) for used, x, y in results]
-
-
-# The shortest side of a tensor core's block. Symbolic dimensions count as this size.
-SHORTEST = 8
-
-
-class ProductSizes(NamedTuple):
-    """The sizes of a matrix product: batch, rows, columns, and contracted length.
-
-    For a convolution, these are 1, the number of output positions in the whole batch, the number of
-    output channels, and the number of weights for each channel.
-    """
-
-    batch: int
-    rows: int
-    columns: int
-    contracted: int
-
-
-def sizes_of(equation: Equation) -> ProductSizes:
-    """Return the sizes of the product that an equation computes."""
-    params = equation.params
-    lhs, rhs, result = (
-        [SHORTEST if is_symbolic(size) else size for size in x.aval.shape]
-        for x in (*equation.invars[:2], equation.outvars[0])
-    )
-    if equation.primitive.name == "conv_general_dilated":
-        numbers = params["dimension_numbers"]
-        channels = rhs[numbers.rhs_spec[0]]
-        positions = _product(result, but=[numbers.out_spec[1]])
-        return ProductSizes(1, positions, channels, _product(rhs, but=[numbers.rhs_spec[0]]))
-    groups: Sequence[int] = ()
-    if ragged := params.get("ragged_dot_dimension_numbers"):  # each row belongs to one group
-        dimensions, groups = ragged.dot_dimension_numbers, ragged.rhs_group_dimensions
-    else:
-        dimensions = params.get("dimension_numbers", (((2,), (2,)), ((0,), (0,))))
-    (contracted, rhs_contracted), (batch, rhs_batch) = dimensions
-    return ProductSizes(
-        batch=math.prod(lhs[axis] for axis in batch),
-        rows=_product(lhs, but=[*contracted, *batch]),
-        columns=_product(rhs, but=[*rhs_contracted, *rhs_batch, *groups]),
-        contracted=math.prod(lhs[axis] for axis in contracted),
-    )
-
-
-def _product(shape: Sequence[int], but: Sequence[int]) -> int:
-    return math.prod(size for axis, size in enumerate(shape) if axis not in but)

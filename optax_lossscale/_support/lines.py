@@ -45,6 +45,17 @@ def is_users(file_name: str) -> bool:
     return not file_name.startswith(_folders_of_libraries())
 
 
+def is_own(error: BaseException) -> bool:
+    """Return whether an exception was raised by this library."""
+    trace = error.__traceback__
+    while trace and trace.tb_next:
+        trace = trace.tb_next
+    return (
+        trace is not None
+        and trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] == _LIBRARIES[0]
+    )
+
+
 def _folders_of_libraries() -> tuple[str, ...]:
     """Return the folders of libraries: Python's own, those beside JAX, and editable installs."""
     folders = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}

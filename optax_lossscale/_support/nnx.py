@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._support.tree import HALF, KeyPath, Leaf, PyTree, Tree
+from optax_lossscale._support.tree import KeyPath, Leaf, PyTree, Tree
 
 _Function: TypeAlias = Callable[..., Any]
 
@@ -84,9 +84,8 @@ def _is_object(node: PyTree) -> bool:
 def on_arrays(transform: Callable[[_Function], _Function], fun: _Function) -> _Function:
     """Return `transform(fun)` for a transform that only handles arrays.
 
-    Changes that `fun` makes to the objects among its arguments are written back, as by `nnx.jit`. A
-    Variable in half precision keeps its dtype. Objects of an outer trace are only read: there,
-    flax.nnx refuses every write.
+    Changes that `fun` makes to the objects among its arguments are written back, as `nnx.jit` does.
+    Objects of an outer trace are only read: there, flax.nnx refuses every write.
     """
     # Flax's transforms are made of these two functions, of which `flax.nnx` shows neither.
     from flax.nnx.transforms.general import merge_inputs, split_inputs  # noqa: PLC0415
@@ -111,28 +110,32 @@ def on_arrays(transform: Callable[[_Function], _Function], fun: _Function) -> _F
                 nnx.update([leaves[place] for place in places], new_state)  # raises Flax's error
             return result
 
-        def on_states(*given: PyTree) -> PyTree:
-            leaves = jax.tree_util.tree_leaves_with_path(given)
-            arrays = {path: x for path, x in leaves if isinstance(x, jax.Array)}
-            dtypes = {path: x.dtype for path, x in arrays.items() if x.dtype in HALF}
-            return transform(_in_dtypes(dtypes, merge_inputs(with_read_objects)))(*given)
-
-        return split_inputs(on_states)(arrays, rest)
+        return split_inputs(transform(merge_inputs(with_read_objects)))(arrays, rest)
 
     return run
 
 
-def _in_dtypes(dtypes: dict[KeyPath, jnp.dtype], fun: _Function) -> _Function:
-    """Return a function that returns what `fun` wrote into its arguments in these dtypes."""
+def with_same_dtypes(fun: _Function) -> _Function:
+    """Return a function that `on_arrays` makes, which writes floating-point arrays in their dtypes.
 
-    def stored(path: KeyPath, new: Leaf) -> Leaf:
-        return jnp.asarray(new, dtypes[path]) if path in dtypes else new
+    Its results are what it wrote into its arguments, and the results of the function that it calls.
+    """
 
     def run(*given: PyTree) -> PyTree:
+        leaves = jax.tree_util.tree_leaves_with_path(given)
+        dtypes = {path: x.dtype for path, x in leaves if _is_floating(x)}
         written, results = fun(*given)
-        return jax.tree_util.tree_map_with_path(stored, written), results
+
+        def as_given(path: KeyPath, new: Leaf) -> Leaf:
+            return new.astype(dtypes[path]) if path in dtypes and _is_floating(new) else new
+
+        return jax.tree_util.tree_map_with_path(as_given, written), results
 
     return run
+
+
+def _is_floating(leaf: Leaf) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def _may_write(node: object) -> bool:

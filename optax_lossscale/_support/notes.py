@@ -6,7 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._support.tree import HALF, PyTree, first_difference, is_inexact, path_name
+from optax_lossscale._support.tree import (
+    HALF,
+    KeyPath,
+    PyTree,
+    first_difference,
+    is_inexact,
+    path_name,
+    shown,
+    some_paths,
+)
 
 
 def add_note(error: Exception, note: str) -> None:
@@ -19,12 +28,11 @@ def add_likely_causes(error: Exception, updates: PyTree, params: PyTree) -> None
     """Add notes about what probably made the `update` of an optimizer fail."""
     if params is not None:
         _add_difference(error, updates, params)
-    leaves = jax.tree_util.tree_leaves_with_path(updates, is_leaf=lambda grad: grad is None)
-    nones = [path_name(path) for path, grad in leaves if grad is None]
-    if nones:
+    missing = [path for path in _nones(updates) if path not in _nones(params)]
+    if missing:
         add_note(
             error,
-            f"The gradient is None at {', '.join(nones)}. Pass zeros, or exclude the parameter "
+            f"The gradient is None at {some_paths(missing)}. Pass zeros, or exclude the parameter "
             "with `optax.masked` or `optax.partition`.",
         )
     if isinstance(error, AttributeError) and type(error.obj) in (dict, list, tuple, str):
@@ -33,6 +41,12 @@ def add_likely_causes(error: Exception, updates: PyTree, params: PyTree) -> None
             "`inner` may have received a state in other containers than its own. Restore a "
             "checkpoint onto the state of `init`, so that `inner_state` has the same containers.",
         )
+
+
+def _nones(tree: PyTree) -> list[KeyPath]:
+    """Return the paths at which a tree has None, as Equinox puts for what is not trained."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: leaf is None)
+    return [path for path, leaf in leaves if leaf is None]
 
 
 def _add_difference(error: Exception, updates: PyTree, params: PyTree) -> None:
@@ -65,6 +79,6 @@ def add_other_leaf(error: Exception, params: PyTree) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not hasattr(leaf, "shape") and not isinstance(leaf, numbers.Number):
             add_note(
-                error, f"`params` must be a tree of arrays, got {leaf!r} at {path_name(path)}."
+                error, f"`params` must be a tree of arrays, got {shown(leaf)} at {path_name(path)}."
             )
             return

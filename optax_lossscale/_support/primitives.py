@@ -15,7 +15,7 @@ CALLS = PLAIN_CALLS | CUSTOM_DERIVATIVES
 # These call a function on each device, with its shards of the operands.
 DEVICE_MAPS = frozenset(["shard_map", "xla_pmap"])
 
-# Given numbers that an applied step never sees, these may never end, or may have effects. LAPACK's
+# On the NaN of a skipped step, these may not return, or may have effects. LAPACK's
 # routines for eigenvalues and singular values iterate until they converge.
 LOOPS_AND_CALLBACKS = frozenset(
     ["while", "eig", "eigh", "schur", "svd", "pure_callback", "ffi_call"]
@@ -31,6 +31,14 @@ MOVES = frozenset(
         *("sharding_constraint", "squeeze", "stack", "transpose"),
     ]
 )
+# These pass elements on, and their transpose adds no cotangents: one operand, or each for itself.
+PASSED = frozenset(
+    [
+        *("device_put", "name", "optimization_barrier", "reshard"),
+        *("slice", "split", "stop_gradient", "unstack"),
+    ]
+)
+LOOKUPS = frozenset(["dynamic_slice", "gather"])
 # These only change the dtype, the device or the derivative.
 CONVERSIONS = frozenset(["convert_element_type", "device_put", "stop_gradient"])
 COMPARISONS = frozenset(["eq", "ge", "gt", "is_finite", "le", "lt", "ne"])

@@ -1,5 +1,6 @@
 """Pytrees: kinds of leaves, paths, dtypes, and taking a tree apart."""
 
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeGuard, TypeVar
 
@@ -7,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
-
-from optax_lossscale._support.bounds import LARGEST_SCALE, SMALLEST_SCALE
 
 #: Any nested container that JAX knows, with any leaves.
 PyTree: TypeAlias = Any
@@ -27,7 +26,9 @@ Tree = TypeVar("Tree")
 
 HALF = (jnp.dtype("float16"), jnp.dtype("bfloat16"))
 
-ARRAYS = (jax.Array, np.ndarray, np.generic)  # the types of arrays, including traced ones
+#: An array of JAX, traced or not, or of NumPy.
+Array: TypeAlias = jax.Array | np.ndarray | np.generic
+ARRAYS = (jax.Array, np.ndarray, np.generic)
 
 
 def is_inexact(leaf: object) -> TypeGuard[ArrayLike]:
@@ -59,34 +60,9 @@ def at_least_float32(leaf: Leaf) -> Leaf:
     return value.astype(jnp.float32) if jnp.finfo(value.dtype).bits < 32 else value
 
 
-def unscaled(grads: Tree, loss_scale: jax.Array, *, keep_dtypes: bool = False) -> Tree:
-    """Multiply gradients by `1 / loss_scale`, in float32 or their own larger dtype.
-
-    NaN and infinity remain, and a loss scale that is out of bounds makes NaN, so it is enough to
-    check the result. With `keep_dtypes`, the results are rounded to the dtypes of the gradients.
-    """
-    is_within = (loss_scale >= SMALLEST_SCALE) & (loss_scale <= LARGEST_SCALE)
-    reciprocal = jnp.where(is_within, 1 / loss_scale, jnp.nan)
-
-    def unscale(path: KeyPath, leaf: Leaf) -> Leaf:
-        if not is_inexact(leaf) or _FP8_KEY in path:
-            return leaf
-        value = at_least_float32(leaf)
-        if jnp.iscomplexobj(value):  # by parts: a product with 1 + 0j loses the signs of zeros
-            times = reciprocal.astype(value.real.dtype)
-            product = jax.lax.complex(value.real * times, value.imag * times)
-        else:
-            product = value * reciprocal.astype(value.dtype)
-        return product.astype(jnp.result_type(leaf)) if keep_dtypes else product
-
-    # An overflow here is not an error: the check of the step detects it.
-    with jax.debug_nans(False), jax.debug_infs(False):
-        return jax.tree_util.tree_map_with_path(unscale, grads)
-
-
 # The collection of the metadata of Flax's fp8 layers. Its gradient is its new value.
 FP8_METADATA = "_overwrite_with_gradient"
-_FP8_KEY = jax.tree_util.DictKey(FP8_METADATA)
+FP8_KEY = jax.tree_util.DictKey(FP8_METADATA)
 
 
 def has_fp8_metadata(params: PyTree) -> bool:
@@ -94,14 +70,40 @@ def has_fp8_metadata(params: PyTree) -> bool:
     return isinstance(params, Mapping) and FP8_METADATA in params
 
 
-def is_fp8_metadata(path: KeyPath) -> bool:
-    """Return whether a path leads to fp8 metadata."""
-    return _FP8_KEY in path
+def shown(value: object) -> str:
+    """Return a value as messages show it: never the numbers of an array, and at most 200 letters.
+
+    Reading the numbers would wait for the device.
+    """
+    text = _structure(value)
+    return text if len(text) <= 200 else f"{text[:199]}…"
+
+
+def _structure(value: object) -> str:
+    if isinstance(value, (*ARRAYS, jax.ShapeDtypeStruct)):
+        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+    if value is None or isinstance(value, (str, bytes, int, float, complex, type, np.dtype)):
+        return repr(value)
+    kind = type(value).__name__
+    if name := getattr(value, "__qualname__", ""):
+        return f"{kind} `{name}`"
+    if jax.tree_util.all_leaves([value]):
+        members = getattr(value, "__dict__", {})
+        has_arrays = any(isinstance(x, ARRAYS) for x in jax.tree.leaves(members))
+        is_hidden = has_arrays or isinstance(value, functools.partial)
+        return f"an object of type {kind}" if is_hidden else repr(value)
+    return f"{kind}({', '.join(shown(child) for _, child in children(value)[0])})"
 
 
 def path_name(path: KeyPath | None) -> str:
     """Return a path as messages show it. The empty path is the tree itself."""
     return f"`{jax.tree_util.keystr(path)}`" if path else "the root of the tree"
+
+
+def some_paths(paths: Sequence[KeyPath]) -> str:
+    """Return paths as messages show them, at most three."""
+    more = f" and {len(paths) - 3:,} more" if len(paths) > 3 else ""
+    return ", ".join(map(path_name, paths[:3])) + more
 
 
 def children(tree: PyTree) -> tuple[list[tuple[KeyPath, PyTree]], Hashable]:

@@ -90,6 +90,11 @@ def _on_cpu(*arrays: jax.Array, devices: int) -> jax.Array:
     return all_true(flags)
 
 
+_WORTH_COUNTING = 2**16  # elements of an array
+_GROUP = 16  # elements that are counted together
+_VECTOR = 8  # float32 numbers that a CPU adds in one instruction
+
+
 def _counted(array: jax.Array, devices: int) -> jax.Array:
     """Check one array by counting its nonfinite elements in groups of 16, if its shape allows it.
 
@@ -97,16 +102,16 @@ def _counted(array: jax.Array, devices: int) -> jax.Array:
     """
     parts = 1 << (devices.bit_length() - 1)
     finite, shape = is_finite(array), array.shape
-    if is_symbolic(array.size) or array.size < 2**16:
+    if is_symbolic(array.size) or array.size < _WORTH_COUNTING:
         return jnp.all(finite)
     # Most gradients of weights are transposed matrix products. XLA:CPU reads groups along their
     # last axis 10 to 50 times more slowly than along another.
-    divisible = [axis for axis, size in enumerate(shape[:-1]) if size % (16 * parts) == 0]
+    divisible = [axis for axis, size in enumerate(shape[:-1]) if size % (_GROUP * parts) == 0]
     if divisible:
         axis = divisible[-1]
-        groups = (*shape[:axis], -1, 16, *shape[axis + 1 :])
-    elif shape[-1] % (128 * parts) == 0:
-        axis, groups = array.ndim - 1, (*shape[:-1], -1, 16, 8)
+        groups = (*shape[:axis], -1, _GROUP, *shape[axis + 1 :])
+    elif shape[-1] % (_GROUP * _VECTOR * parts) == 0:
+        axis, groups = array.ndim - 1, (*shape[:-1], -1, _GROUP, _VECTOR)
     else:
         return jnp.all(finite)
     return jnp.all(jnp.sum(~finite.reshape(groups), axis=axis + 1, dtype=jnp.int8) == 0)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer, eval_jaxpr
+from jax.core import Tracer
 from jax.extend.core import Literal, Var
 
 from optax_lossscale._support.choose import constant_if_skipped, zeros_if_skipped
@@ -22,6 +22,7 @@ from optax_lossscale._support.jaxprs import (
     Equation,
     Jaxpr,
     all_equations,
+    evaluate,
     has_effects,
     read_by,
 )
@@ -98,7 +99,7 @@ def _evaluate(
         needed = [var for var in read_by(eqns) if var in values]
         # Evaluating a jaxpr keeps the contexts and names of its equations.
         piece = jaxpr.replace(constvars=[], invars=needed, outvars=made, eqns=eqns)
-        values.update(zip(made, eval_jaxpr(piece, [], *map(values.get, needed)), strict=True))
+        values.update(zip(made, evaluate(piece, [], *map(values.get, needed)), strict=True))
         for var in ends:
             leaf = early[var]
             choice = jnp.where(applied, values[var], old[leaf])

@@ -19,6 +19,7 @@ from optax_lossscale._support.tree import (
     at_least_float32,
     is_inexact,
     is_symbolic,
+    shown,
 )
 from optax_lossscale.diagnostics.reports import table_or_shapes
 
@@ -65,7 +66,14 @@ class GradientExponents(NamedTuple):
         for name in ("zero", "flushed", "subnormal", "overflow"):
             count = int(getattr(self, name))
             lines.append(f"  {name}: {count:,} ({100 * count / max(size, 1):.3g} %)")
+        if count := _count_nonfinite(self):
+            lines.append(f"  NaN or infinite: {count:,} ({100 * count / size:.3g} %)")
         return "\n".join(lines)
+
+
+def _count_nonfinite(exponents: GradientExponents) -> int:
+    finite = int(exponents.zero) + int(np.asarray(exponents.histogram).sum(dtype=np.int64))
+    return int(exponents.size) - finite
 
 
 def gradient_exponents(
@@ -214,9 +222,11 @@ def suggest_loss_scale(
     info = jnp.finfo(checks.read_float_dtype(dtype, most_bits=32))
     histogram = _histogram_of(exponents)
     if not histogram.any():
+        remedy = "Count float32 gradients, before they are rounded to float16."
+        if nonfinite := _count_nonfinite(exponents):
+            remedy = f"{nonfinite:,} are NaN or infinite: `first_nonfinite` finds the cause."
         raise ValueError(
-            "`exponents` must count at least one number that is neither zero nor infinite, got an "
-            "empty histogram. Count float32 gradients, before they are rounded to float16."
+            f"`exponents` must count at least one finite number other than zero, got none. {remedy}"
         )
     largest = int(EXPONENTS[histogram > 0][-1])
     power = int(info.maxexp) - 1 - largest - headroom
@@ -269,7 +279,7 @@ def plot_gradient_exponents(
     info = jnp.finfo(checks.read_float_dtype(dtype, most_bits=32))
     histogram = _histogram_of(exponents)
     if not (ax is None or hasattr(ax, "axvspan")):
-        raise TypeError(f"`ax` must be matplotlib axes, got {ax!r}. Use `plt.gca()`.")
+        raise TypeError(f"`ax` must be matplotlib axes, got {shown(ax)}. Use `plt.gca()`.")
     if ax is None:
         from matplotlib.figure import Figure  # noqa: PLC0415 - matplotlib is an extra
 

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._loss_scale.policies import FixedLossScale, LossScale, as_loss_scale, init
-from optax_lossscale._loss_scale.scale import all_finite
-from optax_lossscale._state import GuardState, SpikeState, loss_scale_state, spikes_in, subtrees
+from optax_lossscale._guard import spikes_in
+from optax_lossscale._loss_scale import FixedLossScale, LossScale, all_finite, as_loss_scale, init
+from optax_lossscale._state import GuardState, LossScaleState, SpikeState, find, subtrees
 from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import LARGEST_SCALE, SMALLEST_SCALE, as_float32
 from optax_lossscale._support.lines import warn
@@ -63,7 +63,7 @@ def check_health(
     checks.require_policy(policy)
     known = None if policy is None else as_loss_scale(policy)
     low, high, is_dynamic = _range_of(known)
-    state = _read(loss_scale_state(opt_state)._asdict())
+    state = _read(find(LossScaleState, "opt_state", opt_state)._asdict())
     guards = [guard for _, guard in subtrees(opt_state, GuardState)]
     rule_states, inner_state = guards[0][1:] if guards else ((), ())
     _refuse_impossible(state, rule_states, inner_state, low, high)

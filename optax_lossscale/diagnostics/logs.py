@@ -6,13 +6,13 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
+from optax_lossscale._guard import spike_statistics, spikes_in
 from optax_lossscale._order import warn_of_outside
 from optax_lossscale._state import (
     GuardState,
+    LossScaleState,
     applied,
-    loss_scale_state,
-    spike_statistics,
-    spikes_in,
+    find,
     subtrees,
 )
 from optax_lossscale._support import checks
@@ -56,7 +56,7 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
       loss_scale=16384.0 applied=False growth_count=0 consecutive_skipped=1 total_skipped=1
     """
     warn_of_outside(opt_state, _WARNED)
-    state = loss_scale_state(opt_state)
+    state = find(LossScaleState, "opt_state", opt_state)
     return {
         "loss_scale": state.loss_scale,
         "applied": applied(state),
@@ -108,7 +108,7 @@ def is_stalled(opt_state: PyTree, *, max_consecutive_skipped: int = 50) -> jax.A
       True
     """
     limit = checks.read_count("max_consecutive_skipped", max_consecutive_skipped, least=0)
-    return loss_scale_state(opt_state).consecutive_skipped > limit
+    return find(LossScaleState, "opt_state", opt_state).consecutive_skipped > limit
 
 
 class NonfiniteCounts(NamedTuple):

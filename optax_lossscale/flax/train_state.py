@@ -1,5 +1,6 @@
 """A `TrainState` for Flax's Linen that skips bad steps."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -10,14 +11,12 @@ from flax import core, struct
 from flax.training import train_state
 from jax.typing import ArrayLike
 
-from optax_lossscale._guard.guard import with_loss_scaling
-from optax_lossscale._loss_scale.policies import LossScaleLike
-from optax_lossscale._loss_scale.scale import scale_loss
+from optax_lossscale._guard import SkipIf, with_loss_scaling
+from optax_lossscale._loss_scale import LossScaleLike, scale_loss
 from optax_lossscale._order import refuse_second_guard
 from optax_lossscale._state import Guard, applied, increment, loss_scale_state
 from optax_lossscale._support import checks
 from optax_lossscale._support.choose import tree_where
-from optax_lossscale._support.rule import SkipIf
 from optax_lossscale._support.tree import (
     FP8_METADATA,
     AxisName,
@@ -26,6 +25,7 @@ from optax_lossscale._support.tree import (
     Tree,
     as_array,
     has_fp8_metadata,
+    shown,
 )
 
 
@@ -131,7 +131,7 @@ class TrainState(train_state.TrainState):
         grads: PyTree,
         value: ArrayLike | None = None,
         extra_args: Mapping[str, Any] | None = None,
-        **kwargs: Any,
+        **fields: Any,
     ) -> Self:
         """Apply the step, or skip it and only update the loss scale.
 
@@ -142,7 +142,7 @@ class TrainState(train_state.TrainState):
             is skipped.
           extra_args: Further arguments for the optimizer and its rules, by name: `{"kl": kl}` for
             `Spike("kl")`, `{"grad": grads, "value_fn": value_fn}` for a line search.
-          **kwargs: New values of other fields, such as `batch_stats`. A skipped step keeps the old
+          **fields: New values of other fields, such as `batch_stats`. A skipped step keeps the old
             values.
 
         Returns:
@@ -156,19 +156,21 @@ class TrainState(train_state.TrainState):
             `params`.
         """
         if not isinstance(self.tx, Guard):
-            raise TypeError(f"`tx` must be the result of `with_loss_scaling`, got {self.tx!r}.")
+            raise TypeError(
+                f"`tx` must be the result of `with_loss_scaling`, got {shown(self.tx)}."
+            )
         params: PyTree = self.params
         params = params.fast if isinstance(params, optax.LookaheadParams) else params
         # Adding a gradient of another shape to the parameter would broadcast it.
         remedy = "Differentiate with respect to all of `state.params`."
         checks.require_same_structure("grads", grads, params, remedy)
+        old = {name: self._field(name) for name in fields}
         loss = {} if value is None else {"value": value}
         updates, opt_state = self.tx.update(
             grads, self.opt_state, self.params, **loss, **_read_extra_args(extra_args)
         )
         is_applied = applied(opt_state)
-        old = {name: getattr(self, name) for name in kwargs}
-        new = {name: _same_container(kwargs[name], old[name]) for name in kwargs}
+        new = {name: _same_container(fields[name], old[name]) for name in fields}
         step = jnp.asarray(self.step, jnp.int32)
         return self.replace(
             step=jnp.where(is_applied | self.count_skipped, increment(step), step),
@@ -176,6 +178,17 @@ class TrainState(train_state.TrainState):
             opt_state=opt_state,
             **tree_where(is_applied, new, old),
         )
+
+    def _field(self, name: str) -> PyTree:
+        """Return the value of a field that `apply_gradients` may replace."""
+        if name in ("step", "params", "opt_state"):
+            raise TypeError(f"`fields` must not name what the step itself sets, got {name!r}.")
+        if name not in (field.name for field in dataclasses.fields(self)):
+            raise AttributeError(
+                f"`{name}` must be a field of {type(self).__name__}. Pass an argument of the "
+                f"optimizer or of a rule as `extra_args={{{name!r}: {name}}}`."
+            )
+        return getattr(self, name)
 
 
 def _strongly_typed(leaf: Leaf) -> Leaf:
@@ -188,7 +201,9 @@ def _read_extra_args(extra_args: Mapping[str, Any] | None) -> Mapping[str, Any]:
     if extra_args is None:
         return {}
     if not isinstance(extra_args, Mapping):
-        raise TypeError(f"`extra_args` must be a mapping from names to values, got {extra_args!r}.")
+        raise TypeError(
+            f"`extra_args` must be a mapping from names to values, got {shown(extra_args)}."
+        )
     for name in ("value", "grads", "params"):
         if name in extra_args:
             raise TypeError(

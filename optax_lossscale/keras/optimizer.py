@@ -7,12 +7,12 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._guard.guard import with_loss_scaling
-from optax_lossscale._loss_scale.policies import DynamicLossScale, FixedLossScale
+from optax_lossscale._guard import with_loss_scaling
+from optax_lossscale._loss_scale import DynamicLossScale, FixedLossScale
 from optax_lossscale._state import Guard, find
 from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import SMALLEST_SCALE
-from optax_lossscale._support.tree import AxisName, PyTree
+from optax_lossscale._support.tree import AxisName, PyTree, shown
 from optax_lossscale.keras.parts import accumulated, averaged, clipped_each, decayed
 from optax_lossscale.keras.states import EmaParamsState
 
@@ -155,7 +155,7 @@ def ema_params(opt_state: PyTree) -> PyTree:
 
 def _require_string(argument: str, value: object) -> None:
     if not isinstance(value, str):
-        raise TypeError(f"`{argument}` must be a string, got {value!r}.")
+        raise TypeError(f"`{argument}` must be a string, got {shown(value)}.")
 
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
@@ -211,4 +211,4 @@ def _check(given: dict[str, Any]) -> None:
         ("ema_overwrite_frequency", not given["use_ema"], "without `use_ema=True`"),
     ):
         if has_no_effect and name in given:
-            raise ValueError(f"`{name}` must be None {where}, got {given[name]!r}.")
+            raise ValueError(f"`{name}` must be None {where}, got {shown(given[name])}.")

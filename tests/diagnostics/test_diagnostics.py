@@ -385,9 +385,13 @@ def test_exponents_print_as_percentages_of_all_elements():
   zero: 1 (12.5 %)
   flushed: 1 (12.5 %)
   subnormal: 1 (12.5 %)
-  overflow: 2 (25 %)"""
+  overflow: 2 (25 %)
+  NaN or infinite: 2 (25 %)"""
     )
     assert str(gradient_exponents([])).startswith("0 elements:\n  zero: 0 (0 %)")
+    assert "infinite" not in str(gradient_exponents(jnp.ones(3)))
+    with pytest.raises(ValueError, match=r"got none\. 3 are NaN or infinite: `first_nonfinite`"):
+        diag.suggest_loss_scale(gradient_exponents(jnp.array([NAN, INF, NAN, 0.0])))
 
 
 # --- gradient_exponents: how large are the gradients, and does the loss scale fit them?

@@ -16,6 +16,7 @@ from plain_where import assert_same_bits, types
 
 import optax_lossscale as ols
 from optax_lossscale import diagnostics
+from optax_lossscale._guard import spike_statistics
 
 pytestmark = pytest.mark.integration
 
@@ -65,17 +66,21 @@ def spikes(rule, values, state=None):
     return jax.lax.scan(step, start, jnp.asarray(values, jnp.float32))
 
 
+EPS = float(np.finfo(np.float32).eps)
+
+
 def written_rule(values, window=128, sigmas=6.0, warmup=None, max_consecutive_skipped=None):
     """Return what is skipped and what is held by contract, in float64, one value after another."""
     held, skips, in_a_row = [], [], 0
     for value in values:
         ready = len(held) >= (window // 2 if warmup is None else warmup)
         mean, deviation = (np.mean(held), np.std(held)) if held else (0.0, 0.0)
+        deviation = deviation if deviation > EPS * abs(mean) else 0.0
         skip = ready and value > mean + sigmas * deviation
         if max_consecutive_skipped is not None:
             skip = skip and in_a_row < max_consecutive_skipped
         in_a_row = in_a_row + 1 if skip else 0
-        remembered = mean + 2 / 3 * sigmas * deviation if skip else value
+        remembered = mean + 2 / 3 * sigmas * deviation if skip and deviation else value
         held = [*held, remembered][-window:]
         skips.append(bool(skip))
     return skips, held
@@ -102,6 +107,69 @@ def test_a_spike_is_what_the_written_rule_says_at_every_magnitude(of, arguments)
             assert skips.tolist() == expected
             assert 0 < sum(expected) < 300
             np.testing.assert_allclose(state.values, held, rtol=1e-5)  # rounded
+
+
+@pytest.mark.parametrize("size", [1.00726193e-16, 1.0, 1e30])
+@pytest.mark.parametrize("how", ["jit", "eager", "vmap"])
+def test_equal_values_have_no_deviation_and_a_level_half_as_high_again_is_learnt(how, size):
+    rule = ols.Spike(window=16)
+
+    def run(value):
+        values = jnp.where(jnp.arange(60) < 20, value, 1.5 * value)
+        full = jax.lax.scan(judged, rule.init(None), values[:20])[0]
+        return spike_statistics(full)[1], jnp.sum(jax.lax.scan(judged, full, values[20:])[1])
+
+    def judged(state, value):
+        return rule.judge(state, value)[::-1]
+
+    sizes = jnp.float32(size) * jnp.linspace(1, 3, 8, dtype=jnp.float32)
+    if how == "eager":
+        with jax.disable_jit():
+            deviation, skipped = run(sizes[0])
+    else:
+        many = jax.vmap(run) if how == "vmap" else functools.partial(jax.lax.map, run)
+        deviation, skipped = jax.jit(many)(sizes)
+    assert not np.any(deviation)
+    assert (skipped > 0).all()
+    assert (skipped <= 20).all()
+
+
+LOOPS = {
+    "scan": lambda step, carry: jax.lax.scan(lambda c, _: (step(c), None), carry, length=3)[0],
+    "fori_loop": lambda step, carry: jax.lax.fori_loop(0, 3, lambda _, c: step(c), carry),
+    "while_loop": lambda step, carry: jax.lax.while_loop(lambda c: c[0] > 0.9, step, carry),
+    "cond": lambda step, carry: jax.lax.cond(carry[0] > 1.5, step, lambda c: c, carry),
+}
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+@pytest.mark.parametrize(
+    "tx",
+    [
+        ols.with_skipping(optax.sgd(0.1)),
+        ols.with_skipping(optax.sgd(0.1), ols.Spike("grad_norm", window=4)),
+        ols.with_loss_scaling(optax.sgd(0.1), 2.0),
+        ols.with_loss_scaling(optax.sgd(0.1), None),
+        ols.with_loss_scaling(ols.with_bfloat16_state(optax.adam(0.1))),
+    ],
+)
+def test_the_state_can_be_the_carry_of_a_loop_where_it_varies_over_devices(tx, kind):
+    mesh = jax.make_mesh((2,), ("d",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+
+    def step(carry):
+        params, state = carry
+        updates, state = tx.update(params, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def member(*carry):  # one member of an ensemble on each device
+        carry = LOOPS[kind](step, jax.tree.map(lambda x: x[0], carry))
+        return jax.tree.map(lambda x: x[None], carry)
+
+    params = jnp.array([1.0, 2.0])
+    state = jax.vmap(tx.init)(params)
+    specs = {"mesh": mesh, "in_specs": jax.P("d"), "out_specs": jax.P("d")}
+    after, _ = jax.jit(jax.shard_map(member, **specs))(params, state)
+    assert (after != params).any()
 
 
 def test_the_defaults_of_a_spike():

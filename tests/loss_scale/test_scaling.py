@@ -3,6 +3,7 @@
 import functools
 import inspect
 
+import equinox as eqx
 import flax.core
 import flax.nnx
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from leaves import FP8, not_numbers
+from plain_where import assert_same_bits
 
 import optax_lossscale as ols
 
@@ -184,6 +186,71 @@ def test_the_value_is_as_the_function_returned_it(dtype):
         assert float(grad) == 2.0**15
     value, _ = loss_and_grads(ols.init(2.0**24), np.float32(1e35))
     assert float(value) == float(np.float32(1e35))
+
+
+def named(model, x, scale=2.0, *, offset=1.0):
+    """A loss whose arguments a trainer passes by name."""
+    return scale * jnp.mean(model(x) ** 2) + offset
+
+
+class Square(eqx.Module):
+    weight: jax.Array
+
+    def __call__(self, x):
+        return self.weight * x
+
+
+TRANSFORMS = {
+    "nnx": (flax.nnx.value_and_grad, lambda: flax.nnx.Linear(8, 8, rngs=flax.nnx.Rngs(0))),
+    "equinox": (eqx.filter_value_and_grad, lambda: Square(jnp.ones((8, 8)))),
+}
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_keyword_arguments_are_passed_by_position_to_any_transform(name, dtype):
+    transform, make = TRANSFORMS[name]
+    cast = lambda f: ols.autocast(f, dtype) if dtype else f  # noqa: E731
+    x, model = jnp.ones((8, 8)), make()
+    # Flax itself refuses functions with keyword-only arguments.
+    expected, grads = transform(cast(lambda model, x: named(model, x, scale=2.0)))(model, x)
+    for fun, kwargs in (
+        (named, {"x": x}),
+        (named, {"scale": 2.0, "x": x}),
+        (functools.partial(named, offset=1.0), {"x": x}),
+        (functools.partial(named, scale=2.0), {"x": x}),
+    ):
+        loss_and_grads = ols.value_and_grad(cast(fun), transform=transform)
+        value, scaled = loss_and_grads(ols.init(8), model, **kwargs)
+        assert value == expected
+        assert_same_bits(jax.tree.leaves(scaled), [8 * x for x in jax.tree.leaves(grads)])
+        grad = ols.grad(cast(fun), transform=transform)(ols.init(8), model, **kwargs)
+        assert_same_bits(jax.tree.leaves(grad), jax.tree.leaves(scaled))
+
+
+def test_keyword_arguments_of_jax_keep_their_meaning():
+    seen = []
+
+    def fun(a, /, b, c=3.0, *rest, d=4.0, **more):
+        seen.append((b, c, rest, d, more))
+        return a * b * c
+
+    f = ols.value_and_grad(fun)
+    for args, kwargs, expected in (
+        ((1.0, 2.0), {}, (2.0, 3.0, (), 4.0, {})),
+        ((1.0,), {"b": 2.0}, (2.0, 3.0, (), 4.0, {})),
+        ((1.0,), {"c": 5.0, "b": 2.0}, (2.0, 5.0, (), 4.0, {})),
+        ((1.0, 2.0), {"d": 6.0, "a": 7.0}, (2.0, 3.0, (), 6.0, {"a": 7.0})),
+        ((1.0, 2.0, 3.0, 4.0), {"d": 6.0}, (2.0, 3.0, (4.0,), 6.0, {})),
+    ):
+        f(ols.init(8), *args, **kwargs)
+        assert seen.pop() == expected
+    # The last argument is the last one that is given, not a default.
+    _, grad = ols.value_and_grad(fun, -1)(ols.init(1), 5.0, b=2.0)
+    assert grad == 15
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'b'"):
+        f(ols.init(8), 1.0)
 
 
 def test_nnx_differentiates_with_aux_and_argnums():

@@ -3,5 +3,7 @@
 import importlib.util
 
 # `record.py` has no tests, and needs libraries that no group installs.
-has_torch = importlib.util.find_spec("torch") is not None
-collect_ignore_glob = ["record.py"] if has_torch else ["record.py", "test_torch.py"]
+collect_ignore_glob = ["record.py"]
+for needed, test in ("torch", "test_torch.py"), ("flowjax", "test_trainers.py"):
+    if importlib.util.find_spec(needed) is None:
+        collect_ignore_glob.append(test)

@@ -361,7 +361,11 @@ WARNED = {
         (BIG, BIG),
         r"It is inside `inner`, which has a rule",
     ),
-    "while_loop": (looped, (BIG, BIG), r"It is inside a `while_loop`"),
+    "while_loop": (
+        looped,
+        (BIG, BIG),
+        r"It is inside a `while_loop`\. Leave it so if a tolerance .* If a count or a token does",
+    ),
     "complex numbers": (
         lambda x, w: (x + 0j) @ (w + 0j),
         (BIG, BIG),

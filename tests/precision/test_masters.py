@@ -377,18 +377,38 @@ def test_a_remainder_leaves_its_parameter_the_derivative_down_to_the_smallest_no
     np.testing.assert_array_equal(tangent, jnp.ones(len(param)))
 
 
+class Norm(nnx.Module):
+    def __init__(self):
+        self.kernel = nnx.Param(jnp.ones((2, 2), jnp.bfloat16))
+        self.scale = nnx.Param(jnp.ones(2))
+
+
+@pytest.mark.parametrize("remainders", [False, True])
+def test_no_variable_of_nnx_is_without_an_array(remainders):
+    model, tx = Norm(), ols.with_master_weights(optax.adam(0.1), remainders=remainders)
+    masters = tx.init(nnx.state(model, nnx.Param)).master_weights
+    assert type(masters["scale"]) is optax.MaskedNode
+    assert masters["kernel"][...].dtype == (jnp.int16 if remainders else jnp.float32)
+    optimizer = nnx.Optimizer(model, ols.with_skipping(tx), wrt=nnx.Param)
+    optimizer.update(model, nnx.state(model, nnx.Param))
+    kept = nnx.state(optimizer, nnx.optimizer.OptState)
+    variables = jax.tree.leaves(kept, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    assert all(map(jax.tree.leaves, variables))
+    assert (model.scale[...] < 1).all()
+
+
 def test_arrays_without_masters_are_handed_through_and_other_masters_are_refused():
     params = {"a": jnp.ones(2, jnp.float16), "b": jnp.ones(2)}
     state, more = MASTERS.init(params), params | {"c": jnp.ones(2, jnp.float16)}
     assert ols.master_weights(state, more)["c"] is more["c"]
-    with pytest.raises(ValueError, match=r"`params` must keep its structure, .* at `\['c'\]`"):
+    with pytest.raises(ValueError, match=r"got float16 at `\['c'\]`, where the state holds no m"):
         MASTERS.update(more, state, more)
     with pytest.raises(ValueError, match=r"`params` must keep its structure, .* at `\['a'\]`"):
         ols.master_weights(state, {"b": params["b"]})
-    with pytest.raises(TypeError, match=r"got float32 for float32 at `\['a'\]`"):
+    with pytest.raises(TypeError, match=r"float32 at `\['a'\]`, .* a float32 master.*eqx.apply_up"):
         ols.master_weights(state, params | {"a": jnp.ones(2)})
     remainder = state._replace(master_weights=state.master_weights | {"a": jnp.zeros(2, jnp.int16)})
-    with pytest.raises(TypeError, match=r"got int16 for float16 at `\['a'\]`"):
+    with pytest.raises(TypeError, match=r"float16 at `\['a'\]`, .* an int16 remainder of bfloat16"):
         MASTERS.update(params, remainder, params)
 
 

@@ -8,6 +8,7 @@ import collections
 import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -33,9 +34,57 @@ sorted_product.defvjp(
 )
 
 
+def looped(x):
+    """Return the result of a `while_loop` around another loop."""
+
+    def turn(carry):
+        return carry[0] + 1, lax.fori_loop(0, 2, lambda _, y: jnp.sin(y) / 2 + x, carry[1])
+
+    return lax.while_loop(lambda carry: carry[0] < 3, turn, (0, x))[1]
+
+
+def scanned(x):
+    return lax.fori_loop(0, 4, lambda _, y: jnp.sin(y) / 2 + x, x)
+
+
+def with_rule(function, forward, backward, **options):
+    """Return a function whose derivative is written by hand."""
+    fun = jax.custom_vjp(function)
+    fun.defvjp(
+        lambda x: ((y := forward(x)), (x, y * 2)),
+        lambda saved, g: (backward(saved[1]) * g,),
+        **options,
+    )
+    return fun
+
+
+def with_tangent_rule(function, rule):
+    fun = jax.custom_jvp(function)
+
+    @fun.defjvp
+    def _(primals, tangents):
+        y = rule(*primals)
+        return y, jnp.cos(y) * tangents[0]
+
+    return fun
+
+
 def dropout(x, w):
     key = jax.random.fold_in(jax.random.key(0), lax.convert_element_type(x[0, 0], jnp.int32))
     return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), jax.nn.relu(x @ w), 0)
+
+
+def of_all_types(x, w):
+    def turn(carry):
+        count, key, nothing = carry
+        return count + 1, jax.random.split(key)[0], nothing
+
+    key = jax.random.fold_in(jax.random.key(0), lax.convert_element_type(x[0, 0], jnp.int32))
+    start = 0, key, x[:, :0]
+    start = lax.while_loop(lambda carry: carry[0] < 3, turn, lax.stop_gradient(start))
+    (count, key, nothing), _ = lax.scan(lambda carry, _: (turn(carry), None), start, length=2)
+    noise = jax.random.normal(key, x.shape)
+    return jnp.tanh(x @ w) * noise * count.astype(x.dtype) + jnp.sum(nothing)
 
 
 def layer_norm(x, w):
@@ -47,6 +96,8 @@ LAYERS = {
     "tanh": lambda x, w: jnp.tanh(x @ w),
     "silu": lambda x, w: jax.nn.silu(x @ w),
     "gelu in jit": lambda x, w: jax.jit(lambda x: jax.nn.gelu(x @ w))(x),
+    "exact gelu": lambda x, w: jax.nn.gelu(x @ w, approximate=False),
+    "softplus of relu": lambda x, w: jax.nn.softplus(jax.nn.relu(x @ w)),
     "softmax": lambda x, w: jax.nn.softmax(x @ w) @ w,
     "layer norm": layer_norm,
     "dropout": dropout,
@@ -58,10 +109,17 @@ LAYERS = {
     "scan in scan": lambda x, w: lax.scan(lambda h, row: (jnp.tanh(h @ w) * row[None], None), x, x)[
         0
     ],
+    "scans in scan": lambda x, w: lax.scan(lambda h, _: (scanned(h) * jnp.exp(h), None), x @ w, x)[
+        0
+    ],
     "a loop without derivative": lambda x, w: (
         jnp.tanh(x @ w)
         * lax.stop_gradient(lax.while_loop(lambda x: jnp.max(x) > 9, lambda x: x @ w, x))
     ),
+    "loops in rules": lambda x, w: with_rule(looped, looped, scanned)(
+        with_tangent_rule(looped, scanned)(jax.nn.gelu(x @ w)) @ w
+    ),
+    "keys, integers and nothing": of_all_types,
     "two results": lambda x, w: (jnp.tanh(x @ w), jnp.mean(x)),
     "a number": lambda x, w: (jnp.tanh(x @ w), 0.0),
     "the input": lambda x, w: (x, jnp.tanh(x @ w)),
@@ -94,14 +152,15 @@ def primitives(jaxpr, times=1):
 
 
 EXPENSIVE = [
-    *("cumsum", "custom_vjp_call", "dot_general", "random_bits", "scan"),
-    *("random_fold_in", "reduce_max", "reduce_sum", "sort", "while"),
+    *("cumsum", "custom_vjp_call", "dot_general", "random_bits", "random_fold_in", "random_split"),
+    *("reduce_max", "reduce_sum", "scan", "sort", "while"),
 ]
 
 
 def kept_bytes(jaxpr):
-    """Return the bytes that the first scan of a program stacks."""
-    scan = next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
+    """Return the bytes that the first scan of a program over three layers stacks."""
+    scans = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
+    scan = next(eqn for eqn in scans if eqn.params["length"] == 3)
     return sum(x.aval.size * x.aval.dtype.itemsize for x in scan.outvars)
 
 
@@ -130,36 +189,42 @@ def test_gradients_are_the_same_and_nothing_expensive_is_computed_twice(name):
 
     (counts, kept, exact, compiled), by_jax = map(measured, around_and_inside(LAYERS[name]))
     assert_same_bits(exact, by_jax[2])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 0.02, 0.02), compiled, by_jax[3])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 0.06, 0.06), compiled, by_jax[3])
     assert [counts[name] for name in EXPENSIVE] == [by_jax[0][name] for name in EXPENSIVE]
-    assert kept < by_jax[1] or name == "a loop without derivative"
+    assert kept < by_jax[1]
 
 
 @pytest.mark.parametrize(
     ("layer", "kept"),
     [
-        # The product, tanh and the carry.
-        (lambda x, y: x + y * jnp.tanh(y), ["bfloat16", "float32", "float32"]),
-        # The product and the carry, but no broadcast.
+        # The product, which is kept anyway, and the carry.
+        (lambda x, y: x + y * jnp.tanh(y), ["bfloat16", "float32"]),
         (lambda x, y: x + y * jnp.broadcast_to(y[:, :1], y.shape), ["bfloat16", "float32"]),
+        # The elementary function instead of a product that is kept for nothing else.
+        (lambda x, y: x + jnp.tanh(y), ["float32", "float32"]),
     ],
 )
-def test_a_layer_keeps_half_precision_products_and_elementary_functions(layer, kept):
+def test_elementary_functions_are_repeated_if_that_keeps_much_less(layer, kept):
     step = jax.grad(ols.autocast(loss_of(lambda x, w: layer(x, x @ w)), BF16))
-    jaxpr = jax.make_jaxpr(step)(W, X).jaxpr
-    scan = next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
-    stacked = [x.aval.dtype.name for x in scan.outvars if x.aval.shape == (3, 8, 16)]
-    assert sorted(stacked) == kept
+    for rows in (8, *jax.export.symbolic_shape("rows")):
+        jaxpr = jax.make_jaxpr(step)(W, shape(rows, 16)).jaxpr
+        scan = next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
+        stacked = [x.aval.dtype.name for x in scan.outvars if x.aval.shape == (3, rows, 16)]
+        assert sorted(stacked) == kept
     assert "optimization_barrier" not in jax.jit(step).lower(W, X).as_text()
 
 
-def test_what_depends_only_on_constants_is_computed_before_the_loop():
+@pytest.mark.parametrize("activation", [jnp.tanh, jax.nn.gelu])
+def test_what_depends_only_on_constants_is_computed_before_the_loop(activation):
+    def layer(h, w):
+        turned = lax.scan(lambda h, _: (jax.nn.silu(h * jnp.exp(w[:8])), None), h, length=2)[0]
+        return activation(turned @ jnp.exp(jnp.exp(w)))
+
     def loss(w, xs):
-        step = lambda h, x: (jnp.tanh(h @ jnp.exp(jnp.exp(w)) + x), None)  # noqa: E731
-        return jnp.mean(lax.scan(step, jnp.zeros((8, 16)), xs)[0])
+        return jnp.mean(lax.scan(lambda h, x: (layer(h, w) + x, None), xs[0], xs)[0])
 
     traced = jax.jit(jax.grad(ols.autocast(loss, BF16))).trace(shape(16, 16), shape(5, 8, 16))
-    assert primitives(traced.jaxpr.jaxpr)["exp"] == 2
+    assert primitives(traced.jaxpr.jaxpr)["exp"] == 3
     assert "optimization_barrier" not in traced.lower().as_text()
 
 
@@ -199,12 +264,8 @@ def with_reference(x, w):
     return reference[...]
 
 
-def with_while(x, w):
-    return jnp.tanh(LAYERS["a loop without derivative"](x, w))
-
-
 @pytest.mark.integration
-@pytest.mark.parametrize("layer", [decided_by_the_program, with_effect, with_reference, with_while])
+@pytest.mark.parametrize("layer", [decided_by_the_program, with_effect, with_reference])
 def test_a_scan_whose_body_chooses_itself_keeps_what_jax_chooses(layer):
     if layer is with_reference and not hasattr(jax, "new_ref"):
         pytest.skip("this version of JAX has no references")
@@ -213,17 +274,204 @@ def test_a_scan_whose_body_chooses_itself_keeps_what_jax_chooses(layer):
     assert kept_bytes(ours) == kept_bytes(by_jax) > 0
 
 
+WHERE = {"the function": (1, 0, 0), "the forward rule": (0, 1, 0), "the backward rule": (0, 0, 1)}
+PLACES = {
+    "directly": lambda fun: fun,
+    "in a jit": jax.jit,
+    "in a conditional": lambda fun: lambda x: lax.cond(x[0, 0] > 0, fun, jnp.tanh, x),
+    "in a checkpoint": jax.checkpoint,
+    "in a rule": lambda fun: with_rule(fun, fun, jnp.cos),
+    "in a map": lambda fun: lambda x: lax.map(fun, x[None])[0],
+    "without a derivative": lambda fun: lambda x: jnp.tanh(x) * lax.stop_gradient(fun(x)),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_gradient_has_no_more_loops_than_without_autocast(place):
+    for loop in (looped, scanned):
+        functions = {
+            where: with_rule(*(loop if there else jnp.cos for there in three))
+            for where, three in (WHERE | {"all": (1, 1, 1)}).items()
+        } | {
+            "no rule": scanned,
+            "the rule for tangents": with_tangent_rule(jnp.cos, loop),
+            "an optimized rule": with_rule(loop, loop, jnp.cos, optimize_remat=True),
+        }
+        for where, fun in functions.items():
+            fun = PLACES[place](fun)  # noqa: PLW2901
+
+            def layer(x, w, fun=fun):
+                return jnp.tanh(fun(jax.nn.gelu(x @ w)) @ w)
+
+            losses = [loss_of(layer), loss_of(ols.autocast(layer, BF16))]
+            losses.append(ols.autocast(losses[0], BF16))
+            jaxprs = [jax.make_jaxpr(jax.grad(loss))(W, X).jaxpr for loss in losses]
+            plain, _, ours = map(primitives, jaxprs)
+            assert all(ours[name] <= plain[name] for name in EXPENSIVE), where
+            is_left_alone = place == "in a checkpoint"
+            assert is_left_alone or kept_bytes(jaxprs[2]) < kept_bytes(jaxprs[1]), where
+
+
+def test_a_recurrent_network_computes_no_function_twice():
+    def lstm(h, c, x, w):
+        i, f, g, o = jnp.split(h @ w[:16] + x @ w[16:], 4, axis=-1)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        return jax.nn.sigmoid(o) * jnp.tanh(c), c
+
+    def gru(h, c, x, w):
+        (r, z, n, _), (s, y, m, _) = (jnp.split(a, 4, -1) for a in (h @ w[:16], x @ w[16:]))
+        z = jax.nn.sigmoid(z + y)
+        return (1 - z) * jnp.tanh(n * jax.nn.sigmoid(r + s) + m) + z * h, c
+
+    def rnn(h, c, x, w):
+        return jnp.tanh(h @ w[:16, :16] + x @ w[16:, :16]), c
+
+    for cell in (rnn, lstm, gru):
+
+        def loss(w, xs, cell=cell):
+            start = jnp.zeros((8, 16)), jnp.zeros((8, 16))
+            return jnp.mean(lax.scan(lambda c, x: (cell(*c, x, w), c[0]), start, xs)[1] ** 2)
+
+        args = shape(32, 64), shape(5, 8, 16)
+        steps = jax.grad(loss), jax.grad(ols.autocast(loss, BF16))
+        plain, ours = (primitives(jax.make_jaxpr(step)(*args).jaxpr) for step in steps)
+        assert all(plain[name] == ours[name] > 0 for name in ("tanh", "scan", "dot_general"))
+        assert plain["logistic"] == ours["logistic"]
+
+
+def attention(q, k, v):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32)
+    weights = jax.nn.softmax(scores).astype(q.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+@jax.custom_vjp
+def by_blocks(q, k, v):
+    """Return `attention`, computed in a loop over blocks of the keys."""
+    return by_blocks_forward(q, k, v)[0]
+
+
+def by_blocks_forward(q, k, v):
+    def add_block(carry):
+        i, out, total = carry
+        block = [lax.dynamic_slice_in_dim(x, 8 * i, 8, 1).astype(jnp.float32) for x in (k, v)]
+        weights = jnp.exp(jnp.einsum("bqhd,bkhd->bhqk", q.astype(jnp.float32), block[0]))
+        out += jnp.einsum("bhqk,bkhd->bqhd", weights, block[1])
+        return i + 1, out, total + weights.sum(-1)
+
+    start = 0, jnp.zeros(q.shape), jnp.zeros((q.shape[0], q.shape[2], q.shape[1]))
+    _, out, total = lax.while_loop(lambda carry: carry[0] < q.shape[1] // 8, add_block, start)
+    out = (out / jnp.swapaxes(total, 1, 2)[..., None]).astype(q.dtype)
+    return out, (q, k, v, out, jnp.log(total))
+
+
+def by_blocks_backward(saved, g):
+    return jax.vjp(attention, *saved[:3])[1](g)
+
+
+by_blocks.defvjp(by_blocks_forward, by_blocks_backward)
+
+
+def transformer(activation, attention, *, by_hand):
+    """Return the loss of a transformer in float32, or cast to bfloat16 by hand."""
+    up = (lambda x: x.astype(jnp.float32)) if by_hand else (lambda x: x)
+    down = (lambda x: x.astype(BF16)) if by_hand else (lambda x: x)
+
+    def norm(x):
+        y = up(x)
+        y -= y.mean(-1, keepdims=True)
+        return down(y * lax.rsqrt(y.var(-1, keepdims=True) + 1e-6))
+
+    def layer(x, w):
+        heads = (a.reshape(*x.shape[:2], 4, -1) for a in jnp.split(norm(x) @ w["qkv"], 3, -1))
+        x += attention(*heads).reshape(x.shape) @ w["out"]
+        return x + activation(norm(x) @ w["up"]) @ w["down"], None
+
+    def loss(ws, x):
+        return jnp.mean(up(norm(lax.scan(layer, down(x), jax.tree.map(down, ws))[0])) ** 2)
+
+    return loss
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("activation", "attention", "share"),
+    [
+        (jax.nn.gelu, attention, 0.52),
+        (functools.partial(jax.nn.gelu, approximate=False), attention, 0.52),
+        (jax.nn.silu, attention, 0.52),
+        (jax.nn.gelu, by_blocks, 0.75),
+    ],
+)
+def test_a_transformer_keeps_less_than_in_half_precision_by_hand(activation, attention, share):
+    sizes = {"qkv": (32, 96), "out": (32, 32), "up": (32, 128), "down": (128, 32)}
+    args = {name: shape(3, *size) for name, size in sizes.items()}, shape(8, 64, 32)
+    half = ols.autocast(transformer(activation, attention, by_hand=False), BF16)
+    by_hand = transformer(activation, attention, by_hand=True)
+    kept = [
+        sum(
+            x.size * x.dtype.itemsize
+            for x in jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(loss, *args)[1], *args))  # noqa: B023
+        )
+        for loss in (half, by_hand)
+    ]
+    assert kept[0] < share * kept[1]
+
+
+def checked(loss, *args):
+    with jax.enable_checks(True), jax.checking_leaks():
+        return jax.grad(loss)(*args)
+
+
+TRANSFORMS = {
+    "checked": checked,
+    "forward mode": lambda loss, *args: jax.jvp(loss, args, args),
+    "second derivative": lambda loss, *args: jax.jvp(jax.grad(loss), args, args),
+    "batched": lambda loss, ws, x: jax.grad(lambda xs: jnp.sum(jax.vmap(loss, (None, 0))(ws, xs)))(
+        jnp.stack([x, x / 2])
+    ),
+    "in a checkpoint that keeps names": lambda loss, *args: jax.grad(
+        jax.checkpoint(loss, policy=jax.checkpoint_policies.save_any_names_but_these())
+    )(*args),
+}
+
+
 @pytest.mark.slow
-def test_a_body_with_a_collective_keeps_less():
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_scan_with_loops_inside_can_be_transformed(name):
+    def layer(x, w):
+        return scanned(jax.nn.gelu(x @ w)) * lax.stop_gradient(looped(x))
+
+    args = normal(W) / 4, normal(X, seed=1)
+    losses = ols.autocast(loss_of(layer), BF16), loss_of(ols.autocast(layer, BF16))
+    ours, by_jax = (functools.partial(TRANSFORMS[name], loss) for loss in losses)
+    with jax.disable_jit():
+        assert_same_bits(ours(*args), by_jax(*args))
+    counts = [primitives(jax.make_jaxpr(fun)(*args).jaxpr) for fun in (ours, by_jax)]
+    assert counts[0]["while"] == counts[1]["while"] > 0
+
+
+def test_a_body_without_a_derivative_runs():
+    def body(x, w):
+        return jax.pure_callback(np.tanh, X, jnp.exp(x @ w)), None
+
+    loss = ols.autocast(lambda ws, x: jnp.sum(lax.scan(body, x, ws)[0]), BF16)
+    result = loss(jnp.zeros((3, 16, 16)), jnp.ones((8, 16)))
+    np.testing.assert_allclose(result, 128 * np.tanh(1), rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_a_body_with_a_collective_keeps_less(check_vma):
     mesh = jax.make_mesh((2,), ("i",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
 
     def body(x, w):
         y = lax.psum(x @ w, "i") / 2
-        return jnp.tanh(y) * y, None
+        return jax.nn.gelu(y) * y + 0 * x, None
 
     def mapped(body):
         @functools.partial(
-            jax.shard_map, mesh=mesh, in_specs=(P(), P("i")), out_specs=P(), check_vma=False
+            jax.shard_map, mesh=mesh, in_specs=(P(), P("i")), out_specs=P(), check_vma=check_vma
         )
         def loss(ws, x):
             return lax.psum(jnp.mean(lax.scan(body, x, ws)[0] ** 2), "i")
@@ -238,7 +486,8 @@ def test_a_body_with_a_collective_keeps_less():
         (first, *_) = (
             eqn.params["jaxpr"] for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"
         )
-        return kept_bytes(first), primitives(jaxpr)["psum"], jax.jit(step)(ws, rows)
+        sums = sum(n for name, n in primitives(jaxpr).items() if name.startswith("psum"))
+        return kept_bytes(first), sums, jax.jit(step)(ws, rows)
 
     kept, sums, grads = measured(ols.autocast(mapped(body), BF16))
     kept_by_jax, sums_by_jax, grads_by_jax = measured(mapped(ols.autocast(body, BF16)))

@@ -378,9 +378,138 @@ ONE_OF_TWO = "Use one wrapper: `with_master_weights.*` or `with_stochastic_round
         (ols.with_loss_scaling, optax.contrib.schedule_free(ROUNDED, 0.1), "`with_stochastic_roun"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:`with_stochastic_rounding.* got no bfloat16")  # the inner one
 def test_wrappers_that_it_does_not_combine_with_are_refused_by_name(wrap, inner, match):
     with pytest.raises(ValueError, match=match):
-        wrap(inner).init({"w": jnp.ones(3)})
+        wrap(inner).init({"w": jnp.ones(3, BF16)})
+
+
+contrib = optax.contrib
+OF_PARAMETERS = {
+    "ScheduleFreeState": contrib.schedule_free_adamw(1e-3),
+    "MechanicState": contrib.mechanize(optax.adam(1e-3)),
+    "DoGState": contrib.dog(),
+    "DoWGState": contrib.dowg(),
+}
+
+
+def scaled(tx, factor):
+    return optax.chain(tx, optax.scale(factor))
+
+
+# Where such an optimizer may be.
+PLACES = {
+    "alone": lambda tx: tx,
+    "in a chain": lambda tx: optax.chain(CLIP, tx),
+    "in a partition": lambda tx: optax.partition({"a": tx, "b": MOVE}, {"w": "a", "b": "b"}),
+    "in MultiSteps": lambda tx: optax.MultiSteps(tx, 2),
+    "in flatten": optax.flatten,
+    "in inject_hyperparams": lambda tx: optax.inject_hyperparams(lambda x: scaled(tx, x))(1.0),
+    "with a small state": ols.with_bfloat16_state,
+}  # fmt: skip
+TWO = {"w": jax.ShapeDtypeStruct((64, 64), BF16), "b": jax.ShapeDtypeStruct((4,), jnp.float32)}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", OF_PARAMETERS)
+def test_an_optimizer_that_computes_its_state_from_the_parameters_is_refused(name, place):
+    tx = ols.with_skipping(ols.with_stochastic_rounding(PLACES[place](OF_PARAMETERS[name])))
+    remedy = r"with_master_weights\(inner, remainders=True\)"
+    with pytest.raises(ValueError, match=f"got a {name} with a copy at .* Use `{remedy}`"):
+        jax.eval_shape(tx.init, TWO)
+
+
+def test_it_is_not_refused_for_copies_of_float32_parameters_alone():
+    free = optax.partition(
+        {"a": MOVE, "b": OF_PARAMETERS["ScheduleFreeState"]}, {"w": "a", "b": "b"}
+    )
+    jax.eval_shape(ols.with_stochastic_rounding(free).init, TWO)
+    around = optax.partition({"a": ROUNDED, "b": OF_PARAMETERS["DoGState"]}, {"w": "a", "b": "b"})
+    jax.eval_shape(ols.with_skipping(around).init, TWO)
+
+
+COPIES = {
+    "prodigy": contrib.prodigy(),
+    **({"madgrad": contrib.madgrad(1e-3)} if hasattr(contrib, "madgrad") else {}),  # optax 0.2.7
+    "cocob": contrib.cocob(),
+    "sam": contrib.sam(optax.sgd(0.1), optax.sgd(0.1)),
+}
+NO_COPIES = {
+    "adamw": optax.adamw(1e-3),
+    "lion": optax.lion(1e-3),
+    "adafactor": optax.adafactor(1e-3),
+    "muon": contrib.muon(1e-3),
+    "momo": contrib.momo(),
+    "ademamix": contrib.ademamix(1e-3),
+    "dadapt": contrib.dadapt_adamw(),
+}
+
+
+@pytest.mark.parametrize("name", COPIES | NO_COPIES)
+def test_other_copies_of_parameters_are_warned_of_once(name, recwarn):
+    tx = ols.with_stochastic_rounding((COPIES | NO_COPIES)[name])
+    jax.eval_shape(tx.init, TWO)
+    jax.eval_shape(tx.init, TWO)
+    heard = [str(warning.message) for warning in recwarn]
+    assert len(heard) == (name in COPIES)
+    for text in heard:
+        assert "`inner` keeps copies of bfloat16 parameters, at `" in text
+        assert "remainders=True)`" in text
+
+
+def test_copies_are_found_by_identity_if_init_reads_values():
+    tx = ols.with_stochastic_rounding(
+        optax.GradientTransformation(
+            lambda p: contrib.dog().init(p) if float(p["w"][0]) else None, MOVE.update
+        )
+    )
+    with pytest.raises(ValueError, match="got a DoGState"):
+        tx.init({"w": jnp.ones(3, BF16)})
+
+
+@pytest.mark.parametrize("params", [{"w": jnp.ones(3)}, {"w": jnp.ones(3), "n": jnp.arange(2)}])
+def test_a_tree_without_bfloat16_is_warned_of_once_in_init_and_once_in_update(params, recwarn):
+    tx = ols.with_skipping(ols.with_stochastic_rounding(MOVE))
+    for _ in range(2):
+        state = tx.init(params)
+        updates, state = tx.update(params, state, params)
+        assert_same_bits(updates["w"], params["w"])
+    heard = [str(warning.message) for warning in recwarn]
+    methods = [text[: text.index(" got")] for text in heard]
+    assert methods == [f"`with_stochastic_rounding.{name}`" for name in ("init", "update")]
+    assert all("`eqx.apply_updates`" in text for text in heard)
+
+
+def test_a_tree_without_floats_or_a_group_of_a_partition_is_not_warned_of():
+    integers = {"n": jnp.arange(2)}
+    MOVING.update(integers, MOVING.init(integers), integers)
+    params = {"w": jnp.ones(3), "b": jnp.ones(3, BF16)}
+    tx = optax.partition({"a": MOVING, "b": MOVE}, {"w": "a", "b": "b"})
+    tx.update(params, tx.init(params), params)
+
+
+@pytest.mark.parametrize("wrapper", [ols.with_stochastic_rounding, ols.with_bfloat16_state])
+def test_an_array_may_have_a_dimension_that_no_int32_holds(wrapper):
+    tx = wrapper(optax.adam(1e-3))
+    dtype = BF16 if wrapper is ols.with_stochastic_rounding else jnp.float32
+    for sizes in ((2**31 + 8,), (2**32 + 8, 2), (2, 2**33)):
+        params = {"w": jax.ShapeDtypeStruct(sizes, dtype)}
+        jax.eval_shape(tx.update, params, jax.eval_shape(tx.init, params), params)
+
+
+class Address:
+    """A key without a text of its own."""
+
+    def __lt__(self, other):
+        return id(self) < id(other)
+
+
+@pytest.mark.parametrize("wrapper", [ols.with_stochastic_rounding, ols.with_bfloat16_state])
+def test_a_key_whose_text_is_an_address_is_refused_by_init(wrapper):
+    dtype = BF16 if wrapper is ols.with_stochastic_rounding else jnp.float32
+    params = {Address(): jnp.ones((64, 64), dtype)}
+    with pytest.raises(ValueError, match="must have keys with the same text in every process, got"):
+        wrapper(optax.adam(1e-3)).init(params)
 
 
 def test_correct_places_in_a_guard_give_no_warning():

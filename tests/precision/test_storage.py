@@ -1,5 +1,6 @@
 """Half precision as a storage format: what `autocast` does with arguments stored in it."""
 
+import contextlib
 import functools
 import threading
 
@@ -13,6 +14,8 @@ import pytest
 from arrays import normal, ones, shape
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from ml_dtypes import bfloat16
 from plain_where import assert_same_bits
@@ -168,9 +171,10 @@ def test_a_dtype_may_be_named_and_arguments_may_be_anything(dtype):
 # -- where the conversion is
 
 
-def avals(jaxpr):
-    """Yield the types of all arrays that a program holds, outside the functions in it."""
-    return [str(x.aval) for eqn in jaxpr.eqns for x in eqn.outvars]
+def large(jaxpr, dtype):
+    """Return the shapes of the large arrays of a dtype in a program, outside its functions."""
+    avals = [x.aval for eqn in jaxpr.eqns for x in eqn.outvars]
+    return [x.shape for x in avals if x.dtype == dtype and x.size >= 2 * 16 * 16]
 
 
 def body(jaxpr, name):
@@ -190,32 +194,37 @@ def scanned(stack, x):
     return jnp.mean(lax.scan(layer, x, stack)[0])
 
 
+# What becomes of a stack before it is scanned.
 STACKS = {
-    "one array": (scanned, STACK),
-    "a list of layers": (lambda layers, x: scanned(jnp.stack(layers), x), [W] * 3),
-    "concatenated": (
-        lambda layers, x: scanned(jnp.concatenate(layers), x),
-        [shape(n, 16, 16, dtype=BF16) for n in (2, 1)],
-    ),
-    "moved": (
-        lambda stack, x: scanned(stack.reshape(3, 16, 16).transpose(0, 2, 1), x),
-        shape(3, 256, dtype=BF16),
-    ),
+    "one array": (lambda s: s, STACK),
+    "a list of layers": (jnp.stack, [W] * 3),
+    "concatenated": (jnp.concatenate, [shape(n, 16, 16, dtype=BF16) for n in (2, 1)]),
+    "moved": (lambda s: s.reshape(3, 16, 16).transpose(0, 2, 1), shape(3, 256, dtype=BF16)),
+    "stop_gradient": (lax.stop_gradient, STACK),
+    "checkpoint_name": (lambda s: checkpoint_name(s, "stack"), STACK),
+    "device_put": (lambda s: jax.device_put(s, jax.devices()[0]), STACK),
+    "optimization_barrier": (lambda s: lax.optimization_barrier((s, jnp.ones(3)))[0], STACK),
+    "reshard": (lambda s: jax.sharding.reshard(s, P()), STACK),
+    "a slice": (lambda s: s[:-1], STACK),
+    "a strided slice": (lambda s: lax.slice(s, (0, 0, 0), s.shape, (2, 1, 1)), STACK),
+    "split": (lambda s: jnp.concatenate(jnp.split(s, 3)[::-1]), STACK),
+    "unstack": (lambda s: jnp.stack(jnp.unstack(s)[::-1]), STACK),
+    "several": (lambda s: lax.stop_gradient(checkpoint_name(s, "s")[1:]).reshape(2, 16, 16), STACK),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STACKS)
 def test_a_stack_of_layers_is_never_float32_as_a_whole(name):
-    fun, stack = STACKS[name]
-    cast = ols.autocast(fun, BF16)
-    assert "float32[3,16,16]" not in avals(jax.make_jaxpr(cast)(stack, X).jaxpr)
-    backward = jax.make_jaxpr(jax.grad(cast))(stack, X).jaxpr
-    assert "bfloat16[3,16,16]" in avals(backward)  # the gradient
-    assert "float32[3,16,16]" not in avals(backward)
-    stack, x = ones((stack, X))
-    grads = jax.grad(cast)(ols.cast(stack, F32), x)
-    assert_same_bits(jax.grad(cast)(stack, x), ols.cast(grads, BF16))
+    passed, stack = STACKS[name]
+    cast = ols.autocast(lambda s, x: scanned(passed(s), x), BF16)
+    mesh = jax.make_mesh((1,), ("i",), (AxisType.Explicit,), devices=jax.devices()[:1])
+    with jax.set_mesh(mesh) if name == "reshard" else contextlib.nullcontext():
+        for fun in (cast, jax.grad(cast)):
+            assert large(jax.make_jaxpr(fun)(stack, X).jaxpr, F32) == []
+        stack, x = ones((stack, X))
+        grads = jax.grad(cast)(ols.cast(stack, F32), x)
+        assert_same_bits(jax.grad(cast)(stack, x), ols.cast(grads, BF16))
 
 
 def with_two_uses(stack, x):
@@ -230,27 +239,81 @@ def as_carry(w, x):
     return jnp.sum(lax.scan(lambda w, _: (jnp.tanh(w @ x.T @ x), None), w, length=2)[0])
 
 
-INSIDE = {"jit": jax.jit, "remat2": jax.checkpoint, "shard_map": None}
+def sharded(spec, check_vma):
+    def fun(w, x):
+        axis_types = (AxisType.Auto,)
+        mesh = jax.make_mesh((2,), ("i",), axis_types, devices=jax.devices()[:2])
+        specs = {"in_specs": (spec, P(None, "i")), "out_specs": P(), "check_vma": check_vma}
+        local = lambda w, x: lax.psum(jnp.sum(x[:, : len(w)] @ w), "i")  # noqa: E731
+        return jax.shard_map(local, mesh=mesh, **specs)(w, x)
+
+    return fun
 
 
-def sharded(w, x):
-    mesh = jax.make_mesh((2,), ("i",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-    fun = jax.shard_map(
-        lambda w, x: lax.psum(jnp.sum(x @ w), "i"),
-        mesh=mesh,
-        in_specs=(P(), P("i")),
-        out_specs=P(),
-        check_vma=False,
-    )
-    return fun(w, x)
+INSIDE = {
+    "jit": jax.jit(lambda w, x: jnp.sum(x @ w)),
+    "remat2": jax.checkpoint(lambda w, x: jnp.sum(x @ w)),
+    "shard_map": sharded(P("i"), check_vma=True),
+    "shard_map of whole weights": sharded(P(), check_vma=True),
+    "shard_map without check_vma": sharded(P("i"), check_vma=False),
+}
 
 
 @pytest.mark.parametrize("name", INSIDE)
 def test_the_only_use_in_a_call_converts_inside_of_it(name):
-    fun = sharded if name == "shard_map" else INSIDE[name](lambda w, x: jnp.sum(x @ w))
-    jaxpr = jax.make_jaxpr(ols.autocast(fun, BF16))(W, shape(16, 16)).jaxpr
-    assert [eqn.primitive.name for eqn in jaxpr.eqns] == [name]
-    assert body(jaxpr, name).invars[0].aval.dtype == BF16
+    call = name.split()[0]
+    x = shape(16, 32 if call == "shard_map" else 16)
+    jaxpr = jax.make_jaxpr(ols.autocast(INSIDE[name], BF16))(W, x).jaxpr
+    assert [eqn.primitive.name for eqn in jaxpr.eqns] == [call]
+    assert body(jaxpr, call).invars[0].aval.dtype == BF16
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("axes", [("i",), ("j",), ("i", "j")])
+def test_cotangents_of_devices_are_added_in_float32(axes, check_vma, dtype):
+    mesh = jax.make_mesh((2, 2), ("i", "j"), (AxisType.Auto,) * 2)
+    x = jnp.array([[257.0, -256.0], [1.0, 1.0]]).repeat(4, 1).repeat(2, 0)  # halves of devices
+
+    def loss_fn(w, x):
+        local = lambda w, x: lax.psum(jnp.sum(w * x), ("i", "j"))  # noqa: E731
+        whole = tuple(axis for axis in ("i", "j") if axis not in axes)
+        specs = {"in_specs": (P(whole), P(("i", "j"))), "out_specs": P(), "check_vma": check_vma}
+        return jax.shard_map(local, mesh=mesh, **specs)(w, x)
+
+    rows = 2 ** (2 - len(axes))
+    w, x = jnp.ones((rows, 8), dtype), jnp.stack([jnp.full(8, v) for v in (257.0, -256, 1, 3)])
+    grad = jax.grad(ols.autocast(loss_fn, BF16))(w, x)
+    exact = jax.grad(loss_fn)(w.astype(F32), x)
+    assert_same_bits(grad, exact.astype(dtype))
+
+
+def test_what_passed_is_float32_as_a_result_unless_it_is_the_argument_behind_a_stop():
+    fun = lambda s: [pass_on(s) for pass_on in (lax.stop_gradient, STACKS["checkpoint_name"][0])]  # noqa: E731
+    assert [x.dtype for x in ols.autocast(fun, BF16)(ones(shape(4, dtype=BF16)))] == [BF16, F32]
+
+
+def test_a_barrier_takes_each_operand_for_itself():
+    def fun(w, v, x):
+        w, v, x = lax.optimization_barrier((w, v, x))
+        return jnp.sum(x @ w) + jnp.sum(jnp.tanh(v)) + jnp.sum(v)
+
+    jaxpr = jax.make_jaxpr(ols.autocast(lambda w, v, x: fun(w, v, x) + jnp.sum(v), BF16))(W, W, X)
+    (barrier,) = (e for e in jaxpr.jaxpr.eqns if e.primitive.name == "optimization_barrier")
+    assert [x.aval.dtype for x in barrier.invars] == [BF16, F32, F32]  # `v` has another use
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_an_argument_that_a_jit_reshards_has_the_new_sharding(wrap):
+    mesh = jax.make_mesh((2,), ("i",), (AxisType.Auto,), devices=jax.devices()[:2])
+    rows = jax.NamedSharding(mesh, P("i"))
+    for place in (
+        jax.jit(lambda w: w, out_shardings=rows),
+        jax.jit(lambda w: w, in_shardings=rows),
+    ):
+        w = ones(shape(8, 8, dtype=BF16))
+        found = wrap(ols.autocast(place, BF16))(w)
+        assert found.sharding.is_equivalent_to(place(w).sharding, 2)
 
 
 @pytest.mark.parametrize("fun", [with_two_uses, through_cond, as_carry])
@@ -332,7 +395,7 @@ def test_arrays_in_two_stored_dtypes_are_joined_in_float32():
 
 
 def test_a_result_of_shard_map_is_the_argument_only_if_it_is_placed_alike():
-    mesh = jax.make_mesh((2,), ("i",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    mesh = jax.make_mesh((2,), ("i",), (AxisType.Auto,), devices=jax.devices()[:2])
     for out_spec, dtype in (P(), BF16), (P("i"), F32):
         fun = jax.shard_map(
             lambda w: w, mesh=mesh, in_specs=P(), out_specs=out_spec, check_vma=False
@@ -368,6 +431,122 @@ def test_variables_of_nnx_keep_the_dtypes_that_they_had(jit):
 
 
 @pytest.mark.integration
+class Net(nnx.Module):
+    def __init__(self):
+        self.kernel = nnx.Param(jnp.ones((8, 8), BF16))
+        self.target, self.other = (nnx.Variable(jnp.ones((8, 8))) for _ in range(2))
+        self.half = nnx.Variable(jnp.ones((8, 8), F16))
+        self.count = nnx.Variable(jnp.int32(0))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_a_variable_of_nnx_keeps_its_dtype_whatever_is_written_into_it(dtype):
+    def loss_fn(net):
+        net.target[...], net.other[...] = net.kernel[...], net.half[...] * 2
+        net.half[...], net.count[...] = net.kernel[...], net.count[...] + 1
+        return jnp.sum(net.kernel[...])
+
+    net = Net()
+    ols.autocast(loss_fn, dtype)(net)
+    names = "kernel", "target", "other", "half", "count"
+    assert [getattr(net, name)[...].dtype for name in names] == [BF16, F32, F32, F16, jnp.int32]
+    assert (net.other[...] == 2).all()
+
+
+# -- code that depends on how its parameters are stored
+
+
+class Tokens(nnx.Module):
+    def __init__(self, **kwargs):
+        rngs = nnx.Rngs(0)
+        self.table = nnx.Embed(32, 16, rngs=rngs, **kwargs)
+        self.out = nnx.Linear(16, 32, rngs=rngs)
+
+    def __call__(self, words):
+        return self.out(self.table(words))
+
+
+def stored(model):
+    nnx.update(model, ols.cast(nnx.state(model, nnx.Param), BF16))
+    return model
+
+
+def cast_back(pick):
+    """Return a function that looks up rows of a table that it casts back."""
+    return lambda table, i: jnp.sum(pick(table.T.astype(BF16), i).astype(F32))
+
+
+LOOKUPS = {
+    "index": cast_back(lambda t, i: t[i]),
+    "take": cast_back(lambda t, i: jnp.take(t, i, axis=1)),
+    "dynamic_slice": cast_back(lambda t, i: lax.dynamic_slice_in_dim(t, i[0], 2)),
+    "jit": cast_back(jax.jit(lambda t, i: t[i])),
+    "scan": cast_back(lambda t, i: lax.scan(lambda c, j: (c, t[j]), 0, i)[1]),
+    "cond": cast_back(lambda t, i: lax.cond(i[0] > 0, lambda: t[i], lambda: t[i + 1])),
+    "checkpoint": cast_back(jax.checkpoint(lambda t, i: t[i])),
+    "after moves": cast_back(lambda t, i: t.reshape(2, -1)[::-1][0][i]),
+}
+NO_LOOKUPS = {
+    "in float32": lambda table, i: jnp.sum(table[i]),
+    "behind a stop": lambda table, i: jnp.sum(lax.stop_gradient(table).astype(BF16)[i].astype(F32)),
+    "of something computed": lambda table, i: jnp.sum((2 * table).astype(BF16)[i].astype(F32)),
+}
+
+
+@pytest.mark.parametrize("name", LOOKUPS | NO_LOOKUPS)
+def test_a_lookup_in_a_table_that_is_cast_back_is_warned_of_once(name, recwarn):
+    fun = ols.autocast((LOOKUPS | NO_LOOKUPS)[name], BF16)
+    for _ in range(2):
+        fun(ones(shape(16, 16, dtype=BF16)), jnp.arange(3))
+    heard = [str(warning.message) for warning in recwarn]
+    assert len(heard) == (name in LOOKUPS)
+    for text in heard:
+        assert "test_storage.py:" in text
+        assert "`dtype=jnp.float32`" in text
+        assert "`nnx.update(model, ols.cast(nnx.state(model, nnx.Param), jnp.bfloat16))`" in text
+
+
+@pytest.mark.integration
+def test_the_remedies_for_an_embedding_work():
+    words = jnp.zeros(1000, jnp.int32)
+    loss = ols.autocast(lambda model: jnp.mean(model(words)), BF16)
+    exact = nnx.grad(lambda model: jnp.mean(model(words)))(Tokens())["table"]["embedding"][...]
+    with pytest.warns(
+        UserWarning, match=r"looks up rows, at .*test_storage.py:\d+: return self.out"
+    ):
+        wrong = nnx.grad(loss)(Tokens(param_dtype=BF16))["table"]["embedding"][...]
+    assert relative_error(wrong, exact) > 0.5
+    for model in (Tokens(param_dtype=BF16, dtype=F32), stored(Tokens())):
+        assert relative_error(nnx.grad(loss)(model)["table"]["embedding"][...], exact) < 0.01
+
+
+@pytest.mark.integration
+def test_an_error_about_dtypes_gets_one_note_and_only_with_stored_arguments():
+    def fun(w, x):
+        return lax.scan(lambda c, _: (c @ w, None), x.astype(BF16), length=2)[0]
+
+    w, x = ones(shape(8, 8, dtype=BF16)), ones(shape(8, 8))
+    for wrapped, args, number in (
+        (ols.autocast(fun, BF16), (w, x), 1),
+        (ols.autocast(ols.autocast(fun, BF16), F32), (w, x), 1),
+        (jax.jit(ols.autocast(fun, F32)), (np.asarray(w), x), 1),
+        (ols.autocast(fun, BF16), (w.astype(F32), x), 0),
+    ):
+        with pytest.raises(TypeError, match="carry") as caught:
+            wrapped(*args)
+        notes = [n for n in getattr(caught.value, "__notes__", []) if "`autocast` reads" in n]
+        assert len(notes) == number
+    init = nnx.initializers.ones
+    cell = nnx.SimpleCell(16, 16, param_dtype=BF16, recurrent_kernel_init=init, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError) as caught:
+        ols.autocast(lambda m, x: m(x), BF16)(nnx.RNN(cell), ones(shape(8, 5, 16, dtype=BF16)))
+    assert "param_dtype" in "".join(caught.value.__notes__)
+    tx = ols.with_bfloat16_state(optax.sgd(0.1))
+    with pytest.raises(ValueError, match="inside `autocast`") as caught:  # this library's own
+        ols.autocast(lambda w: tx.update(w, tx.init(w), w)[0], BF16)(w)
+    assert "`autocast` reads" not in "".join(caught.value.__notes__)
+
+
 def test_equinox_and_linen_models_stored_in_half_precision():
     def loss_and_grads(x):
         model = ols.cast(eqx.nn.MLP(8, 8, 16, 2, key=jax.random.key(0)), BF16)

@@ -115,6 +115,21 @@ SEARCHED = {
     "test, assert, pytest": "testing",
     "trust": "evidence",
     "migrate": "migration/index",
+    "kaggle, colab, notebook": "install tutorial",
+    "7b, llama, how much memory": "install",
+    "param_dtype, stored in bfloat16, store parameters": "flax casting",
+    "reduceonplateau, reducelronplateau, scheduler.step, lr scheduler": "migration/torch",
+    "no speedup, not faster, slow": "performance install",
+    "custom policy, own loss scale, custom rule": "api/policies api/guards skipping",
+    "run tests, make test": "index",
+    "losscalestate fields, lossscalestate fields, growth_count": "jax checkpoints",
+    "unscale_and_check": "jax checkpoints",
+    "must hold exactly one losscalestate, must hold exactly one lossscalestate":
+        "order diagnostics",
+    "hyperparameter search, sweep, vmap learning rates": "recipes",
+    "brax, tunix, flowjax, ott, trainer": "trainers",
+    "npz, savez, v2 dtype": "checkpoints",
+    "quantization, int8": "comparison",
 }  # fmt: skip
 
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.core import eval_jaxpr
 from jax.extend.core import Literal
 
 from optax_lossscale._support import checks
@@ -17,6 +16,7 @@ from optax_lossscale._support.jaxprs import (
     Atom,
     Equation,
     Jaxpr,
+    evaluate,
     operands_of_scan,
     read_by,
     trace,
@@ -206,7 +206,7 @@ def _apply(jaxpr: Jaxpr, eqn: Equation, operands: list[Value], context: _Context
     pairs = zip(eqn.invars, operands, strict=True)
     given = {atom: x for atom, x in pairs if not isinstance(atom, Literal)}
     program = jaxpr.replace(constvars=[], invars=[*given], outvars=eqn.outvars, eqns=[eqn])
-    arrays = eval_jaxpr(program, [], *(x.array for x in given.values()))
+    arrays = evaluate(program, [], *(x.array for x in given.values()))
     time, read = next(context.clock), list(given.values())
     # `jax.checkpoint` repeats the forward pass within the backward pass.
     is_backward = "transpose(" in context.scope.rpartition("rematted_computation")[2]

@@ -19,7 +19,7 @@ class FirstNonfinite:
     Attributes:
       layer: The layer whose parameters were read last, or whose input is cast, as a key path in the
         arguments of the function. If one operation reads several layers, the part that their paths
-        share. Without a layer, the named scope. For an argument, its own key path.
+        share. If there is no layer, this is the named scope. For an argument, its own key path.
       operation: The name of the operation in JAX, such as `"dot_general"` or
         `"convert_element_type"` (a cast). None for an argument.
       dtype: The dtype of the array that is not finite.

@@ -6,9 +6,10 @@ from typing import Any
 
 import jax
 
+from optax_lossscale._precision import Product, products_of, total_flops
 from optax_lossscale._support import checks
-from optax_lossscale._support.jaxprs import Product, products_of, total_flops, trace
-from optax_lossscale._support.tree import PyTree
+from optax_lossscale._support.jaxprs import trace
+from optax_lossscale._support.tree import PyTree, shown
 from optax_lossscale.diagnostics.reports import Report
 
 
@@ -92,8 +93,8 @@ def precision_report(
         closed, _ = trace(fun, args, kwargs)
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
         raise TypeError(
-            f"`fun` must be a function that JAX can trace, got {fun!r}. Close over values that "
-            "determine control flow or shapes, or pass them as Python numbers."
+            f"`fun` must be a function that JAX can trace, got {shown(fun)}. Close over values "
+            "that determine control flow or shapes, or pass them as Python numbers."
         ) from error
     by_dtype: dict[str, list[Product]] = {}
     for product in products_of(closed):

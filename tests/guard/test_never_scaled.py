@@ -1,0 +1,68 @@
+"""The warning about gradients that were never scaled, in a process of its own."""
+
+import subprocess
+import sys
+
+import pytest
+
+BEFORE = """
+import jax, jax.numpy as jnp, optax, warnings, optax_lossscale as ols
+from optax_lossscale._state import mark_scaled
+from optax_lossscale.flax import TrainState
+w, loss_fn = jnp.ones(3), lambda w: jnp.sum(w**2)
+
+def step(tx, read=lambda state: None):
+    state = tx.init(w)
+    read(state)
+    tx.update(w, state, w)
+
+def train_state(read):
+    state = TrainState.create(apply_fn=None, params=w, tx=optax.sgd(0.1))
+    read(state)
+    state.apply_gradients(grads=w)
+
+scaling, heard = ols.with_loss_scaling(optax.sgd(0.1)), []
+warnings.showwarning = lambda message, *_: heard.append(str(message))
+warnings.simplefilter("always")
+step(scaling)  # nothing is marked in a new process
+first = [*heard]
+"""
+WARNED = {
+    "a trainer of others": "step(scaling); step(scaling)",
+    "a fixed loss scale": "step(ols.with_loss_scaling(optax.sgd(0.1), 8))",
+    "functions that are only made": "ols.value_and_grad(loss_fn); ols.grad(loss_fn); step(scaling)",
+    "our own readers": "step(scaling, ols.applied); step(scaling, ols.diagnostics.metrics)",
+    "check_health": "step(scaling, ols.diagnostics.check_health)",
+    "is_stalled": "step(scaling, ols.diagnostics.is_stalled)",
+    "scale_inside": "jax.grad(ols.scale_inside(loss_fn, 8))(w); step(scaling)",
+    "a TrainState": "train_state(lambda state: state.applied)",
+    "while it is compiled": "jax.jit(lambda: step(scaling))()",
+}  # fmt: skip
+SILENT = {
+    "value_and_grad": "ols.value_and_grad(loss_fn)(ols.init(), w); step(scaling)",
+    "grad": "step(scaling, lambda state: ols.grad(loss_fn)(state, w))",
+    "scale_loss": "ols.scale_loss(1.0, ols.init()); step(scaling)",
+    "loss_scale_state": "step(scaling, ols.loss_scale_state)",
+    "TrainState.scale_loss": "train_state(lambda state: state.scale_loss(1.0))",
+    "TrainState.loss_scale": "train_state(lambda state: state.loss_scale)",
+    "with_skipping": "step(ols.with_skipping(optax.sgd(0.1)))",
+    "fixed at 1": "step(ols.with_loss_scaling(optax.sgd(0.1), 1))",
+    "off": "step(ols.with_loss_scaling(optax.sgd(0.1), None))",
+}
+
+
+@pytest.mark.slow
+def test_one_warning_per_process_if_gradients_were_never_scaled():
+    programs = WARNED | SILENT
+    runs = [
+        f"mark_scaled(False); heard.clear(); {run}; print(len(heard))" for run in programs.values()
+    ]
+    command = [sys.executable, "-c", "\n".join([BEFORE, *runs, "print(*first)"])]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)  # noqa: S603
+    assert done.returncode == 0, done.stderr
+    *numbers, message = done.stdout.splitlines()
+    assert dict(zip(programs, numbers, strict=True)) == dict.fromkeys(WARNED, "1") | dict.fromkeys(
+        SILENT, "0"
+    )
+    remedies = "If ", "`value_and_grad", "`with_skipping", "bfloat16)`", "`scale_inside", "`loss_sc"
+    assert [text for text in remedies if text not in message] == []
