@@ -45,8 +45,8 @@ REMAINDERS = (
 class Case(NamedTuple):
     """A title, a workload, the names of the contenders, and how four devices share the workload.
 
-    The first contender is the baseline. A loop runs `unknown_trips` times if XLA does not know how
-    often it runs.
+    The first contender is the baseline. A loop runs `unknown_trips` times if the compiled
+    program does not show how often.
     """
 
     title: str

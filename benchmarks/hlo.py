@@ -96,19 +96,20 @@ def compile_step(
 def count(text: str, *, unknown_trips: float = 1) -> Counts:
     """Return the counts of a program, given its optimized HLO.
 
-    A loop runs `unknown_trips` times if XLA does not know how often it runs.
+    A loop runs `unknown_trips` times if the program does not show how often it runs.
     """
     programs = dict(_computations(text))
 
     def run(name: str) -> Counts:
-        counts = Counts()
-        for each in programs[name].values():
+        counts, program = Counts(), programs[name]
+        for each in program.values():
             if each.opcode in _CALLS:
                 branches = [run(branch) for branch in _called(each.line)]
-                trips = _trips(each.line, unknown_trips) if each.opcode == "while" else 1
+                is_loop = each.opcode == "while"
+                trips = _trips(each, program, programs) or unknown_trips if is_loop else 1
                 counts.add(max(branches, key=lambda branch: branch.bytes), trips)
             else:
-                counts.add(_kernel(each, programs[name], programs))
+                counts.add(_kernel(each, program, programs))
         return counts
 
     return run("ENTRY")
@@ -120,9 +121,32 @@ def _called(line: str) -> list[str]:
     return re.findall(r"%([\w.\-]+)", " ".join(found))
 
 
-def _trips(line: str, unknown: float) -> float:
-    known = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
-    return int(known[1]) if known else unknown
+def _trips(loop: _Instruction, program: _Program, programs: dict[str, _Program]) -> int | None:
+    """Return how often a loop runs, if that is known."""
+    known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.line)
+    if known:
+        return int(known[1])
+    # XLA:TPU does not write it (libtpu 0.0.42). JAX's loops count from one constant to another.
+    condition = programs[re.findall(r"condition=%?([\w.\-]+)", loop.line)[0]]
+    test, carry = _root(condition), program[loop.operands[0]]
+    if test.opcode != "compare" or "direction=LT" not in test.line or carry.opcode != "tuple":
+        return None
+    counter, last = test.operands
+    place = re.search(r"get-tuple-element\(.*index=(\d+)", condition[counter].line)
+    start = _integer(carry.operands[int(place[1])], program) if place else None
+    end = _integer(last, condition)
+    return None if start is None or end is None else end - start
+
+
+def _integer(name: str, program: _Program) -> int | None:
+    if program[name].opcode == "copy":
+        return _integer(program[name].operands[0], program)
+    found = re.search(r" s32\[\]\S* constant\((\d+)\)", program[name].line)
+    return int(found[1]) if found else None
+
+
+def _root(program: _Program) -> _Instruction:
+    return program[next(reversed(program))]
 
 
 def _kernel(kernel: _Instruction, program: _Program, programs: dict[str, _Program]) -> Counts:
@@ -173,8 +197,7 @@ def _read_and_written(
         )
         for name in set(operands)
     )
-    root = body[next(reversed(body))]
-    results = zip(_sizes_in_memory(type_), _parts_written(root, body), strict=True)
+    results = zip(_sizes_in_memory(type_), _parts_written(_root(body), body), strict=True)
     return read, sum(map(min, results))
 
 

@@ -67,6 +67,19 @@ LOOPS = """\
   ROOT %t = (f32[16]{0}, f32[8,16]{1,0}) tuple(%s, %u)
 }
 
+%inner_goes_on (p: (f32[8,16], f32[8,16], f32[16], s32[])) -> pred[] {
+  %p = (f32[8,16]{1,0}, f32[8,16]{1,0}, f32[16]{0}, s32[]) parameter(0)
+  %c = f32[16]{0} get-tuple-element(%p), index=2
+  ROOT %y = pred[] custom-call(%c)
+}
+
+%outer_goes_on (p: (f32[8,16], f32[8,16], f32[16], s32[])) -> pred[] {
+  %p = (f32[8,16]{1,0}, f32[8,16]{1,0}, f32[16]{0}, s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=3
+  %n = s32[]{:T(128)} constant(7)
+  ROOT %y = pred[] compare(%i, %n), direction=LT
+}
+
 %inner (p: (f32[8,16], f32[8,16], f32[16], s32[])) -> (f32[8,16], f32[8,16], f32[16], s32[]) {
   %p = (f32[8,16]{1,0}, f32[8,16]{1,0}, f32[16]{0}, s32[]) parameter(0)
   %a = f32[8,16]{1,0} get-tuple-element(%p), index=0
@@ -82,29 +95,43 @@ LOOPS = """\
 
 %outer (q: (f32[8,16], f32[8,16], f32[16], s32[])) -> (f32[8,16], f32[8,16], f32[16], s32[]) {
   %q = (f32[8,16]{1,0}, f32[8,16]{1,0}, f32[16]{0}, s32[]) parameter(0)
-  ROOT %w = (f32[8,16]{1,0}, f32[8,16]{1,0}, f32[16]{0}, s32[]) while(%q), condition=%d, body=%inner
+  ROOT %w = (f32[8,16]{1,0}, f32[8,16]{1,0}, f32[16]{0}, s32[]) while(%q), body=%inner, \
+condition=%inner_goes_on
 }
 
-ENTRY %main (a: (f32[8,16], f32[8,16], f32[16], s32[])) -> f32[1,16] {
-  %a = (f32[8,16]{1,0}, f32[8,16]{1,0}, f32[16]{0}, s32[]) parameter(0)
-  %w = (f32[8,16]{1,0}, f32[8,16]{1,0}, f32[16]{0}, s32[]) while(%a), condition=%c, body=%outer, \
-backend_config={"known_trip_count":{"n":"5"},"dynamic_variables":[]}
+ENTRY %main (a: f32[8,16], b: f32[8,16], c: f32[16]) -> f32[1,16] {
+  %a = f32[8,16]{1,0} parameter(0)
+  %b = f32[8,16]{1,0} parameter(1)
+  %c = f32[16]{0} parameter(2)
+  %i = s32[]{:T(128)} constant(2)
+  %t = (f32[8,16]{1,0}, f32[8,16]{1,0}, f32[16]{0}, s32[]) tuple(%a, %b, %c, %i)
+  %w = (f32[8,16]{1,0}, f32[8,16]{1,0}, f32[16]{0}, s32[]) while(%t), condition=%outer_goes_on, \
+body=%outer, backend_config={"known_trip_count":{"n":"5"},"dynamic_variables":[]}
   %x = f32[8,16]{1,0} get-tuple-element(%w), index=1
   ROOT %y = f32[1,16]{1,0} slice(%x), slice={[2:3], [0:16]}
 }
 """
 
 
-def test_loops_count_as_often_as_they_run_and_slices_at_their_own_size():
+@pytest.mark.parametrize("trips", [1, 3.5])
+@pytest.mark.parametrize("text", [LOOPS, LOOPS.replace("known_trip_count", "unknown")])
+def test_loops_count_as_often_as_they_run_and_slices_at_their_own_size(text, trips):
     # Each turn exchanges 64 bytes, reads two slices and writes one; an index takes four bytes.
     turn = 2 * 64 + (2 * 64 + 64 + 64 + 64 + 4)
-    for trips in (1, 3.5):
-        assert hlo.count(LOOPS, unknown_trips=trips) == hlo.Counts(
-            bytes=5 * trips * turn + 2 * 64,
-            kernels=5 * trips * 2 + 1,
-            collectives=5 * trips,
-            exchanged=5 * trips * 64,
-        )
+    assert hlo.count(text, unknown_trips=trips) == hlo.Counts(
+        bytes=5 * trips * turn + 2 * 64,
+        kernels=5 * trips * 2 + 1,
+        collectives=5 * trips,
+        exchanged=5 * trips * 64,
+    )
+
+
+def test_a_loop_that_starts_from_an_argument_runs_unknown_times():
+    text = LOOPS.replace("known_trip_count", "unknown")
+    text = text.replace("%i = s32[]{:T(128)} constant(2)", "%i = s32[] parameter(3)")
+    assert hlo.count(text, unknown_trips=2) == hlo.count(
+        LOOPS.replace('"n":"5"', '"n":"2"'), unknown_trips=2
+    )
 
 
 def test_a_slice_is_no_larger_than_the_array():
