@@ -77,10 +77,9 @@ def loss_scale_optimizer(
     Raises:
       TypeError: If an argument has the wrong type.
       ValueError: If an argument is out of bounds, contradicts another, or has no effect (except
-        `ema_momentum`). From
-        `init`, if `weight_decay` has no learning rate, the inner optimizer already skips steps, or
-        it keeps master weights, which would undo `weight_decay` and `use_ema`. From `update`, if
-        `params` are needed and not given.
+        `ema_momentum`). From `init`, if `weight_decay` has no learning rate, the inner optimizer
+        already skips steps, or it keeps master weights, which would undo `weight_decay` and
+        `use_ema`. From `update`, if `params` are needed and not given.
 
     Examples:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
