@@ -48,8 +48,7 @@ share of the products' operations in half precision. *gradient off*: the relativ
 gradient against float32 from the same stored weights, with `autocast`/with bfloat16 parameters."""
 MEMORY = """\
 Temporary memory of the gradient on an H100, as XLA's compiler counts it, by what the backward pass
-keeps. Levanter's flash attention is a `while_loop`. `autocast` leaves a scan around one alone, so
-its layers keep float32 arrays."""
+keeps."""
 NOT_RUN = "not run"
 PACKAGES = "jax", "optax", "flax", "dm-haiku", "equinox", "diffrax", "distrax", "haliax", "jraph"
 
