@@ -236,5 +236,6 @@ def lookups_in_half(jaxpr: Jaxpr) -> list[tuple[Equation, ...]]:
         return [None] * len(eqn.outvars)
 
     inner = without_constants(jaxpr)
-    propagated(inner, [True if x in _as_read(inner) else None for x in inner.invars], is_half)
+    stored = _as_read(inner)
+    propagated(inner, [True if x in stored else None for x in inner.invars], is_half)
     return found
