@@ -108,11 +108,8 @@ def _with_tangents_times(factor: float, tree: Tree, check: Callable[[jax.Array],
     def scaled_tangent(array: jax.Array, tangent: Any) -> Any:
         if isinstance(tangent, SymbolicZero):
             return tangent
-        array, tangent = (
-            jnp.asarray(array),
-            jnp.asarray(tangent),
-        )  # jax 0.7 has Python's numbers here
-        check(array)
+        tangent = jnp.asarray(tangent)  # jax 0.7 gives the rule Python's numbers
+        check(jnp.asarray(array))
         # A factor in half precision would be rounded.
         wide = at_least_float32(tangent)
         return (wide * jnp.asarray(factor, wide.dtype)).astype(tangent.dtype)

@@ -202,7 +202,8 @@ def _check(given: dict[str, Any]) -> None:
     clips = {name: value for name, value in given.items() if "clip" in name}
     if len(clips) > 1:
         raise ValueError(
-            f"only one of `clipnorm`, `clipvalue` and `global_clipnorm` may be given, got {clips}."
+            f"only one of `clipnorm`, `clipvalue` and `global_clipnorm` may be given, got "
+            f"{', '.join(clips)}."
         )
     for name, has_no_effect, where in (
         ("initial_scale", is_fixed, "with `loss_scale_factor`"),
