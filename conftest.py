@@ -97,9 +97,9 @@ def _promotion() -> Iterator[None]:
 def _as_if_nothing_was_scaled() -> Iterator[None]:
     """Forget that earlier tests have scaled a loss, which silences a warning."""
     _state = importlib.import_module("optax_lossscale._state")
-    _state.mark_scaled(False)
+    _state.Process.has_scaled = False
     yield
-    _state.mark_scaled()
+    _state.Process.has_scaled = True
 
 
 def _define_a_program(namespace: dict[str, Any]) -> None:

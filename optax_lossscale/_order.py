@@ -185,7 +185,17 @@ _INSIDE = {
 
 
 def _belongs_inside(container: _Container) -> str | None:
-    """Return what to write inside the guard instead of a container around it."""
+    """Return what to write inside the guard instead of a container around it.
+
+    =================  ==================================================================
+    container          belongs inside, unless
+    =================  ==================================================================
+    `optax.masked`     it is one of several groups, each of which has its own optimizer
+    `optax.partition`  its other groups have no state
+    a chain            its other members are groups without state, or not of Optax
+    others             they are not in `_INSIDE`
+    =================  ==================================================================
+    """
     node, others = container.node, container.others()
     if isinstance(node, optax.MaskedState):
         return None if _holds_groups(container.around) else "optax.masked(inner, mask)"

@@ -258,6 +258,9 @@ def loss_scale_state(opt_state: PyTree) -> LossScaleState:
         `nnx.Optimizer`. A mapping of the fields is found too: `nnx.split`, and Orbax without a
         target, make those.
 
+    Returns:
+      It, with arrays as its fields, even if they are in Variables of `flax.nnx`.
+
     Raises:
       ValueError: If there is none, or more than one. The message lists where each was found.
 
@@ -267,9 +270,8 @@ def loss_scale_state(opt_state: PyTree) -> LossScaleState:
       >>> float(ols.loss_scale_state(tx.init(jnp.ones(3))).loss_scale)
       1024.0
     """
-    state = find(LossScaleState, "opt_state", opt_state)
-    mark_scaled()
-    return state
+    Process.has_scaled = True
+    return find(LossScaleState, "opt_state", opt_state)
 
 
 class Process:
@@ -278,14 +280,9 @@ class Process:
     has_scaled = False  # whether it has read a loss scale, to multiply a loss by it
 
 
-def mark_scaled(has_scaled: bool = True) -> None:
-    """Note that this process has scaled a loss. False makes it forget, for tests."""
-    Process.has_scaled = has_scaled
-
-
 def warn_of_no_scaling() -> None:
     """Warn, once per process, that gradients are divided although no loss was scaled."""
-    mark_scaled()
+    Process.has_scaled = True
     warn(
         "`update` divides gradients by the loss scale, but this process has not scaled a loss so "
         "far. If they are gradients of the loss itself, SGD stands still, and Adam hides it. "

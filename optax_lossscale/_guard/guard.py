@@ -3,7 +3,6 @@
 `with_skipping` is the same guard without a loss scale.
 """
 
-import copy
 import operator
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from optax_lossscale._loss_scale import (
     LossScaleLike,
     all_finite,
     as_loss_scale,
+    checking,
     init,
     unscaled,
 )
@@ -92,8 +92,9 @@ def with_loss_scaling(
       gradients of at least float32. Its state is a `GuardState`.
 
     Raises:
-      TypeError: If an argument has the wrong type, including the state that `update` is given;
-        from `update`, if a rule lacks an extra argument or does not return a boolean.
+      TypeError: If `inner` is not an optimizer, `loss_scale` is not a policy or what makes one,
+        `skip_if` is not a rule, or `axis_name` cannot name an axis. From `update`, if `state` is
+        not a `GuardState`, or a rule lacks an extra argument or does not return a boolean.
       ValueError: From `init`, if `inner` already has a loss scale or skips steps, or changes the
         updates of `with_master_weights` or `with_stochastic_rounding`; from `update`, if `grad` is
         not the gradients themselves, or another extra argument has one of their arrays.
@@ -173,10 +174,8 @@ def _guard(
 ) -> Guard:
     inner = checks.read_optimizer("inner", inner)
     checks.require_axis_name(axis_name)
-    if rules and isinstance(policy, FixedLossScale):
-        # A rule brings the check with it. A subclass may have an `__init__` of its own.
-        policy = copy.copy(policy)
-        object.__setattr__(policy, "skip_nonfinite", True)  # it is frozen
+    if rules:  # a rule brings the check with it
+        policy = checking(policy)
     settings = Settings(inner, policy, rules, axis_name, is_scaled)
     warnings_given: set[str] = set()
 

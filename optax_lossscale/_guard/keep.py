@@ -95,12 +95,6 @@ def run_where(
     return out, kept
 
 
-def call_where(applied: Flag, fun: Callable[[optax.Updates], Tree], grads: optax.Updates) -> Tree:
-    """Return `fun(grads)`, which is undefined if `applied` is false: see `run_where`."""
-    result, _ = run_where(applied, lambda grads, none: (fun(grads), none), grads, ())
-    return result
-
-
 def _like(old: Tree, new: Tree) -> Tree:
     """Return the inner optimizer's new state, cast to the dtypes of the old one.
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_lossscale._guard.keep import call_where
+from optax_lossscale._guard.keep import run_where
 from optax_lossscale._loss_scale import LossScale
 from optax_lossscale._state import SpikeState, increment, subtrees
 from optax_lossscale._support import checks
@@ -146,16 +146,17 @@ def measure(
     """Return what a rule measures, or 0 if the step is not finite. `float32[]`."""
     safe_args = safe_extra_args(finite, extra_args)
 
-    def measured(grads: optax.Updates) -> jax.Array:
+    def measured(grads: optax.Updates, state: PyTree) -> tuple[jax.Array, PyTree]:
         number = rule.measure(grads, params, **safe_args)
         name, remedy = f"{type(rule).__name__}.measure", "Return one number, such as a mean."
         checks.require_scalar(name, number, remedy)
-        # Convert it here: an object with `__jax_array__` hides its array from `call_where`.
-        return jnp.asarray(number, jnp.float32)
+        # Convert it here: an object with `__jax_array__` hides its array from `run_where`.
+        return jnp.asarray(number, jnp.float32), state
 
     # The measure of finite gradients may overflow. That skips the step, and is not an error.
     with jax.debug_nans(False), jax.debug_infs(False):
-        return zeros_if_skipped(finite, call_where(finite, measured, grads))
+        number, _ = run_where(finite, measured, grads, ())
+        return zeros_if_skipped(finite, number)
 
 
 def judge(
@@ -200,7 +201,8 @@ class Spike:
         remembered unchanged. None for no limit.
 
     Raises:
-      TypeError: If an argument has the wrong type, or `update` lacks the extra argument `of`.
+      TypeError: If `of` is not text, or another argument is not a number; from `update`, if it is
+        not given the extra argument that `of` names.
       ValueError: If an argument is out of bounds; from `update`, if the measure is not a scalar, or
         the state was made with another `window`.
 

@@ -7,6 +7,7 @@ from optax_lossscale._loss_scale.policies import (
     LossScale,
     LossScaleLike,
     as_loss_scale,
+    checking,
     init,
     update,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "LossScaleLike",
     "all_finite",
     "as_loss_scale",
+    "checking",
     "grad",
     "init",
     "scale_inside",

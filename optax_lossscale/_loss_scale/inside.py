@@ -1,6 +1,5 @@
 """A fixed loss scale inside a function, whose derivatives come out true."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -77,16 +76,7 @@ def scale_inside(fun: Callable[P, Value], loss_scale: float) -> Callable[P, Valu
 
         return run
 
-    @functools.wraps(fun, updated=())
-    def run(*args: P.args, **kwargs: P.kwargs) -> Value:
-        def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value:
-            return fun(*args, **kwargs)
-
-        if nnx.holds_objects((args, kwargs)):
-            return nnx.on_arrays(scaled_inside, call)(args, kwargs)
-        return scaled_inside(call)(args, kwargs)
-
-    return run
+    return nnx.transformed(fun, scaled_inside)
 
 
 def _with_tangents_times(factor: float, tree: Tree, check: Callable[[jax.Array], None]) -> Tree:

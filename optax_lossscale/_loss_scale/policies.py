@@ -1,5 +1,6 @@
 """Policies, which update the loss scale: their interface, the two of this library, `update`."""
 
+import copy
 import dataclasses
 import functools
 import numbers
@@ -97,7 +98,7 @@ class FixedLossScale(_Policy):
         `FixedLossScale` and with MindSpore's `drop_overflow_update=False`.
 
     Raises:
-      TypeError: If an argument has the wrong type.
+      TypeError: If `scale` is not a number, or `skip_nonfinite` is not a bool.
       ValueError: If `scale` is out of bounds.
 
     Examples:
@@ -176,7 +177,8 @@ class DynamicLossScale(_Policy):
         A smaller loss scale helps if the loss itself depends on it, as with a gradient penalty.
 
     Raises:
-      TypeError: If a hyper-parameter has the wrong type.
+      TypeError: If `growth_interval`, `hysteresis` or `loss_patience` is not an integer,
+        `consecutive_hysteresis` is not a bool, or another hyper-parameter is not a number.
       ValueError: Unless 2**-126 <= min_scale <= initial_scale <= max_scale <= 2**126, growth_factor
         > 1, 0 < backoff_factor < 1, and growth_interval, hysteresis, loss_patience >= 1.
 
@@ -277,6 +279,14 @@ class DynamicLossScale(_Policy):
         return count_step(new, state, applied)
 
 
+def checking(policy: LossScale) -> LossScale:
+    """Return a policy that skips steps that are not finite. A dynamic one always does."""
+    if isinstance(policy, FixedLossScale):
+        policy = copy.copy(policy)  # a subclass may have an `__init__` of its own
+        object.__setattr__(policy, "skip_nonfinite", True)  # it is frozen
+    return policy
+
+
 for _public in (FixedLossScale, DynamicLossScale):
     _public.__module__ = "optax_lossscale"  # pickles name it there, as they do the states
 
@@ -296,6 +306,9 @@ def as_loss_scale(loss_scale: LossScaleLike) -> LossScale:
         * an int or a float: `FixedLossScale` with that loss scale;
         * `None`: a loss scale of 1 and no check, with the same kind of state;
         * a dict from `get_config`.
+
+    Returns:
+      A policy. It has a hash, so it can be a static argument of `jax.jit`.
 
     Raises:
       TypeError: If `loss_scale` is anything else, including a bool.
@@ -337,6 +350,9 @@ def init(loss_scale: LossScaleLike = "dynamic") -> LossScaleState:
 
     Args:
       loss_scale: `"dynamic"`, a number (fixed), None (off), or a policy; see `as_loss_scale`.
+
+    Returns:
+      A `LossScaleState` with the first loss scale of the policy, and counts of 0.
 
     Examples:
       >>> import optax_lossscale as ols

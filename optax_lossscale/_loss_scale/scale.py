@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from optax_lossscale import _xla
 from optax_lossscale._order import warn_of_outside
-from optax_lossscale._state import GuardState, LossScaleState, find, loss_scale_of, mark_scaled
+from optax_lossscale._state import GuardState, LossScaleState, Process, find, loss_scale_of
 from optax_lossscale._support import checks
 from optax_lossscale._support.agreement import agree
 from optax_lossscale._support.bounds import LARGEST_SCALE, SMALLEST_SCALE
@@ -65,7 +65,7 @@ def scale_loss(loss: Tree, state: PyTree) -> Tree:
     """
     order = "`scale_loss(loss, state)` takes the loss first."
     found = find(LossScaleState, "state", state, order)
-    mark_scaled()
+    Process.has_scaled = True
     return scaled(loss, loss_scale_of(found))
 
 
@@ -145,7 +145,7 @@ def value_and_grad(
         state: PyTree, /, *args: P.args, **kwds: P.kwargs
     ) -> tuple[Value, PyTree]:
         loss_scale = loss_scale_of(find(LossScaleState, "state", state, _ORDER))
-        mark_scaled()
+        Process.has_scaled = True
         if not isinstance(state, GuardState):
             warn_of_outside(state, warnings_given)
 

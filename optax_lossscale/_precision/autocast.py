@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from optax_lossscale._precision.halves import hidden_storage
+from optax_lossscale._precision.halves import hidden_storage, is_in
 from optax_lossscale._precision.matrix_products import Product, products_of, total_flops
 from optax_lossscale._precision.products import (
     UNCAST_SCOPE,
@@ -27,12 +27,12 @@ from optax_lossscale._support.jaxprs import (
     Jaxpr,
     constants_of,
     evaluate,
-    make_jaxpr,
+    traced,
     without_constants,
 )
 from optax_lossscale._support.lines import is_own, source_of, warn_once
 from optax_lossscale._support.notes import add_note
-from optax_lossscale._support.tree import HALF, Leaf, split
+from optax_lossscale._support.tree import HALF, Leaf
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -123,7 +123,7 @@ def autocast(fun: Callable[P, Result], dtype: DTypeLike) -> Callable[P, Result]:
     )
     product_dtype = checks.read_half_or_float32(dtype)
     is_cast = product_dtype != jnp.float32
-    traced = fun if is_cast else jax.named_call(fun, name=UNCAST_SCOPE)
+    marked = fun if is_cast else jax.named_call(fun, name=UNCAST_SCOPE)
     warnings_given: set[str] = set()
 
     def edit(jaxpr: Jaxpr) -> Jaxpr:
@@ -133,21 +133,8 @@ def autocast(fun: Callable[P, Result], dtype: DTypeLike) -> Callable[P, Result]:
             _warn_of_products(jaxpr, product_dtype, warnings_given)
         return jaxpr
 
-    @functools.wraps(fun, updated=())
-    def run(*args: P.args, **kwargs: P.kwargs) -> Result:
-        def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
-            return traced(*args, **kwargs)
-
-        def evaluated(call: Callable[..., Any]) -> Callable[..., Any]:
-            return _evaluated(edit, warnings_given, call)
-
-        if nnx.holds_objects((args, kwargs)):
-            return nnx.on_arrays(lambda call: nnx.with_same_dtypes(evaluated(call)), call)(
-                args, kwargs
-            )
-        return evaluated(call)(args, kwargs)
-
-    return run
+    transform = functools.partial(_evaluated, edit, warnings_given)
+    return nnx.transformed(marked, transform, keep_dtypes=True)
 
 
 def _evaluated(
@@ -161,39 +148,37 @@ def _evaluated(
     def run(*args: Any) -> Any:
         as_stored: dict[int, Leaf] = {}  # NumPy arrays by the `id` of the array that `fun` reads
 
-        def in_float32(leaf: Leaf) -> Leaf:
+        def numpy_in_float32(leaf: Leaf) -> Leaf:
             if not isinstance(leaf, (np.ndarray, np.generic)) or leaf.dtype not in HALF:
                 return leaf
             wide = leaf.astype(np.float32)
             as_stored[id(wide)] = leaf
             return wide
 
-        arrays, join_args = split(jax.tree.map(in_float32, args), _is_jax_array)
-        halves = [x for x in arrays if x.dtype in HALF]
-        join_results: list[Callable[..., Any]] = []
+        def call(args: tuple[Any, ...]) -> Any:
+            return fun(*jax.tree.map(lambda x: x.astype(jnp.float32) if _is_half(x) else x, args))
 
-        def call_with_arrays(arrays: list[jax.Array]) -> list[jax.Array]:
-            read = [x.astype(jnp.float32) if x.dtype in HALF else x for x in arrays]
-            results, join = split(fun(*join_args(read)), _is_jax_array)
-            join_results.append(join)
-            return results
-
-        if halves or as_stored:
+        args = jax.tree.map(numpy_in_float32, args)
+        if as_stored or any(map(_is_half, jax.tree.leaves(args))):
             with hidden_storage(), _note_about_dtypes():
-                jaxpr = make_jaxpr(call_with_arrays)(arrays)
+                jaxpr, arrays, join = traced(call, args, _is_jax_array)
             _warn_of_lookups(jaxpr, given)
             jaxpr = with_stored_inputs(jaxpr)
         else:
-            jaxpr = make_jaxpr(call_with_arrays)(arrays)
+            jaxpr, arrays, join = traced(call, args, _is_jax_array)
         jaxpr = edit(jaxpr)
-        results = evaluate(without_constants(jaxpr), jaxpr.consts, *arrays)
-        return jax.tree.map(lambda x: as_stored.get(id(x), x), join_results[0](results))
+        results = join(evaluate(without_constants(jaxpr), jaxpr.consts, *arrays))
+        return jax.tree.map(lambda x: as_stored.get(id(x), x), results)
 
     return run
 
 
 def _is_jax_array(leaf: Leaf) -> bool:
     return isinstance(leaf, jax.Array)
+
+
+def _is_half(leaf: Leaf) -> bool:
+    return isinstance(leaf, jax.Array) and leaf.dtype in HALF
 
 
 @contextlib.contextmanager
@@ -229,7 +214,7 @@ def _warn_of_lookups(jaxpr: Jaxpr, given: set[str]) -> None:
 
 def _warn_of_closed_over_halves(jaxpr: Jaxpr, given: set[str]) -> None:
     """Warn about arrays that cannot be read as float32, if there are any."""
-    halves = [x for x in constants_of(jaxpr) if getattr(x, "dtype", None) in HALF]
+    halves = [x for x in constants_of(jaxpr) if is_in(x, *HALF)]
     if not halves:
         return
     largest = max(halves, key=np.size)

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale._order import refuse_masters_inside, refuse_second_guard
+from optax_lossscale._precision import halves
 from optax_lossscale._precision.cast import warn_if_unused
 from optax_lossscale._precision.copies import copies_of
-from optax_lossscale._precision.halves import array_seed, refuse_hidden_storage, rounded_at_random
+from optax_lossscale._precision.rounding import array_seed, rounded_at_random
 from optax_lossscale._state import Bfloat16State
 from optax_lossscale._support import checks
 from optax_lossscale._support.nnx import named_leaves
@@ -63,7 +64,8 @@ def with_bfloat16_state(
       A gradient transformation whose state is a `Bfloat16State`. Its dtypes never change.
 
     Raises:
-      TypeError: If an argument has the wrong type, including the state that `update` is given.
+      TypeError: If `inner` is not an optimizer, or `keep` is not a function. From `update`, if
+        `state` is not a `Bfloat16State`.
       ValueError: From `init`, if `inner` keeps master weights, rounds parameters, skips steps, or
         stores its state in bfloat16 already, or if a key in its state has an address in its text.
         From `update`, inside `autocast`.
@@ -105,23 +107,21 @@ def with_bfloat16_state(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, Bfloat16State]:
-        refuse_hidden_storage("with_bfloat16_state")
+        halves.refuse_hidden_storage("with_bfloat16_state")
         count, old = checks.read_state(state, Bfloat16State)
         # Round with the new count. If the old one were used below, XLA:GPU would copy it first: 16
         # kernels in a step of AdamW on an H100 instead of 15, the same bytes (jaxlib 0.10.2).
         count = jnp.asarray(count, jnp.uint32) + 1
-        leaves, treedef = jax.tree.flatten(old)
-        is_stored = [getattr(leaf, "dtype", None) == jnp.bfloat16 for leaf in leaves]
-        pairs = zip(leaves, is_stored, strict=True)
-        wide = (in_dtype(leaf, jnp.float32) if stored else leaf for leaf, stored in pairs)
+        wide = halves.in_float32(old, jnp.bfloat16)
         try:
-            updates, new = inner.update(updates, treedef.unflatten(wide), params, **extra_args)
+            updates, new = inner.update(updates, wide, params, **extra_args)
         except Exception as error:
             add_likely_causes(error, updates, params)
             raise
+        treedef = jax.tree.structure(old)
         arrays = treedef.flatten_up_to(new)
-        for i, (name, _, _) in enumerate(named_leaves(old)):
-            if is_stored[i]:
+        for i, (name, _, leaf) in enumerate(named_leaves(old)):
+            if halves.is_in(leaf, jnp.bfloat16):
                 arrays[i] = rounded_at_random(arrays[i], count, array_seed(name))
         return updates, Bfloat16State(count, treedef.unflatten(arrays))
 
@@ -156,7 +156,7 @@ def _in_bfloat16(
     kept: dict[str, bool] = {}
 
     def convert(name: str, path: KeyPath, leaf: Leaf) -> Leaf:
-        if getattr(leaf, "dtype", None) != jnp.float32 or path in stay:
+        if not halves.is_in(leaf, jnp.float32) or path in stay:
             return leaf
         if not is_symbolic(leaf.size) and leaf.size < _LEAST_SIZE:
             return leaf

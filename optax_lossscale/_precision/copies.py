@@ -9,12 +9,12 @@ import optax
 from optax_lossscale._support.jaxprs import (
     Equation,
     is_move,
-    make_jaxpr,
     propagated,
+    traced,
     without_constants,
 )
 from optax_lossscale._support.primitives import CONVERSIONS
-from optax_lossscale._support.tree import ARRAYS, KeyPath, Leaf, PyTree, split
+from optax_lossscale._support.tree import ARRAYS, KeyPath, PyTree
 
 
 def copies_of(
@@ -30,22 +30,20 @@ def copies_of(
     """
     is_array = lambda x: isinstance(x, (*ARRAYS, jax.ShapeDtypeStruct))  # noqa: E731
     chosen = [*itertools.compress(is_chosen, map(is_array, jax.tree.leaves(params)))]
-    arrays, join = split(params, is_array)
-    paths: list[KeyPath] = []
-
-    def init_arrays(arrays: list[Leaf]) -> list[Leaf]:
-        leaves = jax.tree_util.tree_leaves_with_path(init(join(arrays)))
-        found = [(path, leaf) for path, leaf in leaves if isinstance(leaf, ARRAYS)]
-        paths.extend(path for path, _ in found)
-        return [leaf for _, leaf in found]
-
     try:
-        jaxpr = without_constants(make_jaxpr(init_arrays)(arrays))
+        jaxpr, _, join = traced(init, params, is_array)
     except Exception:  # noqa: BLE001 - `init` reads values, so it cannot be traced, but ran before
-        originals = [*itertools.compress(arrays, chosen)]
-        leaves = jax.tree_util.tree_leaves_with_path(inner_state)
-        return [path for path, leaf in leaves if any(leaf is array for array in originals)]
-    return [*itertools.compress(paths, propagated(jaxpr, chosen, _is_copy))]
+        originals = [*itertools.compress(filter(is_array, jax.tree.leaves(params)), chosen)]
+        is_copy = lambda leaf: any(leaf is array for array in originals)  # noqa: E731
+        marked = inner_state
+    else:
+        marks = propagated(without_constants(jaxpr), chosen, _is_copy)
+        is_copy = lambda leaf: leaf is _COPY  # noqa: E731
+        marked = join([_COPY if mark else None for mark in marks])
+    return [path for path, leaf in jax.tree_util.tree_leaves_with_path(marked) if is_copy(leaf)]
+
+
+_COPY = object()  # in place of an array that is a copy
 
 
 def _is_copy(path: tuple[Equation, ...], sources: Sequence[bool | None]) -> list[bool | None]:

@@ -1,4 +1,4 @@
-"""Half precision as a storage format: its bits, its rounding, and the mark that it is hidden.
+"""Half precision as a storage format: its bits, steps in float32, and the mark that it is hidden.
 
 A bfloat16 has the upper 16 bits of a float32. To get the float32 back, shift the bits of the
 bfloat16 left by 16 and add the remainder as a signed integer. Splitting rounds to nearest, ties
@@ -7,14 +7,18 @@ away from zero.
 
 import contextlib
 import threading
-import zlib
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from jax.typing import DTypeLike
 
-from optax_lossscale._support.tree import is_symbolic, shown
+from optax_lossscale._support import checks
+from optax_lossscale._support.notes import add_likely_causes
+from optax_lossscale._support.tree import Leaf, PyTree, Tree, at_least_float32, in_dtype
 
 
 def with_derivative_of(x: jax.Array, value: jax.Array) -> jax.Array:
@@ -111,76 +115,47 @@ def _update_to(
     return jnp.where(is_unchanged, jnp.full_like(old, -0.0), target - old)
 
 
-def array_seed(name: str) -> int:
-    """Return the seed for the random bits of the array of this name.
+def is_in(leaf: Leaf, *dtypes: DTypeLike) -> bool:
+    """Return whether a leaf is an array in one of these dtypes."""
+    return getattr(leaf, "dtype", None) in [jnp.dtype(dtype) for dtype in dtypes]
 
-    It is the same in every process, unlike `hash(name)`, and unlike the address of an object.
+
+def in_float32(tree: Tree, *dtypes: DTypeLike) -> Tree:
+    """Return a tree with its arrays in these dtypes in float32."""
+    return jax.tree.map(lambda x: in_dtype(x, jnp.float32) if is_in(x, *dtypes) else x, tree)
+
+
+def step_in_float32(
+    inner: optax.GradientTransformationExtraArgs,
+    updates: optax.Updates,
+    inner_state: optax.OptState,
+    params: PyTree,
+    *,
+    weights: Mapping[int, jax.Array],
+    extra_args: Mapping[str, Any],
+) -> tuple[list[Leaf], dict[int, jax.Array], optax.OptState]:
+    """Take a step of `inner` with float32 weights in place of some parameters.
+
+    Return the updates of all parameters, the new weights in float32, and the new state. Weights are
+    named by the position of their parameter.
     """
-    if " at 0x" in name:
-        raise ValueError(
-            f"`params` must have keys with the same text in every process, got {shown(name)}. "
-            "Define `__repr__` for the key, since the random bits depend on its text."
-        )
-    return zlib.crc32(name.encode())
-
-
-def rounded_at_random(x: jax.Array, count: jax.Array, seed: int) -> jax.Array:
-    """Round each element to one of the two nearest bfloat16 numbers at random, without bias.
-
-    The random bits depend on the step's `count`, the array's `seed` and each element's index.
-    """
-    x = x.astype(jnp.float32)
-    return with_derivative_of(x, _neighbor(x, count, seed)).astype(jnp.bfloat16)
-
-
-def update_at_random(new: jax.Array, param: jax.Array, count: jax.Array, seed: int) -> jax.Array:
-    """Return the update that makes a bfloat16 `param` equal to one of the two neighbors of `new`.
-
-    Adding it gives exactly that neighbor. `new` is the float32 sum of `param` and an update. If the
-    two nearly cancel, `new` has few digits, so the difference from `param` is exact. If they do
-    not, the neighbor is the larger term, and absorbs what rounding loses of the difference.
-    """
-    old = param.astype(jnp.float32)
-    target = _neighbor(new, count, seed)
-    # If a number rounds to zero, aim at half of it, so that the sum is a zero of the same sign.
-    target = jnp.where(target == 0, jax.lax.stop_gradient(new) / 2, target)
-    # A zero that did not change keeps its sign, even if 0.0 was added to -0.0.
-    target = with_derivative_of(new, jnp.where(new == old, old, target))
-    # `-(old - target)` is -0.0 if the two are equal, and leaves a zero of either sign unchanged.
-    # No update makes an infinite parameter finite.
-    return jnp.where(jax.lax.is_finite(old), -(old - target), jnp.zeros_like(old))
-
-
-def _neighbor(x: jax.Array, count: jax.Array, seed: int) -> jax.Array:
-    """Return, in float32, one of the two bfloat16 numbers nearest to each element.
-
-    Infinity and NaN are returned unchanged.
-    """
-    # Adding random bits to the lower half carries into the upper half with a probability
-    # proportional to the lower half. The lower half of the largest bfloat16 is zero, so it never
-    # becomes infinite.
-    largest = jnp.finfo(jnp.bfloat16).max.astype(jnp.float32)
-    word = jax.lax.bitcast_convert_type(jax.lax.clamp(-largest, x, largest), jnp.uint32)
-    # The random bits are hashes, so none are stored or read. Each array's indices start at its
-    # seed. If arrays of one shape shared their indices, XLA:GPU (jaxlib 0.10.2) would update many
-    # of them in one kernel, after all of their gradients: training 24 matrices with AdamW and both
-    # roundings then takes 8.5 bytes per parameter on an H100 instead of 7.6.
-    first = np.uint32(seed)
-    index = jnp.zeros(x.shape, jnp.uint32)
-    for axis, size in enumerate(x.shape):
-        # A size may exceed the integers that JAX takes. Indices are modulo 2**32 anyway.
-        factor = size if is_symbolic(size) else np.uint32(size % 2**32)
-        index = index * factor + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-    word += _mixed(_mixed(index + first) + first + count) >> 16
-    neighbor = jax.lax.bitcast_convert_type(word & np.uint32(0xFFFF0000), jnp.float32)
-    return jnp.where(jax.lax.is_finite(x), neighbor, x)
-
-
-def _mixed(x: jax.Array) -> jax.Array:
-    """Return a 32-bit hash. Distinct inputs have distinct hashes."""
-    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
-    return x ^ (x >> 16)
+    leaves, treedef = jax.tree.flatten(params)
+    wide = treedef.unflatten(weights.get(i, leaf) for i, leaf in enumerate(leaves))
+    grads = jax.tree.map(at_least_float32, updates)
+    try:
+        updates, inner_state = inner.update(grads, inner_state, wide, **extra_args)
+    except Exception as error:
+        add_likely_causes(error, updates, params)
+        raise
+    try:
+        moves = treedef.flatten_up_to(updates)
+    except ValueError:  # whose message prints the arrays
+        raise checks.differing_structures(updates, params) from None
+    new = {
+        i: jnp.asarray(optax.apply_updates(weight, moves[i]), jnp.float32)
+        for i, weight in weights.items()
+    }
+    return moves, new, inner_state
 
 
 class _Thread(threading.local):

@@ -1,8 +1,7 @@
 """Float32 master weights for half-precision parameters."""
 
 import functools
-from collections.abc import Hashable
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,6 @@ from optax_lossscale._order import refuse_two_for_parameters
 from optax_lossscale._precision import halves
 from optax_lossscale._state import MasterWeightsState, StochasticRoundingState, find
 from optax_lossscale._support import checks, nnx
-from optax_lossscale._support.notes import add_likely_causes
 from optax_lossscale._support.transformation import Transformation
 from optax_lossscale._support.tree import (
     HALF,
@@ -20,7 +18,6 @@ from optax_lossscale._support.tree import (
     Leaf,
     PyTree,
     Tree,
-    at_least_float32,
     has_fp8_metadata,
     in_dtype,
     path_name,
@@ -62,8 +59,9 @@ def with_master_weights(
       `MasterWeightsState`.
 
     Raises:
-      TypeError: If an argument has the wrong type, including the state that `update` is given; from
-        `update`, if a parameter with a master is no longer in half precision.
+      TypeError: If `inner` is not an optimizer, or `remainders` is not a bool. From `update`, if
+        `state` is not a `MasterWeightsState`, or a parameter with a master is no longer in half
+        precision.
       ValueError: From `init`, if `inner` rounds parameters stochastically. From `update`, without
         `params`, inside `autocast`, or if their structure or shapes differ from the ones that
         `init` was given, or a parameter in half precision has no master.
@@ -87,8 +85,7 @@ def with_master_weights(
     remainders = checks.read_bool("remainders", remainders)
 
     def init_fn(params: optax.Params) -> MasterWeightsState:
-        wide = jax.tree.map(lambda x: in_dtype(x, jnp.float32) if _is_half(x) else x, params)
-        inner_state = inner.init(wide)
+        inner_state = inner.init(halves.in_float32(params, *HALF))
         refuse_two_for_parameters(inner_state, StochasticRoundingState)
         return MasterWeightsState(_initial_masters(params, remainders), inner_state)
 
@@ -100,33 +97,21 @@ def with_master_weights(
     ) -> tuple[optax.Updates, MasterWeightsState]:
         halves.refuse_hidden_storage("with_master_weights")
         masters, inner_state = checks.read_state(state, MasterWeightsState)
-        for name, given in (("updates", updates), ("params", params)):
-            if given is None:
-                raise ValueError(f"`{name}` must be given: `update(grads, state, params)`.")
-        kept, old = _by_name(masters), _by_name(params)
-        weights = _weights(kept, old)
-        _require_masters(old, kept)
-        params_def = jax.tree.structure(params)
-        wide = params_def.unflatten(weights.get(name, param) for name, (_, param) in old.items())
-        grads = jax.tree.map(at_least_float32, updates)
-        try:
-            updates, inner_state = inner.update(grads, inner_state, wide, **extra_args)
-        except Exception as error:
-            add_likely_causes(error, updates, params)
-            raise
-        try:
-            moves = dict(zip(old, params_def.flatten_up_to(updates), strict=True))
-        except ValueError:  # whose message prints the arrays
-            raise checks.differing_structures(updates, params) from None
-        new_masters = {name: master for name, (_, master) in kept.items()}
-        for name, weight in weights.items():
-            new = jnp.asarray(optax.apply_updates(weight, moves[name]), jnp.float32)
-            has_remainder = new_masters[name].dtype == jnp.int16
-            move = halves.move_remainder if has_remainder else halves.move_master
-            new_masters[name], moves[name] = move(new, old[name][1])
-        masters_def = jax.tree.structure(masters)
-        state = MasterWeightsState(masters_def.unflatten(new_masters.values()), inner_state)
-        return params_def.unflatten(moves.values()), state
+        checks.require_given(updates, params)
+        kept, (old, params_def) = _by_position(masters, params), jax.tree.flatten(params)
+        for i, (path, param) in enumerate(jax.tree_util.tree_leaves_with_path(params)):
+            if halves.is_in(param, *HALF) and i not in kept:
+                raise ValueError(_of_other_dtype(path, param, "no master"))
+        weights = {i: halves.current_master(old[i], master) for i, master in kept.items()}
+        moves, new, inner_state = halves.step_in_float32(
+            inner, updates, inner_state, params, weights=weights, extra_args=extra_args
+        )
+        for i, master in kept.items():
+            is_remainder = master.dtype == jnp.int16
+            move = halves.move_remainder if is_remainder else halves.move_master
+            kept[i], moves[i] = move(new[i], old[i])
+        masters = jax.tree.structure(masters).unflatten(kept.values())
+        return params_def.unflatten(moves), MasterWeightsState(masters, inner_state)
 
     return Transformation(init_fn, update_fn)
 
@@ -167,10 +152,10 @@ def master_weights(opt_state: PyTree, params: Tree) -> Tree:
         variables: Any = params
         trained = master_weights(opt_state, variables["params"])
         return type(variables)({**variables, "params": trained})
-    named = _by_name(params)
-    weights = _weights(_by_name(masters), named)
-    leaves = (weights.get(name, param) for name, (_, param) in named.items())
-    return jax.tree.structure(params).unflatten(leaves)
+    leaves, treedef = jax.tree.flatten(params)
+    for i, master in _by_position(masters, params).items():
+        leaves[i] = halves.current_master(leaves[i], master)
+    return treedef.unflatten(leaves)
 
 
 def _initial_masters(params: PyTree, remainders: bool) -> PyTree:
@@ -181,7 +166,7 @@ def _initial_masters(params: PyTree, remainders: bool) -> PyTree:
             masters = jax.tree.map(master, param, is_leaf=lambda node: node is not param)
             # Nobody expects a Variable without an array.
             return masters if jax.tree.leaves(masters) else optax.MaskedNode()
-        if not _is_half(param):
+        if not halves.is_in(param, *HALF):
             return optax.MaskedNode()
         if remainders and param.dtype == jnp.bfloat16:
             is_array = not isinstance(param, jax.ShapeDtypeStruct)
@@ -191,47 +176,24 @@ def _initial_masters(params: PyTree, remainders: bool) -> PyTree:
     return jax.tree.map(master, params, is_leaf=lambda node: nnx.is_nnx(node, "Variable"))
 
 
-def _is_half(param: Leaf) -> bool:
-    return getattr(param, "dtype", None) in HALF
-
-
-# The keys on the path to a leaf, as plain values.
-_Name: TypeAlias = tuple[Hashable, ...]
-
-
-def _by_name(tree: PyTree) -> dict[_Name, tuple[KeyPath, Leaf]]:
-    """Return each leaf of a tree and its path, by name, in order."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
+def _by_position(masters: PyTree, params: PyTree) -> dict[int, jax.Array]:
+    """Return each master by the position of its parameter. Raise if it has none, or another."""
     # Sometimes only the parameters or only the masters are in Variables.
-    return {nnx.plain_keys(path): (path, leaf) for path, leaf in leaves}
-
-
-def _weights(
-    masters: dict[_Name, tuple[KeyPath, Leaf]],
-    params: dict[_Name, tuple[KeyPath, Leaf]],
-) -> dict[_Name, jax.Array]:
-    """Return the current master weights by name. Raise if one has no parameter."""
-    weights: dict[_Name, jax.Array] = {}
-    for name, (path, master) in masters.items():
-        if name not in params:
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    positions = {nnx.plain_keys(path): i for i, (path, _) in enumerate(leaves)}
+    found: dict[int, jax.Array] = {}
+    for path, master in jax.tree_util.tree_leaves_with_path(masters):
+        position = positions.get(nnx.plain_keys(path))
+        if position is None:
             raise _of_others(path)
-        where, param = params[name]
+        where, param = leaves[position]
         checks.require_same_shape("params", where, param, master, _INITIALIZED)
         if (param.dtype.name, master.dtype.name) not in _STORED:
             is_remainder = master.dtype == jnp.int16
             held = "an int16 remainder of bfloat16" if is_remainder else f"a {master.dtype} master"
             raise TypeError(_of_other_dtype(where, param, held))
-        weights[name] = halves.current_master(param, master)
-    return weights
-
-
-def _require_masters(
-    params: dict[_Name, tuple[KeyPath, Leaf]], masters: dict[_Name, tuple[KeyPath, Leaf]]
-) -> None:
-    """Raise if a parameter in half precision has no master."""
-    for name, (path, param) in params.items():
-        if _is_half(param) and name not in masters:
-            raise ValueError(_of_other_dtype(path, param, "no master"))
+        found[position] = master
+    return found
 
 
 def _of_others(path: KeyPath) -> ValueError:

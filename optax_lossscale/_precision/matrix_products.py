@@ -2,8 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
 
@@ -15,7 +15,16 @@ from optax_lossscale._support.jaxprs import (
     without_constants,
 )
 from optax_lossscale._support.lines import source_of
-from optax_lossscale._support.primitives import PRODUCTS, SCALED_PRODUCT
+from optax_lossscale._support.primitives import (
+    CONDITIONAL,
+    CONVOLUTION,
+    KERNEL,
+    LINEAR_SOLVE,
+    LOOPS,
+    PRODUCTS,
+    SCALED_PRODUCT,
+    SCAN,
+)
 from optax_lossscale._support.tree import is_symbolic
 
 
@@ -62,25 +71,31 @@ def _products(
         if name in PRODUCTS or name == SCALED_PRODUCT:
             lhs, rhs = (operand.aval for operand in equation.invars[:2])
             flops = 2 * math.prod(sizes_of(equation))
-            if name == "conv_general_dilated":
+            if name == CONVOLUTION:
                 # The gradient of a strided convolution reads zeros between the elements.
                 flops //= math.prod(equation.params["lhs_dilation"])
             widest = max(lhs.dtype.itemsize, rhs.dtype.itemsize)
             dtypes = {x.dtype.name for x in (lhs, rhs) if x.dtype.itemsize == widest}
             yield Product(" x ".join(sorted(dtypes)), widest, times, times * flops, path)
             continue
-        # A linear solve also contains the product that it inverts, and does not run it.
-        solve = [equation.params["jaxprs"].solve.jaxpr] if name == "custom_linear_solve" else None
-        inner_times = times
-        if name == "scan":
-            inner_times *= equation.params["length"]
-        elif name == "pallas_call":
-            inner_times *= math.prod(equation.params["grid_mapping"].grid)
+        runs = _RUNS[name](equation.params) if name in _RUNS else 1
+        functions = _FUNCTIONS[name](equation.params) if name in _FUNCTIONS else None
         inside = [
-            list(_products(inner, _used_of(inner, equation, results), inner_times, path))
-            for inner in solve or inner_jaxprs(equation)
+            list(_products(inner, _used_of(inner, equation, results), times * runs, path))
+            for inner in functions or inner_jaxprs(equation)
         ]
-        yield from _largest(inside) if name == "cond" else itertools.chain(*inside)
+        yield from _largest(inside) if name == CONDITIONAL else itertools.chain(*inside)
+
+
+# How often an equation runs its functions, if not once.
+_RUNS: dict[str, Callable[[Mapping[str, Any]], int]] = {
+    SCAN: lambda params: params["length"],
+    KERNEL: lambda params: math.prod(params["grid_mapping"].grid),
+}
+# The functions that an equation runs, if not all that it contains.
+_FUNCTIONS: dict[str, Callable[[Mapping[str, Any]], list[Jaxpr]]] = {
+    LINEAR_SOLVE: lambda params: [params["jaxprs"].solve.jaxpr]
+}
 
 
 def _largest(branches: list[list[Product]]) -> Iterator[Product]:
@@ -96,7 +111,7 @@ def _used_of(inner: Jaxpr, equation: Equation, is_used: list[bool]) -> list[bool
     if len(inner.outvars) != len(is_used):
         return [True] * len(inner.outvars)
     # Carried results, which have no extra axis, may be used by the next iteration of a loop.
-    is_loop = equation.primitive.name in ("scan", "while")
+    is_loop = equation.primitive.name in LOOPS
     results = zip(is_used, inner.outvars, equation.outvars, strict=True)
     return [used or (is_loop and x.aval.ndim == y.aval.ndim) for used, x, y in results]
 
@@ -131,7 +146,7 @@ def sizes_of(equation: Equation) -> ProductSizes:
         [SHORTEST if is_symbolic(size) else size for size in x.aval.shape]
         for x in (*equation.invars[:2], equation.outvars[0])
     )
-    if equation.primitive.name == "conv_general_dilated":
+    if equation.primitive.name == CONVOLUTION:
         numbers = params["dimension_numbers"]
         channels = rhs[numbers.rhs_spec[0]]
         positions = _product(result, but=[numbers.out_spec[1]])

@@ -30,11 +30,19 @@ from optax_lossscale._support.jaxprs import (
     without_constants,
 )
 from optax_lossscale._support.lines import is_users
-from optax_lossscale._support.primitives import DEVICE_MAPS, PLAIN_CALLS, PRODUCTS
+from optax_lossscale._support.primitives import (
+    CHECKPOINT_NAME,
+    CONDITIONAL,
+    DEVICE_MAPS,
+    PLAIN_CALLS,
+    PRODUCTS,
+    SCAN,
+    WHILE,
+)
 
 # The named scope of an inner `autocast` to float32. No scope of a user has this name.
 UNCAST_SCOPE = "optax_lossscale.autocast_float32"
-_FOLLOWED = PLAIN_CALLS | DEVICE_MAPS | {"scan", "cond"}
+_FOLLOWED = PLAIN_CALLS | DEVICE_MAPS | {SCAN, CONDITIONAL}
 _KEPT_BY_INNER = "An inner `autocast` to float32 keeps it."
 _DEFAULT_PRECISION = (None, (jax.lax.Precision.DEFAULT, jax.lax.Precision.DEFAULT))
 _HALF_OR_FLOAT32 = frozenset(["float32", "float16", "bfloat16"])
@@ -47,7 +55,7 @@ def reason_not_to_follow(eqn: Equation) -> str:
     name = eqn.primitive.name
     if name in _FOLLOWED:
         return ""
-    if name == "while":
+    if name == WHILE:
         return (
             "It is inside a `while_loop`. Leave it so if a tolerance ends the loop, as in solvers: "
             "half precision may never reach it. If a count or a token does, as in decoders, wrap "
@@ -140,7 +148,7 @@ class _Edit:
 
         def edit(jaxpr: Jaxpr) -> Jaxpr:
             new = _with_products_in(jaxpr, self.dtype, is_fixed)
-            if eqn.primitive.name != "scan" or new is jaxpr:
+            if eqn.primitive.name != SCAN or new is jaxpr:
                 return new
             return with_fewer_residuals(new, operands_of_scan(eqn).constants)
 
@@ -209,9 +217,9 @@ def _fixed_variables(jaxpr: Jaxpr, is_fixed: tuple[bool, ...]) -> frozenset[Var]
 def _fixed_inputs(eqn: Equation, fixed: AbstractSet[Var]) -> tuple[bool, ...]:
     """Return, for each input of an equation's functions, whether it is fixed. Carries are not."""
     is_fixed = [_is_fixed(x, fixed) for x in eqn.invars]
-    if eqn.primitive.name == "cond":
+    if eqn.primitive.name == CONDITIONAL:
         return tuple(is_fixed[1:])
-    if eqn.primitive.name == "scan":
+    if eqn.primitive.name == SCAN:
         constants, carried, _ = operands_of_scan(eqn)
         is_fixed[constants : constants + carried] = [False] * carried
     return tuple(is_fixed)
@@ -223,6 +231,6 @@ def _named_variables(jaxpr: Jaxpr) -> set[Var]:
     named: set[Var] = set()
     for eqn in reversed(jaxpr.eqns):
         leads_to_name = is_move(eqn) and len(eqn.invars) == 1 and eqn.outvars[0] in named
-        if eqn.primitive.name == "name" or leads_to_name:
+        if eqn.primitive.name == CHECKPOINT_NAME or leads_to_name:
             named.update(x for x in eqn.invars if not isinstance(x, Literal) and uses[x] == 1)
     return named

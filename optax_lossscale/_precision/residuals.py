@@ -34,11 +34,16 @@ from optax_lossscale._support.jaxprs import (
 from optax_lossscale._support.primitives import (
     ARITHMETIC,
     COMPARISONS,
+    CONDITIONAL,
     CONVERSIONS,
+    CUSTOM_JVP,
+    CUSTOM_VJP,
     DEVICE_MAPS,
     ELEMENTARY,
     LOOPS,
     PLAIN_CALLS,
+    SCAN,
+    SHARD_MAP,
 )
 
 
@@ -84,7 +89,7 @@ def _is_kept(
 
 
 def _is_repeated(repeated: frozenset[str], primitive: Any, params: Mapping[str, Any]) -> bool:
-    if primitive.name not in PLAIN_CALLS | {"custom_jvp_call"}:
+    if primitive.name not in PLAIN_CALLS | {CUSTOM_JVP}:
         return primitive.name in repeated
     # A function without equations may be `_keep`.
     eqns = [eqn for jaxpr in jaxprs_in(params) for eqn in jaxpr.eqns]
@@ -115,8 +120,8 @@ def _elementary_results(jaxpr: Jaxpr) -> int:
         name, params = eqn.primitive.name, eqn.params
         if name in ELEMENTARY:
             elements += eqn.outvars[0].aval.size
-        elif name in _FOLLOWED | {"custom_jvp_call", "scan"}:
-            times = params["mesh"].size if name == "shard_map" else params.get("length", 1)
+        elif name in _FOLLOWED | {CUSTOM_JVP, SCAN}:
+            times = params["mesh"].size if name == SHARD_MAP else params.get("length", 1)
             elements += times * sum(_elementary_results(inner) for inner in inner_jaxprs(eqn))
     return elements
 
@@ -174,7 +179,7 @@ def _with_params(checkpointed: Jaxpr, **params: Any) -> Jaxpr:
 
 
 # Equations that run their functions under the policy of the checkpoint around them.
-_FOLLOWED = PLAIN_CALLS | DEVICE_MAPS | {"cond"}
+_FOLLOWED = PLAIN_CALLS | DEVICE_MAPS | {CONDITIONAL}
 
 
 @memoized
@@ -191,7 +196,7 @@ def _with_kept_loops(jaxpr: Jaxpr) -> Jaxpr:
             return [_with_kept_rule(eqn)]
         if name in _FOLLOWED:
             return [with_edited_functions(eqn, _with_kept_loops)]
-        if name == "scan":
+        if name == SCAN:
             eqn = with_edited_functions(eqn, _with_kept_carries, operands_of_scan(eqn))
         return _with_kept_results(eqn) if name in LOOPS else [eqn]
 
@@ -244,7 +249,7 @@ def _with_kept_invariants(body: Jaxpr, constants: int) -> Jaxpr:
 
 # Functions with a custom derivative, and the parameter that traces their rule. These parameters
 # are undocumented, and so is `wrap_init` (the same in jax 0.7.0, 0.10.2 and 0.12.0).
-_RULES = {"custom_jvp_call": "jvp_jaxpr_fun", "custom_vjp_call": "fwd_jaxpr_thunk"}
+_RULES = {CUSTOM_JVP: "jvp_jaxpr_fun", CUSTOM_VJP: "fwd_jaxpr_thunk"}
 
 
 def _with_kept_rule(eqn: Equation) -> Equation:

@@ -11,18 +11,16 @@ from optax_lossscale._order import (
     refuse_state_of_parameters,
     refuse_two_for_parameters,
 )
+from optax_lossscale._precision import halves
 from optax_lossscale._precision.copies import copies_of
-from optax_lossscale._precision.halves import array_seed, refuse_hidden_storage, update_at_random
+from optax_lossscale._precision.rounding import array_seed, update_at_random
 from optax_lossscale._state import MasterWeightsState, StochasticRoundingState
 from optax_lossscale._support import checks
 from optax_lossscale._support.lines import warn_once
 from optax_lossscale._support.nnx import named_leaves
-from optax_lossscale._support.notes import add_likely_causes
 from optax_lossscale._support.transformation import Transformation
 from optax_lossscale._support.tree import (
-    Leaf,
     PyTree,
-    at_least_float32,
     in_dtype,
     is_inexact,
     path_name,
@@ -67,7 +65,8 @@ def with_stochastic_rounding(
       `StochasticRoundingState`.
 
     Raises:
-      TypeError: If an argument has the wrong type, including the state that `update` is given.
+      TypeError: If `inner` is not an optimizer. From `update`, if `state` is not a
+        `StochasticRoundingState`.
       ValueError: From `init`, if `inner` keeps master weights, skips steps, rounds stochastically
         already, or computes its state from bfloat16 parameters (`schedule_free`, `mechanize`, DoG,
         DoWG), or if a key of the parameters has an address in its text. From `update`, without
@@ -100,12 +99,12 @@ def with_stochastic_rounding(
     def init_fn(params: optax.Params) -> StochasticRoundingState:
         _refuse_float16(params)
         _seeds(params)  # raises for keys that have no fixed text
-        wide = _in_float32(params)
+        wide = halves.in_float32(params, jnp.bfloat16)
         inner_state = inner.init(wide)
         instead = "`with_skipping(with_stochastic_rounding(inner))`"
         refuse_second_guard("inner", inner_state, instead)
         refuse_two_for_parameters(inner_state, MasterWeightsState, StochasticRoundingState)
-        is_rounded = [*map(_is_bfloat16, jax.tree.leaves(params))]
+        is_rounded = [halves.is_in(param, jnp.bfloat16) for param in jax.tree.leaves(params)]
         copies = copies_of(is_rounded, wide, inner.init, inner_state)
         refuse_state_of_parameters(inner_state, copies, warnings_given)
         _warn_if_nothing_is_rounded("init", params, warnings_given)
@@ -117,37 +116,24 @@ def with_stochastic_rounding(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, StochasticRoundingState]:
-        refuse_hidden_storage("with_stochastic_rounding")
+        halves.refuse_hidden_storage("with_stochastic_rounding")
         count, inner_state = checks.read_state(state, StochasticRoundingState)
-        for name, given in (("updates", updates), ("params", params)):
-            if given is None:
-                raise ValueError(f"`{name}` must be given: `update(grads, state, params)`.")
+        checks.require_given(updates, params)
         _refuse_float16(params)
         _warn_if_nothing_is_rounded("update", params, warnings_given)
         # Round with the new count, as `with_bfloat16_state` does.
         count = jnp.asarray(count, jnp.uint32) + 1
-        wide = _in_float32(params)
-        grads = jax.tree.map(at_least_float32, updates)
-        try:
-            updates, inner_state = inner.update(grads, inner_state, wide, **extra_args)
-        except Exception as error:
-            add_likely_causes(error, updates, params)
-            raise
-        weights, (old, params_def) = jax.tree.leaves(wide), jax.tree.flatten(params)
-        try:
-            moves = params_def.flatten_up_to(updates)
-        except ValueError:  # whose message prints the arrays
-            raise checks.differing_structures(updates, params) from None
-        for i, seed in _seeds(params).items():
-            new = jnp.asarray(optax.apply_updates(weights[i], moves[i]), jnp.float32)
-            moves[i] = update_at_random(new, old[i], count, seed)
+        old, params_def = jax.tree.flatten(params)
+        seeds = _seeds(params)
+        weights = {i: in_dtype(old[i], jnp.float32) for i in seeds}
+        moves, new, inner_state = halves.step_in_float32(
+            inner, updates, inner_state, params, weights=weights, extra_args=extra_args
+        )
+        for i, seed in seeds.items():
+            moves[i] = update_at_random(new[i], old[i], count, seed)
         return params_def.unflatten(moves), StochasticRoundingState(count, inner_state)
 
     return Transformation(init_fn, update_fn)
-
-
-def _is_bfloat16(param: Leaf) -> bool:
-    return getattr(param, "dtype", None) == jnp.bfloat16
 
 
 def _seeds(params: PyTree) -> dict[int, int]:
@@ -156,17 +142,13 @@ def _seeds(params: PyTree) -> dict[int, int]:
     return {
         i: array_seed("params" + name)
         for i, (name, _, param) in enumerate(named_leaves(params))
-        if _is_bfloat16(param)
+        if halves.is_in(param, jnp.bfloat16)
     }
-
-
-def _in_float32(params: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: in_dtype(x, jnp.float32) if _is_bfloat16(x) else x, params)
 
 
 def _refuse_float16(params: PyTree) -> None:
     for path, param in jax.tree_util.tree_leaves_with_path(params):
-        if getattr(param, "dtype", None) == jnp.float16:
+        if halves.is_in(param, jnp.float16):
             raise ValueError(
                 f"`params` must not be float16 for stochastic rounding, got one at "
                 f"{path_name(path)}. Use `with_master_weights(inner)`, or cast it to bfloat16."
@@ -178,7 +160,7 @@ def _warn_if_nothing_is_rounded(method: str, params: PyTree, given: set[str]) ->
     is_masked = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
     leaves = jax.tree.leaves(params, is_leaf=is_masked)
     is_expected = any(map(is_masked, leaves)) or not any(map(is_inexact, leaves))
-    if not is_expected and not any(map(_is_bfloat16, leaves)):
+    if not is_expected and not any(halves.is_in(leaf, jnp.bfloat16) for leaf in leaves):
         warn_once(
             f"`with_stochastic_rounding.{method}` got no bfloat16 parameter, so nothing is "
             "rounded. Code that adds updates without a cast, such as `eqx.apply_updates`, makes "

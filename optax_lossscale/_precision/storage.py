@@ -33,7 +33,15 @@ from optax_lossscale._support.jaxprs import (
     with_edited_functions,
     without_constants,
 )
-from optax_lossscale._support.primitives import LOOKUPS, PASSED, PLAIN_CALLS
+from optax_lossscale._support.primitives import (
+    CONVERSION,
+    LOOKUPS,
+    PASSED,
+    PLAIN_CALLS,
+    SCAN,
+    SHARD_MAP,
+    STOP_GRADIENT,
+)
 from optax_lossscale._support.tree import HALF
 
 
@@ -89,7 +97,7 @@ def _returned_inputs(jaxpr: Jaxpr) -> list[_Returned | None]:
 
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        if name == "stop_gradient" and (source := find(eqn.invars[0])):
+        if name == STOP_GRADIENT and (source := find(eqn.invars[0])):
             known[eqn.outvars[0]] = source._replace(stop=eqn)
         if name not in _ENTERED:
             continue
@@ -105,7 +113,7 @@ def _returned_inputs(jaxpr: Jaxpr) -> list[_Returned | None]:
 def _is_whole(call: Equation, operand: int, result: int) -> bool:
     """Return whether a call that returns this operand returns the same array to its caller."""
     params = call.params
-    if call.primitive.name == "shard_map":
+    if call.primitive.name == SHARD_MAP:
         return params["in_specs"][operand] == params["out_specs"][result]
     if "out_shardings" in params:  # a `jit` may give it another sharding
         shardings = params["in_shardings"][operand], params["out_shardings"][result]
@@ -114,7 +122,7 @@ def _is_whole(call: Equation, operand: int, result: int) -> bool:
 
 
 # Calls that can convert an operand inside.
-_ENTERED = PLAIN_CALLS | {"shard_map"}
+_ENTERED = PLAIN_CALLS | {SHARD_MAP}
 # For each operand, the dtype that it is stored in, or None if it is passed unchanged.
 _Stored: TypeAlias = tuple[np.dtype | None, ...]
 
@@ -207,9 +215,9 @@ def _entered_operands(eqn: Equation) -> Sequence[Atom]:
     name = eqn.primitive.name
     if not any(inner.eqns for inner in inner_jaxprs(eqn)):
         return []
-    if name == "scan":
+    if name == SCAN:
         return eqn.invars[len(eqn.invars) - operands_of_scan(eqn).scanned :]
-    if name == "shard_map" and not eqn.params["check_vma"]:
+    if name == SHARD_MAP and not eqn.params["check_vma"]:
         # Its transpose adds the cotangents of devices that share an operand, in its stored dtype.
         pairs, axes = zip(eqn.invars, eqn.params["in_specs"], strict=True), manual_axes_of(eqn)
         return [x for x, spec in pairs if axes <= {*jax.tree.leaves([*spec])}]
@@ -229,9 +237,9 @@ def lookups_in_half(jaxpr: Jaxpr) -> list[tuple[Equation, ...]]:
         eqn, name = path[0], path[0].primitive.name
         if name in LOOKUPS and sources[0]:
             found.append(path)
-        if name == "convert_element_type" and sources != [None]:
+        if name == CONVERSION and sources != [None]:
             return [eqn.outvars[0].aval.dtype in HALF]
-        if None not in sources and (is_move(eqn) or name in PASSED - {"stop_gradient"}):
+        if None not in sources and (is_move(eqn) or name in PASSED - {STOP_GRADIENT}):
             return [any(sources)] * len(eqn.outvars)
         return [None] * len(eqn.outvars)
 

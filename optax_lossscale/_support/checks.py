@@ -184,6 +184,13 @@ def require_scalar(name: str, value: PyTree, remedy: str) -> None:
         )
 
 
+def require_given(updates: PyTree, params: PyTree) -> None:
+    """Raise if the updates or the parameters are left out."""
+    for name, given in (("updates", updates), ("params", params)):
+        if given is None:
+            raise ValueError(f"`{name}` must be given: `update(grads, state, params)`.")
+
+
 def require_same_structure(name: str, tree: PyTree, expected: PyTree, remedy: str) -> None:
     """Raise if a tree differs in structure or shapes, and name the first difference."""
     if jax.tree.structure(tree) != jax.tree.structure(expected):

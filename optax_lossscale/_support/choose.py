@@ -44,6 +44,9 @@ def tree_where(pred: ArrayLike, on_true: Tree, on_false: Tree) -> Tree:
         dtype, and its PRNG keys. Any other leaf must be the same in both trees.
       on_false: The tree that is returned otherwise, with the same structure, shapes and dtypes.
 
+    Returns:
+      A tree with the structure, shapes and dtypes of both.
+
     Raises:
       TypeError: If `pred` is not boolean, or the dtypes of a leaf differ.
       ValueError: If `pred` is not a scalar, or if the trees differ in their structure, the shape of

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import itertools
 import operator
 import weakref
 from collections import Counter
@@ -16,10 +15,12 @@ from jax.extend.core import Literal, Var
 
 from optax_lossscale._support.primitives import (
     CALLS,
+    CONDITIONAL,
     DEVICE_MAPS,
     MOVES,
+    SCAN,
 )
-from optax_lossscale._support.tree import ARRAYS, KeyPath, Leaf, PyTree
+from optax_lossscale._support.tree import ARRAYS, KeyPath, Leaf, PyTree, split
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -91,6 +92,25 @@ make_jaxpr: Callable[[Callable[..., Any]], Callable[..., Jaxpr]] = cast(Any, jax
 evaluate: Callable[..., list[Any]] = cast(Any, eval_jaxpr)
 
 
+def traced(
+    fun: Callable[[PyTree], PyTree], tree: PyTree, is_traced: Callable[[Leaf], bool]
+) -> tuple[Jaxpr, list[Leaf], Callable[[Sequence[Leaf]], PyTree]]:
+    """Trace `fun(tree)`. Return its jaxpr, the inputs, and a function from outputs to its result.
+
+    Inputs and outputs are the leaves for which `is_traced` is true. Others are passed through.
+    """
+    inputs, join_inputs = split(tree, is_traced)
+    joins: list[Callable[[Sequence[Leaf]], PyTree]] = []
+
+    def on_inputs(inputs: list[Leaf]) -> list[Leaf]:
+        outputs, join = split(fun(join_inputs(inputs)), is_traced)
+        joins.append(join)  # JAX returns nothing but arrays
+        return outputs
+
+    jaxpr = make_jaxpr(on_inputs)(inputs)
+    return jaxpr, inputs, joins[0]
+
+
 def trace(
     fun: Callable[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
 ) -> tuple[Jaxpr, list[tuple[str, KeyPath, Leaf]]]:
@@ -100,22 +120,18 @@ def trace(
     `fun` writes into its arguments, such as modules of `flax.nnx`, are among the results.
     """
     names = [*argument_names(fun, len(args)), *kwargs]
-    leaves, treedef = jax.tree_util.tree_flatten_with_path([*args, *kwargs.values()])
-    is_traced = [isinstance(x, (ARRAYS, jax.ShapeDtypeStruct)) for _, x in leaves]
-    given = itertools.compress(leaves, is_traced)
-    inputs = [(names[root.idx], tuple(path), x) for (root, *path), x in given]
+    given = [*args, *kwargs.values()]
+    is_array = lambda x: isinstance(x, (*ARRAYS, jax.ShapeDtypeStruct))  # noqa: E731
+    leaves = jax.tree_util.tree_leaves_with_path(given)
+    inputs = [(names[root.idx], tuple(path), x) for (root, *path), x in leaves if is_array(x)]
 
-    def call_with_arrays(arrays: Sequence[Leaf]) -> list[Leaf]:
-        replaced = iter(arrays)
-        both = [next(replaced) if t else x for (_, x), t in zip(leaves, is_traced, strict=True)]
-        inner = treedef.unflatten(both)
-        by_name = dict(zip(kwargs, inner[len(args) :], strict=True))
-        results = jax.tree.leaves(fun(*inner[: len(args)], **by_name))
-        before = set(map(id, both))
-        written = [x for x in jax.tree.leaves(inner) if id(x) not in before]
-        return [x for x in [*results, *written] if isinstance(x, ARRAYS)]
+    def results_and_written(given: list[PyTree]) -> PyTree:
+        before = set(map(id, jax.tree.leaves(given)))
+        by_name = dict(zip(kwargs, given[len(args) :], strict=True))
+        results = fun(*given[: len(args)], **by_name)
+        return results, [x for x in jax.tree.leaves(given) if id(x) not in before]
 
-    return make_jaxpr(call_with_arrays)([x for *_, x in inputs]), inputs
+    return traced(results_and_written, given, is_array)[0], inputs
 
 
 def argument_names(fun: Callable[..., Any], number: int) -> list[str]:
@@ -172,7 +188,7 @@ def propagated(
     for equation in jaxpr.eqns:
         path, sources = (equation, *within), of(equation.invars)
         results, name = rule(path, sources), equation.primitive.name
-        if name in CALLS | DEVICE_MAPS | {"scan", "cond"}:
+        if name in CALLS | DEVICE_MAPS | {SCAN, CONDITIONAL}:
             for inner in inner_jaxprs(equation):  # the first operand of a conditional is its index
                 given = sources[len(sources) - len(inner.invars) :]
                 inside = propagated(inner, given, rule, path)

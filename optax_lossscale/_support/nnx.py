@@ -1,15 +1,18 @@
 """Helpers for `flax.nnx`, which is imported only if the user's program has."""
 
+import functools
 import operator
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from optax_lossscale._support.tree import KeyPath, Leaf, PyTree, Tree
 
+P = ParamSpec("P")
+Result = TypeVar("Result")
 _Function: TypeAlias = Callable[..., Any]
 
 
@@ -69,7 +72,7 @@ def named_leaves(tree: PyTree) -> list[tuple[str, KeyPath, Leaf]]:
     ]
 
 
-def holds_objects(tree: PyTree) -> bool:
+def _holds_objects(tree: PyTree) -> bool:
     """Return whether there are modules, variables, random streams or other objects in a tree."""
     is_imported = "flax.nnx" in sys.modules
     return is_imported and any(map(_is_object, jax.tree.leaves(tree, is_leaf=_is_object)))
@@ -81,7 +84,31 @@ def _is_object(node: PyTree) -> bool:
     return is_nnx(node, base, "Variable")
 
 
-def on_arrays(transform: Callable[[_Function], _Function], fun: _Function) -> _Function:
+def transformed(
+    fun: Callable[P, Result],
+    transform: Callable[[_Function], _Function],
+    *,
+    keep_dtypes: bool = False,
+) -> Callable[P, Result]:
+    """Return `transform(fun)`, where arguments may hold objects of `flax.nnx`.
+
+    With `keep_dtypes`, floating-point arrays in them keep their dtypes, whatever `fun` writes.
+    """
+
+    @functools.wraps(fun, updated=())
+    def run(*args: P.args, **kwargs: P.kwargs) -> Result:
+        def call(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Result:
+            return fun(*args, **kwargs)
+
+        if not _holds_objects((args, kwargs)):
+            return transform(call)(args, kwargs)
+        on_objects = lambda call: _with_same_dtypes(transform(call))  # noqa: E731
+        return _on_arrays(on_objects if keep_dtypes else transform, call)(args, kwargs)
+
+    return run
+
+
+def _on_arrays(transform: Callable[[_Function], _Function], fun: _Function) -> _Function:
     """Return `transform(fun)` for a transform that only handles arrays.
 
     Changes that `fun` makes to the objects among its arguments are written back, as `nnx.jit` does.
@@ -115,8 +142,8 @@ def on_arrays(transform: Callable[[_Function], _Function], fun: _Function) -> _F
     return run
 
 
-def with_same_dtypes(fun: _Function) -> _Function:
-    """Return a function that `on_arrays` makes, which writes floating-point arrays in their dtypes.
+def _with_same_dtypes(fun: _Function) -> _Function:
+    """Return `fun`, from `_on_arrays`, with every floating-point array written in its dtype.
 
     Its results are what it wrote into its arguments, and the results of the function that it calls.
     """

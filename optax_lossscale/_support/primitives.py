@@ -3,26 +3,37 @@
 They are the names in jax 0.7 to 0.12. No version has them all.
 """
 
+CHECKPOINT_NAME = "name"
+CONDITIONAL = "cond"
+CONVERSION = "convert_element_type"
+KERNEL = "pallas_call"
+LINEAR_SOLVE = "custom_linear_solve"
+SCAN = "scan"
+SELECTION = "select_n"
+STOP_GRADIENT = "stop_gradient"
+WHILE = "while"
+
 # Matrix products and convolutions, and the block-scaled product of `jax.nn.scaled_matmul`.
-PRODUCTS = frozenset(["dot_general", "ragged_dot_general", "conv_general_dilated"])
+CONVOLUTION = "conv_general_dilated"
+PRODUCTS = frozenset(["dot_general", "ragged_dot_general", CONVOLUTION])
 SCALED_PRODUCT = "scaled_matmul_wrapper"
 
 # These call a function once, with the operands. jax 0.12 renamed `closed_call` to `eval_jaxpr`.
 PLAIN_CALLS = frozenset(["closed_call", "eval_jaxpr", "jit", "remat2"])
 # The same for functions with a custom derivative.
-CUSTOM_DERIVATIVES = frozenset(["custom_jvp_call", "custom_vjp_call"])
+CUSTOM_JVP, CUSTOM_VJP = "custom_jvp_call", "custom_vjp_call"
+CUSTOM_DERIVATIVES = frozenset([CUSTOM_JVP, CUSTOM_VJP])
 CALLS = PLAIN_CALLS | CUSTOM_DERIVATIVES
 # These call a function on each device, with its shards of the operands.
-DEVICE_MAPS = frozenset(["shard_map", "xla_pmap"])
+SHARD_MAP = "shard_map"
+DEVICE_MAPS = frozenset([SHARD_MAP, "xla_pmap"])
 
 # On the NaN of a skipped step, these may not return, or may have effects. LAPACK's
 # routines for eigenvalues and singular values iterate until they converge.
-LOOPS_AND_CALLBACKS = frozenset(
-    ["while", "eig", "eigh", "schur", "svd", "pure_callback", "ffi_call"]
-)
+LOOPS_AND_CALLBACKS = frozenset([WHILE, "eig", "eigh", "schur", "svd", "pure_callback", "ffi_call"])
 
 # What runs a function several times.
-LOOPS = frozenset(["scan", "while"])
+LOOPS = frozenset([SCAN, WHILE])
 
 # These only move elements, if the result is as large as the operands: see `jaxprs.is_move`.
 MOVES = frozenset(
@@ -34,13 +45,13 @@ MOVES = frozenset(
 # These pass elements on, and their transpose adds no cotangents: one operand, or each for itself.
 PASSED = frozenset(
     [
-        *("device_put", "name", "optimization_barrier", "reshard"),
-        *("slice", "split", "stop_gradient", "unstack"),
+        *("device_put", CHECKPOINT_NAME, "optimization_barrier", "reshard"),
+        *("slice", "split", STOP_GRADIENT, "unstack"),
     ]
 )
 LOOKUPS = frozenset(["dynamic_slice", "gather"])
 # These only change the dtype, the device or the derivative.
-CONVERSIONS = frozenset(["convert_element_type", "device_put", "stop_gradient"])
+CONVERSIONS = frozenset([CONVERSION, "device_put", STOP_GRADIENT])
 COMPARISONS = frozenset(["eq", "ge", "gt", "is_finite", "le", "lt", "ne"])
 # Operations that are cheap to recompute. Reductions, matrix products, elementary functions, random
 # numbers and collectives are not.
@@ -54,7 +65,7 @@ ARITHMETIC = (
             *("complex", "conj", "div", "floor", "imag"),
             *("integer_pow", "iota", "max", "min", "mul", "neg", "not", "one_minus_square", "or"),
             *("pad", "polynomial", "pvary", "real", "reduce_precision", "rem", "round"),
-            *("rsqrt", "select_n", "sign", "slice", "split", "sqrt", "square"),
+            *("rsqrt", SELECTION, "sign", "slice", "split", "sqrt", "square"),
             *("sub", "tile", "unstack", "xor"),
         ]
     )

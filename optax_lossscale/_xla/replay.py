@@ -10,7 +10,7 @@ computed. Later equations read the selected leaf, so the old one has a single re
 file once `test_plain_where_on_the_outputs_copies_the_state` fails.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +25,11 @@ from optax_lossscale._support.jaxprs import (
     evaluate,
     has_effects,
     read_by,
+    traced,
 )
 from optax_lossscale._support.nnx import is_write_error
 from optax_lossscale._support.primitives import LOOPS_AND_CALLBACKS
-from optax_lossscale._support.tree import Flag, Leaf, PyTree, is_selectable, split
+from optax_lossscale._support.tree import Flag, PyTree, is_selectable
 
 
 class CannotReplayError(Exception):
@@ -52,30 +53,24 @@ def replay(
     """
     if not isinstance(applied, Tracer):
         raise CannotReplayError
-    given, join_given = split(grads, is_selectable)
-    old, join_old = split(state, is_selectable)
-    join: dict[str, Callable[[Sequence[Leaf]], PyTree]] = {}
-
-    def step_on_leaves(given: list[Leaf], old: list[Leaf]) -> list[Leaf]:
-        out, new_state = step(join_given(given), join_old(old))
-        new, join["new"] = split(new_state, is_selectable)
-        outputs, join["out"] = split(out, is_selectable)
-        return [*new, *outputs]
-
     try:
-        closed = jax.make_jaxpr(step_on_leaves)(given, old)
+        # The results are reversed, so that both trees begin with the state.
+        closed, inputs, join = traced(
+            lambda both: step(*both[::-1])[::-1], (state, grads), is_selectable
+        )
     except Exception as error:
         if is_write_error(error):  # an optimizer may write into Variables of flax.nnx
             raise CannotReplayError from error
         raise
+    old = [leaf for leaf in jax.tree.leaves(state) if is_selectable(leaf)]
     names = (eqn.primitive.name for eqn in all_equations(closed.jaxpr))
     needs_zeros = has_effects(closed.jaxpr) or not LOOPS_AND_CALLBACKS.isdisjoint(names)
+    given = inputs[len(old) :]
     given = zeros_if_skipped(applied, given) if needs_zeros else given
-    inputs = [*closed.consts, *given, *old]
     early = {} if needs_zeros else _leaves_read_later(closed.jaxpr, len(old))
-    inputs = constant_if_skipped(applied, inputs)
-    values = _evaluate(applied, closed.jaxpr, inputs, old, early)
-    return join["out"](values[len(old) :]), join["new"](values[: len(old)])
+    inputs = constant_if_skipped(applied, [*closed.consts, *old, *given])
+    new_state, out = join(_evaluate(applied, closed.jaxpr, inputs, old, early))
+    return out, new_state
 
 
 def _evaluate(

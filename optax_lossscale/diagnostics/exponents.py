@@ -206,7 +206,8 @@ def suggest_loss_scale(
       2**24, a `DynamicLossScale` also needs a larger `max_scale`.
 
     Raises:
-      TypeError: If an argument has the wrong type, or `exponents` is traced.
+      TypeError: If `exponents` is traced, or is not a `GradientExponents`; if `headroom` is not an
+        integer, or `dtype` is not floating-point.
       ValueError: If `headroom` is negative, or the histogram is empty, stacked or has overflowed.
 
     Warns:

@@ -94,7 +94,8 @@ class TrainState(train_state.TrainState):
           **kwargs: Fields that a subclass adds. Python numbers in them become arrays.
 
         Raises:
-          TypeError: If an argument has the wrong type, or a field is unknown.
+          TypeError: If `tx`, `loss_scale`, `skip_if` or `axis_name` is not one that
+            `with_loss_scaling` takes, `count_skipped` is not a bool, or a field is unknown.
           ValueError: If `tx` already scales the loss or skips steps.
         """
         inner = _without_fp8_metadata(tx)

@@ -75,7 +75,8 @@ def loss_scale_optimizer(
       An optimizer whose state is a `GuardState`.
 
     Raises:
-      TypeError: If an argument has the wrong type.
+      TypeError: If `inner_optimizer` is not an optimizer or is an `optax.MultiSteps`, `name` is not
+        text, `dynamic` or `use_ema` is not a bool, or another argument is not a number.
       ValueError: If an argument is out of bounds, contradicts another, or has no effect (except
         `ema_momentum`). From `init`, if `weight_decay` has no learning rate, the inner optimizer
         already skips steps, or it keeps master weights, which would undo `weight_decay` and

@@ -7,7 +7,7 @@ import pytest
 
 BEFORE = """
 import jax, jax.numpy as jnp, optax, warnings, optax_lossscale as ols
-from optax_lossscale._state import mark_scaled
+from optax_lossscale._state import Process
 from optax_lossscale.flax import TrainState
 w, loss_fn = jnp.ones(3), lambda w: jnp.sum(w**2)
 
@@ -55,7 +55,8 @@ SILENT = {
 def test_one_warning_per_process_if_gradients_were_never_scaled():
     programs = WARNED | SILENT
     runs = [
-        f"mark_scaled(False); heard.clear(); {run}; print(len(heard))" for run in programs.values()
+        f"Process.has_scaled = False; heard.clear(); {run}; print(len(heard))"
+        for run in programs.values()
     ]
     command = [sys.executable, "-c", "\n".join([BEFORE, *runs, "print(*first)"])]
     done = subprocess.run(command, check=False, capture_output=True, text=True)  # noqa: S603

@@ -23,7 +23,13 @@ from optax_lossscale._support.jaxprs import (
     without_constants,
 )
 from optax_lossscale._support.lines import source_of
-from optax_lossscale._support.primitives import CALLS
+from optax_lossscale._support.primitives import (
+    CALLS,
+    CONDITIONAL,
+    CONVERSION,
+    SCAN,
+    SELECTION,
+)
 from optax_lossscale._support.tree import PyTree, is_inexact
 from optax_lossscale.diagnostics.programs.first_values import (
     FirstNonfinite,
@@ -165,11 +171,11 @@ def _follow(jaxpr: Jaxpr, eqn: Equation, operands: list[Value], context: _Contex
     name, params = eqn.primitive.name, eqn.params
     if name in CALLS:
         return _call(params.get("jaxpr") or params["call_jaxpr"], operands, context)
-    if name == "cond":
+    if name == CONDITIONAL:
         index, *rest = operands
         return _call(params["branches"][int(index.array)], rest, context)
     results = _apply(jaxpr, eqn, operands, context)
-    if name == "scan" and params["length"] and earliest(results):
+    if name == SCAN and params["length"] and earliest(results):
         # XLA may round a scan and its steps differently. If only the scan is not finite, it is the
         # origin itself. Intended infinities have no origin.
         results = [
@@ -211,40 +217,52 @@ def _apply(jaxpr: Jaxpr, eqn: Equation, operands: list[Value], context: _Context
     # `jax.checkpoint` repeats the forward pass within the backward pass.
     is_backward = "transpose(" in context.scope.rpartition("rematted_computation")[2]
     layer, is_cotangent = layer_of(read, time, is_backward=is_backward)
-    for origin, array in ((x.origin, x.array) for x in read):
-        # Layers cast their input before they read their parameters. A constant belongs to the first
-        # layer whose values are combined with it.
-        if origin and origin.cast is not None and layer:
-            is_input = origin.cast is array and layer[0] == time
-            if is_input or origin.found.constant is not None:
-                origin.found = dataclasses.replace(origin.found, layer=layer[1])
-                origin.cast = None
-    is_cast = eqn.primitive.name == "convert_element_type"
-    constant = operands[0].number() if is_cast and not operands[0].nonfinite else None
-    intended = frozenset[str]().union(*(x.nonfinite for x in operands if context.allows_infinities))
+    if layer:
+        _name_layer_of_casts(read, layer, is_first=layer[0] == time)
+    is_cast = eqn.primitive.name == CONVERSION
     leaves = [x.leaf for x in read if x.leaf]
     leaf = leaves[0] if leaves and len(read) == 1 else None
     scope = "/".join(name for name in re.split(r"\w+\(|\)|/", context.scope) if name)
-    reaching = operands
-    if eqn.primitive.name == "select_n":  # only selected values reach the result
-        chosen = np.asarray(operands[0].array)
-        cases = ((i, x) for i, x in enumerate(operands[1:]) if x.nonfinite)  # never PRNG keys
-        reaching = [x for i, x in cases if nonfinite_in(np.asarray(x.array)[chosen == i])]
-    before = earliest(reaching)
+    intended = frozenset[str]().union(*(x.nonfinite for x in operands if context.allows_infinities))
+    before = earliest(_reaching(eqn, operands))
 
     def result(array: Any) -> Value:
         nonfinite, origin = nonfinite_in(array), before
         if not origin and nonfinite and not (intended and nonfinite <= intended | {"-inf"}):
+            is_finite_cast = is_cast and not operands[0].nonfinite
             found = FirstNonfinite(
                 layer=layer[1] if layer else leaves[0].name if leaves else scope,
                 operation=eqn.primitive.name,
                 scope=scope,
                 backward=is_backward,
                 source=source_of(*context.calls),
-                constant=constant,
+                constant=operands[0].number() if is_finite_cast else None,
                 **count_nonfinite(array),
             )
             origin = Origin(time, found, cast=array if is_cast else None)
         return Value(array, nonfinite, origin if nonfinite else None, leaf, layer, is_cotangent)
 
     return [result(array) for array in arrays]
+
+
+def _name_layer_of_casts(read: list[Value], layer: tuple[int, str], *, is_first: bool) -> None:
+    """Name the layer of the casts that made operands NaN or infinite, if this operation shows it.
+
+    Layers cast their input before they read their parameters, in the operation that `is_first`. A
+    constant belongs to the first layer whose values are combined with it.
+    """
+    for origin, array in ((x.origin, x.array) for x in read):
+        if origin and origin.cast is not None:
+            is_input = origin.cast is array and is_first
+            if is_input or origin.found.constant is not None:
+                origin.found = dataclasses.replace(origin.found, layer=layer[1])
+                origin.cast = None
+
+
+def _reaching(eqn: Equation, operands: list[Value]) -> list[Value]:
+    """Return the operands that may make a result NaN or infinite: of a selection, the selected."""
+    if eqn.primitive.name != SELECTION:
+        return operands
+    chosen = np.asarray(operands[0].array)
+    cases = ((i, x) for i, x in enumerate(operands[1:]) if x.nonfinite)  # never PRNG keys
+    return [x for i, x in cases if nonfinite_in(np.asarray(x.array)[chosen == i])]

@@ -103,8 +103,16 @@ def earliest(values: Iterable[Value]) -> Origin | None:
 def layer_of(
     operands: list[Value], time: int, *, is_backward: bool
 ) -> tuple[tuple[int, str] | None, bool]:
-    """Return the layer of an operation, and whether it computes a cotangent."""
-    # A derivative belongs to the layer of the forward pass, not to the layer of the cotangent.
+    """Return the layer of an operation, and whether it computes a cotangent.
+
+    ==============================================  ================================================
+    an operation that reads                         belongs to
+    ==============================================  ================================================
+    parameters                                      their layer
+    only other values, in the forward pass          the layer that was read last for any of them
+    also residuals, in the backward pass            the layer that was read last for the residuals
+    ==============================================  ================================================
+    """
     forward = [x.layer for x in operands if x.layer and not x.is_cotangent]
     # A `custom_vjp` rule may first compute with residuals only, which come from the forward pass.
     is_cotangent = is_backward and len(forward) < len(operands)
