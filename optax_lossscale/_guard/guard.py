@@ -3,6 +3,7 @@
 `with_skipping` is the same guard without a loss scale.
 """
 
+import numbers
 import operator
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from optax_lossscale._loss_scale import (
     FixedLossScale,
     LossScale,
     LossScaleLike,
+    agree,
     all_finite,
     as_loss_scale,
     checking,
@@ -40,10 +42,9 @@ from optax_lossscale._state import (
     warn_of_no_scaling,
 )
 from optax_lossscale._support import checks
-from optax_lossscale._support.agreement import agree
 from optax_lossscale._support.choose import all_true
-from optax_lossscale._support.notes import add_other_leaf
-from optax_lossscale._support.tree import AxisName, Flag, PyTree, is_inexact
+from optax_lossscale._support.notes import add_note
+from optax_lossscale._support.tree import AxisName, Flag, PyTree, is_inexact, path_name, shown
 
 
 def with_loss_scaling(
@@ -183,7 +184,7 @@ def _guard(
         try:
             inner_state = inner.init(params)
         except Exception as error:
-            add_other_leaf(error, params)
+            _add_other_leaf(error, params)
             raise
         refuse_second_guard("inner", inner_state)
         refuse_changed_updates(inner_state)
@@ -206,6 +207,16 @@ def _guard(
         return guarded_step(settings, updates, state, params, extra_args)
 
     return Guard(init_fn, update_fn)
+
+
+def _add_other_leaf(error: Exception, params: PyTree) -> None:
+    """Name the first leaf of `params` that is not an array, if there is one."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not hasattr(leaf, "shape") and not isinstance(leaf, numbers.Number):
+            add_note(
+                error, f"`params` must be a tree of arrays, got {shown(leaf)} at {path_name(path)}."
+            )
+            return
 
 
 class Settings(NamedTuple):

@@ -11,14 +11,11 @@ import optax
 from optax_lossscale import _xla
 from optax_lossscale._state import MasterWeightsState, StochasticRoundingState, subtrees
 from optax_lossscale._support import checks
-from optax_lossscale._support.choose import (
-    constant_if_skipped,
-    safe_extra_args,
-    zeros_if_skipped,
-)
-from optax_lossscale._support.notes import add_likely_causes, add_small_parameters
+from optax_lossscale._support.choose import constant_if_skipped, safe_extra_args, zeros_if_skipped
+from optax_lossscale._support.notes import add_likely_causes, add_note
 from optax_lossscale._support.tree import (
     ARRAYS,
+    HALF,
     Flag,
     KeyPath,
     Leaf,
@@ -51,7 +48,7 @@ def step_where(
         except Exception as error:
             add_likely_causes(error, grads, params)
             if not any(subtrees(state, MasterWeightsState, StochasticRoundingState)):
-                add_small_parameters(error, params)
+                _add_small_parameters(error, params)
             raise
 
     updates, state = run_where(applied, step, grads, state)
@@ -64,6 +61,18 @@ def step_where(
         return jnp.where(applied, array, -jax.lax.full_like(array, 0))
 
     return jax.tree.map(negative_zero_if_skipped, updates), state
+
+
+def _add_small_parameters(error: Exception, params: PyTree) -> None:
+    """Note that parameters are smaller than float32, if they are."""
+    dtypes = {jnp.result_type(leaf) for leaf in jax.tree.leaves(params) if is_inexact(leaf)}
+    if any(jnp.finfo(dtype).bits < 32 for dtype in dtypes):
+        masters = "Wrap it: `with_master_weights(inner)`. Or keep" if dtypes & {*HALF} else "Keep"
+        add_note(
+            error,
+            "`params` are smaller than float32, and `inner` may not take them with float32 "
+            f"gradients. {masters} the parameters in float32, and cast them in the loss function.",
+        )
 
 
 def run_where(

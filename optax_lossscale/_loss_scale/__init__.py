@@ -1,5 +1,6 @@
 """Policies, scaling and differentiating. Other folders import from here."""
 
+from optax_lossscale._loss_scale.agreement import agree
 from optax_lossscale._loss_scale.inside import scale_inside
 from optax_lossscale._loss_scale.policies import (
     DynamicLossScale,
@@ -25,6 +26,7 @@ __all__ = [
     "FixedLossScale",
     "LossScale",
     "LossScaleLike",
+    "agree",
     "all_finite",
     "as_loss_scale",
     "checking",

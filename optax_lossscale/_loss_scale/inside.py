@@ -10,13 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 from optax_lossscale._loss_scale.scale import FLOAT16_LOSS
 from optax_lossscale._support import checks, nnx
 from optax_lossscale._support.lines import warn
-from optax_lossscale._support.tree import (
-    FP8_KEY,
-    PyTree,
-    Tree,
-    at_least_float32,
-    is_inexact,
-)
+from optax_lossscale._support.tree import FP8_KEY, PyTree, Tree, at_least_float32, is_inexact
 
 P = ParamSpec("P")
 Value = TypeVar("Value")

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale import _xla
+from optax_lossscale._loss_scale.agreement import agree
 from optax_lossscale._order import warn_of_outside
 from optax_lossscale._state import GuardState, LossScaleState, Process, find, loss_scale_of
 from optax_lossscale._support import checks
-from optax_lossscale._support.agreement import agree
 from optax_lossscale._support.bounds import LARGEST_SCALE, SMALLEST_SCALE
 from optax_lossscale._support.choose import all_true
 from optax_lossscale._support.lines import warn, warn_once

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from optax_lossscale._precision.edits import constants_of
 from optax_lossscale._precision.halves import hidden_storage, is_in
 from optax_lossscale._precision.matrix_products import Product, products_of, total_flops
 from optax_lossscale._precision.products import (
@@ -23,13 +24,7 @@ from optax_lossscale._precision.products import (
 )
 from optax_lossscale._precision.storage import lookups_in_half, with_stored_inputs
 from optax_lossscale._support import checks, nnx
-from optax_lossscale._support.jaxprs import (
-    Jaxpr,
-    constants_of,
-    evaluate,
-    traced,
-    without_constants,
-)
+from optax_lossscale._support.jaxprs import Jaxpr, evaluate, traced, without_constants
 from optax_lossscale._support.lines import is_own, source_of, warn_once
 from optax_lossscale._support.notes import add_note
 from optax_lossscale._support.tree import HALF, Leaf

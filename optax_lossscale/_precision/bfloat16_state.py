@@ -17,12 +17,7 @@ from optax_lossscale._support import checks
 from optax_lossscale._support.nnx import named_leaves
 from optax_lossscale._support.notes import add_likely_causes
 from optax_lossscale._support.transformation import Transformation
-from optax_lossscale._support.tree import (
-    KeyPath,
-    Leaf,
-    in_dtype,
-    is_symbolic,
-)
+from optax_lossscale._support.tree import KeyPath, Leaf, in_dtype, is_symbolic
 
 
 def with_bfloat16_state(

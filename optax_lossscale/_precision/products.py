@@ -12,21 +12,23 @@ import jax
 import numpy as np
 from jax.extend.core import Literal, Var
 
+from optax_lossscale._precision.edits import (
+    conversion,
+    is_move,
+    memoized,
+    number_of_uses,
+    variable_like,
+    with_edited_functions,
+    with_equations,
+)
 from optax_lossscale._precision.matrix_products import SHORTEST, sizes_of
 from optax_lossscale._precision.residuals import with_fewer_residuals
 from optax_lossscale._support.jaxprs import (
     Atom,
     Equation,
     Jaxpr,
-    conversion,
     inner_jaxprs,
-    is_move,
-    memoized,
-    number_of_uses,
     operands_of_scan,
-    variable_like,
-    with_edited_functions,
-    with_equations,
     without_constants,
 )
 from optax_lossscale._support.lines import is_users

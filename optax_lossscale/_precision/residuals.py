@@ -15,6 +15,12 @@ import jax.numpy as jnp
 from jax.extend import linear_util
 from jax.extend.core import Literal, Var
 
+from optax_lossscale._precision.edits import (
+    memoized,
+    with_edit,
+    with_edited_functions,
+    with_equations,
+)
 from optax_lossscale._support.jaxprs import (
     Equation,
     Jaxpr,
@@ -24,12 +30,8 @@ from optax_lossscale._support.jaxprs import (
     has_effects,
     inner_jaxprs,
     jaxprs_in,
-    memoized,
     operands_of_scan,
     read_by,
-    with_edit,
-    with_edited_functions,
-    with_equations,
 )
 from optax_lossscale._support.primitives import (
     ARITHMETIC,

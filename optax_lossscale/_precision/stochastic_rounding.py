@@ -19,12 +19,7 @@ from optax_lossscale._support import checks
 from optax_lossscale._support.lines import warn_once
 from optax_lossscale._support.nnx import named_leaves
 from optax_lossscale._support.transformation import Transformation
-from optax_lossscale._support.tree import (
-    PyTree,
-    in_dtype,
-    is_inexact,
-    path_name,
-)
+from optax_lossscale._support.tree import PyTree, in_dtype, is_inexact, path_name
 
 
 def with_stochastic_rounding(

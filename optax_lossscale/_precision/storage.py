@@ -14,23 +14,25 @@ import jax
 import numpy as np
 from jax.extend.core import Literal, Var
 
-from optax_lossscale._support.jaxprs import (
-    Atom,
-    Equation,
-    Jaxpr,
+from optax_lossscale._precision.edits import (
     conversion,
-    inner_jaxprs,
     is_move,
     manual_axes_of,
     memoized,
     number_of_uses,
-    operands_of_scan,
     propagated,
     renamed,
     variable_like,
-    variables,
     with_edit,
     with_edited_functions,
+)
+from optax_lossscale._support.jaxprs import (
+    Atom,
+    Equation,
+    Jaxpr,
+    inner_jaxprs,
+    operands_of_scan,
+    variables,
     without_constants,
 )
 from optax_lossscale._support.primitives import (

@@ -1,21 +1,9 @@
 """Notes that this library adds to exceptions of an optimizer, about likely causes."""
 
-import numbers
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._support.tree import (
-    HALF,
-    KeyPath,
-    PyTree,
-    first_difference,
-    is_inexact,
-    path_name,
-    shown,
-    some_paths,
-)
+from optax_lossscale._support.tree import KeyPath, PyTree, first_difference, path_name, some_paths
 
 
 def add_note(error: Exception, note: str) -> None:
@@ -59,26 +47,4 @@ def _add_difference(error: Exception, updates: PyTree, params: PyTree) -> None:
     for (path, a), b in zip(leaves, jax.tree.leaves(params), strict=True):
         if np.shape(a) != np.shape(b):
             add_note(error, f"`updates` and `params` differ in shape at {path_name(path)}.")
-            return
-
-
-def add_small_parameters(error: Exception, params: PyTree) -> None:
-    """Note that parameters are smaller than float32, if they are."""
-    dtypes = {jnp.result_type(leaf) for leaf in jax.tree.leaves(params) if is_inexact(leaf)}
-    if any(jnp.finfo(dtype).bits < 32 for dtype in dtypes):
-        masters = "Wrap it: `with_master_weights(inner)`. Or keep" if dtypes & {*HALF} else "Keep"
-        add_note(
-            error,
-            "`params` are smaller than float32, and `inner` may not take them with float32 "
-            f"gradients. {masters} the parameters in float32, and cast them in the loss function.",
-        )
-
-
-def add_other_leaf(error: Exception, params: PyTree) -> None:
-    """Name the first leaf of `params` that is not an array, if there is one."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if not hasattr(leaf, "shape") and not isinstance(leaf, numbers.Number):
-            add_note(
-                error, f"`params` must be a tree of arrays, got {shown(leaf)} at {path_name(path)}."
-            )
             return

@@ -13,12 +13,7 @@ from optax_lossscale.diagnostics.exponents import (
     suggest_loss_scale,
 )
 from optax_lossscale.diagnostics.health import LossScaleStalledError, check_health
-from optax_lossscale.diagnostics.logs import (
-    NonfiniteCounts,
-    is_stalled,
-    metrics,
-    nonfinite_report,
-)
+from optax_lossscale.diagnostics.logs import NonfiniteCounts, is_stalled, metrics, nonfinite_report
 from optax_lossscale.diagnostics.programs.first import FirstNonfinite, first_nonfinite
 from optax_lossscale.diagnostics.programs.precision import MatrixProducts, precision_report
 

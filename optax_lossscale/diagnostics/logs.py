@@ -8,13 +8,7 @@ import jax.numpy as jnp
 
 from optax_lossscale._guard import spike_statistics, spikes_in
 from optax_lossscale._order import warn_of_outside
-from optax_lossscale._state import (
-    GuardState,
-    LossScaleState,
-    applied,
-    find,
-    subtrees,
-)
+from optax_lossscale._state import GuardState, LossScaleState, applied, find, subtrees
 from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import INT32_MAX
 from optax_lossscale._support.tree import PyTree, is_finite, is_inexact, is_symbolic

@@ -19,17 +19,10 @@ from optax_lossscale._support.jaxprs import (
     evaluate,
     operands_of_scan,
     read_by,
-    trace,
     without_constants,
 )
 from optax_lossscale._support.lines import source_of
-from optax_lossscale._support.primitives import (
-    CALLS,
-    CONDITIONAL,
-    CONVERSION,
-    SCAN,
-    SELECTION,
-)
+from optax_lossscale._support.primitives import CALLS, CONDITIONAL, CONVERSION, SCAN, SELECTION
 from optax_lossscale._support.tree import PyTree, is_inexact
 from optax_lossscale.diagnostics.programs.first_values import (
     FirstNonfinite,
@@ -41,6 +34,7 @@ from optax_lossscale.diagnostics.programs.first_values import (
     layer_of,
     nonfinite_in,
 )
+from optax_lossscale.diagnostics.programs.trace import trace
 
 
 def first_nonfinite(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> FirstNonfinite | None:

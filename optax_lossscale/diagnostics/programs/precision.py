@@ -8,8 +8,8 @@ import jax
 
 from optax_lossscale._precision import Product, products_of, total_flops
 from optax_lossscale._support import checks
-from optax_lossscale._support.jaxprs import trace
 from optax_lossscale._support.tree import PyTree, shown
+from optax_lossscale.diagnostics.programs.trace import trace
 from optax_lossscale.diagnostics.reports import Report
 
 
