@@ -259,7 +259,7 @@ def loss_scale_state(opt_state: PyTree) -> LossScaleState:
         target, make those.
 
     Returns:
-      It, with arrays as its fields, even if they are in Variables of `flax.nnx`.
+      The state. Its fields are arrays, even if `flax.nnx` has put them into Variables.
 
     Raises:
       ValueError: If there is none, or more than one. The message lists where each was found.
@@ -270,8 +270,9 @@ def loss_scale_state(opt_state: PyTree) -> LossScaleState:
       >>> float(ols.loss_scale_state(tx.init(jnp.ones(3))).loss_scale)
       1024.0
     """
+    state = find(LossScaleState, "opt_state", opt_state)
     Process.has_scaled = True
-    return find(LossScaleState, "opt_state", opt_state)
+    return state
 
 
 class Process:

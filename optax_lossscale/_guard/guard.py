@@ -93,7 +93,7 @@ def with_loss_scaling(
       gradients of at least float32. Its state is a `GuardState`.
 
     Raises:
-      TypeError: If `inner` is not an optimizer, `loss_scale` is not a policy or what makes one,
+      TypeError: If `inner` is not an optimizer, `as_loss_scale` does not take `loss_scale`,
         `skip_if` is not a rule, or `axis_name` cannot name an axis. From `update`, if `state` is
         not a `GuardState`, or a rule lacks an extra argument or does not return a boolean.
       ValueError: From `init`, if `inner` already has a loss scale or skips steps, or changes the

@@ -4,7 +4,6 @@ A function is traced, its jaxpr is edited, and the edited jaxpr is evaluated.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Generator
 from typing import Any, ParamSpec, TypeVar
 
@@ -118,7 +117,6 @@ def autocast(fun: Callable[P, Result], dtype: DTypeLike) -> Callable[P, Result]:
     )
     product_dtype = checks.read_half_or_float32(dtype)
     is_cast = product_dtype != jnp.float32
-    marked = fun if is_cast else jax.named_call(fun, name=UNCAST_SCOPE)
     warnings_given: set[str] = set()
 
     def edit(jaxpr: Jaxpr) -> Jaxpr:
@@ -128,8 +126,11 @@ def autocast(fun: Callable[P, Result], dtype: DTypeLike) -> Callable[P, Result]:
             _warn_of_products(jaxpr, product_dtype, warnings_given)
         return jaxpr
 
-    transform = functools.partial(_evaluated, edit, warnings_given)
-    return nnx.transformed(marked, transform, keep_dtypes=True)
+    def transform(call: Callable[..., Any]) -> Callable[..., Any]:
+        marked = call if is_cast else jax.named_call(call, name=UNCAST_SCOPE)
+        return _evaluated(edit, warnings_given, marked)
+
+    return nnx.transformed(fun, transform, keep_dtypes=True)
 
 
 def _evaluated(

@@ -136,8 +136,8 @@ def step_in_float32(
 ) -> tuple[list[Leaf], dict[int, jax.Array], optax.OptState]:
     """Take a step of `inner` with float32 weights in place of some parameters.
 
-    Return the updates of all parameters, the new weights in float32, and the new state. Weights are
-    named by the position of their parameter.
+    Return the updates of all parameters, the new weights in float32, and the new state. The keys of
+    weights are the positions of their parameters.
     """
     leaves, treedef = jax.tree.flatten(params)
     wide = treedef.unflatten(weights.get(i, leaf) for i, leaf in enumerate(leaves))

@@ -177,9 +177,9 @@ def _initial_masters(params: PyTree, remainders: bool) -> PyTree:
 
 
 def _by_position(masters: PyTree, params: PyTree) -> dict[int, jax.Array]:
-    """Return each master by the position of its parameter. Raise if it has none, or another."""
-    # Sometimes only the parameters or only the masters are in Variables.
+    """Return each master by the position of its parameter. Raise if that is missing or differs."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
+    # Sometimes only the parameters or only the masters are in Variables.
     positions = {nnx.plain_keys(path): i for i, (path, _) in enumerate(leaves)}
     found: dict[int, jax.Array] = {}
     for path, master in jax.tree_util.tree_leaves_with_path(masters):

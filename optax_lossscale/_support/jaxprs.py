@@ -1,4 +1,4 @@
-"""Make, read and edit jaxprs, the programs that JAX traces."""
+"""Make and read jaxprs, the programs that JAX traces."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, cast

@@ -251,3 +251,11 @@ def test_reports_without_products_operations_or_lines_print():
     assert repr(report) == "float16: 1 matrix product, 2 operations (100 %)"
     with pytest.raises(dataclasses.FrozenInstanceError):
         report["float16"].count = 2
+
+
+def test_a_shape_in_the_result_is_passed_through():
+    def fun(x):
+        return x @ x.T, jax.eval_shape(jnp.sin, x)
+
+    (products,) = precision_report(fun, jnp.ones((8, 8))).values()
+    assert products.count == 1

@@ -16,6 +16,12 @@ def step(tx, read=lambda state: None):
     read(state)
     tx.update(w, state, w)
 
+def read_another(state):
+    try:
+        ols.loss_scale_state(())
+    except ValueError:
+        pass
+
 def train_state(read):
     state = TrainState.create(apply_fn=None, params=w, tx=optax.sgd(0.1))
     read(state)
@@ -32,6 +38,7 @@ WARNED = {
     "a fixed loss scale": "step(ols.with_loss_scaling(optax.sgd(0.1), 8))",
     "functions that are only made": "ols.value_and_grad(loss_fn); ols.grad(loss_fn); step(scaling)",
     "our own readers": "step(scaling, ols.applied); step(scaling, ols.diagnostics.metrics)",
+    "loss_scale_state that raises": "step(scaling, read_another)",
     "check_health": "step(scaling, ols.diagnostics.check_health)",
     "is_stalled": "step(scaling, ols.diagnostics.is_stalled)",
     "scale_inside": "jax.grad(ols.scale_inside(loss_fn, 8))(w); step(scaling)",

@@ -25,7 +25,7 @@ def trace(
     inputs = [(names[root.idx], tuple(path), x) for (root, *path), x in leaves if is_array(x)]
 
     def results_and_written(given: list[PyTree]) -> PyTree:
-        before = set(map(id, jax.tree.leaves(given)))
+        before = {id(x): x for x in jax.tree.leaves(given)}  # it keeps them, so no `id` is reused
         by_name = dict(zip(kwargs, given[len(args) :], strict=True))
         results = fun(*given[: len(args)], **by_name)
         return results, [x for x in jax.tree.leaves(given) if id(x) not in before]
