@@ -11,15 +11,8 @@ import jax
 import numpy as np
 from jax.extend.core import Literal, Var
 
-from optax_lossscale._support.jaxprs import (
-    Atom,
-    Equation,
-    Jaxpr,
-    holds_equations,
-    inner_jaxprs,
-    without_constants,
-)
-from optax_lossscale._support.primitives import CALLS, CONDITIONAL, DEVICE_MAPS, MOVES, SCAN
+from optax_lossscale._support import jaxprs, primitives
+from optax_lossscale._support.jaxprs import Atom, Equation, Jaxpr
 from optax_lossscale._support.tree import Leaf
 
 P = ParamSpec("P")
@@ -58,11 +51,12 @@ def propagated(
     for equation in jaxpr.eqns:
         path, sources = (equation, *within), of(equation.invars)
         results, name = rule(path, sources), equation.primitive.name
-        if name in CALLS | DEVICE_MAPS | {SCAN, CONDITIONAL}:
-            for inner in inner_jaxprs(equation):  # the first operand of a conditional is its index
+        if name in primitives.FOLLOWED | primitives.CUSTOM_DERIVATIVES:
+            for inner in jaxprs.functions_in(equation.params):
+                # The first operand of a conditional is its index.
                 given = sources[len(sources) - len(inner.invars) :]
                 inside = propagated(inner, given, rule, path)
-                results = inside if name in CALLS else results
+                results = inside if name in primitives.CALLS else results
         outputs = zip(equation.outvars, results, strict=True)
         known |= {x: mark for x, mark in outputs if mark is not None}
     return of(jaxpr.outvars)
@@ -70,7 +64,7 @@ def propagated(
 
 def with_edit(edit: Callable[[Jaxpr], Jaxpr], jaxpr: Jaxpr) -> Jaxpr:
     """Return `edit(jaxpr)`, where `edit` is given the jaxpr without its constants."""
-    inner = without_constants(jaxpr)
+    inner = jaxprs.without_constants(jaxpr)
     return edit(jaxpr) if inner is jaxpr else jaxpr.replace(jaxpr=edit(inner))
 
 
@@ -93,7 +87,7 @@ def with_edited_functions(
         if type(param) is tuple:  # the branches of a conditional
             new = tuple(map(edited, param))
             return param if all(map(operator.is_, new, param)) else new
-        return edit(param, *args, **kwargs) if holds_equations(param) else param
+        return edit(param, *args, **kwargs) if jaxprs.holds_equations(param) else param
 
     params = {key: edited(param) for key, param in equation.params.items()}
     is_same = all(params[key] is param for key, param in equation.params.items())
@@ -125,9 +119,9 @@ def memoized(
 def constants_of(jaxpr: Jaxpr) -> Iterator[Leaf]:
     """Yield the arrays that a program, and the functions in it, close over."""
     yield from getattr(jaxpr, "consts", ())
-    for equation in without_constants(jaxpr).eqns:
-        for param in jax.tree.leaves(equation.params, is_leaf=holds_equations):
-            if holds_equations(param):
+    for equation in jaxprs.without_constants(jaxpr).eqns:
+        for param in jax.tree.leaves(equation.params, is_leaf=jaxprs.holds_equations):
+            if jaxprs.holds_equations(param):
                 yield from constants_of(param)
 
 
@@ -157,7 +151,7 @@ def conversion(old: Atom, new: Atom, beside: Equation) -> Equation:
 
 def is_move(equation: Equation) -> bool:
     """Return whether an equation only rearranges the elements of its operands."""
-    if equation.primitive.name not in MOVES:
+    if equation.primitive.name not in primitives.MOVES:
         return False
     return sum(x.aval.size for x in equation.invars) == equation.outvars[0].aval.size
 

@@ -10,18 +10,9 @@ import optax
 from optax_lossscale._order import refuse_two_for_parameters
 from optax_lossscale._precision import halves
 from optax_lossscale._state import MasterWeightsState, StochasticRoundingState, find
-from optax_lossscale._support import checks, nnx
+from optax_lossscale._support import checks, nnx, tree
 from optax_lossscale._support.transformation import Transformation
-from optax_lossscale._support.tree import (
-    HALF,
-    KeyPath,
-    Leaf,
-    PyTree,
-    Tree,
-    has_fp8_metadata,
-    in_dtype,
-    path_name,
-)
+from optax_lossscale._support.tree import HALF, KeyPath, Leaf, PyTree, Tree
 
 
 def with_master_weights(
@@ -147,7 +138,7 @@ def master_weights(opt_state: PyTree, params: Tree) -> Tree:
     if nnx.is_nnx(params, "Module"):  # it may contain one Variable twice, and its state does not
         return nnx.with_state(params, functools.partial(master_weights, opt_state))
     masters = find(MasterWeightsState, "opt_state", opt_state).master_weights
-    if has_fp8_metadata(params) and not has_fp8_metadata(masters):
+    if tree.has_fp8_metadata(params) and not tree.has_fp8_metadata(masters):
         # Flax's TrainState passes only the trained parameters to its optimizer.
         variables: Any = params
         trained = master_weights(opt_state, variables["params"])
@@ -170,8 +161,8 @@ def _initial_masters(params: PyTree, remainders: bool) -> PyTree:
             return optax.MaskedNode()
         if remainders and param.dtype == jnp.bfloat16:
             is_array = not isinstance(param, jax.ShapeDtypeStruct)
-            return in_dtype(jnp.zeros_like(param) if is_array else param, jnp.int16)
-        return in_dtype(param, jnp.float32)
+            return tree.in_dtype(jnp.zeros_like(param) if is_array else param, jnp.int16)
+        return tree.in_dtype(param, jnp.float32)
 
     return jax.tree.map(master, params, is_leaf=lambda node: nnx.is_nnx(node, "Variable"))
 
@@ -197,15 +188,15 @@ def _by_position(masters: PyTree, params: PyTree) -> dict[int, jax.Array]:
 
 
 def _of_others(path: KeyPath) -> ValueError:
-    where = path_name(path)
+    where = tree.path_name(path)
     return ValueError(f"`params` must keep its structure, got another at {where}. {_INITIALIZED}")
 
 
 def _of_other_dtype(path: KeyPath, param: Leaf, held: str) -> str:
     return (
         f"`params` must keep the dtypes that the state was initialized with, got {param.dtype} at "
-        f"{path_name(path)}, where the state holds {held}. Code that adds updates without a cast, "
-        "such as `eqx.apply_updates`, makes bfloat16 parameters float32: use "
+        f"{tree.path_name(path)}, where the state holds {held}. Code that adds updates without a "
+        "cast, such as `eqx.apply_updates`, makes bfloat16 parameters float32: use "
         f"`optax.apply_updates`. {_INITIALIZED}"
     )
 

@@ -7,24 +7,9 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
 
-from optax_lossscale._support.jaxprs import (
-    Equation,
-    Jaxpr,
-    inner_jaxprs,
-    read_by,
-    without_constants,
-)
+from optax_lossscale._support import jaxprs, primitives
+from optax_lossscale._support.jaxprs import Equation, Jaxpr
 from optax_lossscale._support.lines import source_of
-from optax_lossscale._support.primitives import (
-    CONDITIONAL,
-    CONVOLUTION,
-    KERNEL,
-    LINEAR_SOLVE,
-    LOOPS,
-    PRODUCTS,
-    SCALED_PRODUCT,
-    SCAN,
-)
 from optax_lossscale._support.tree import is_symbolic
 
 
@@ -47,7 +32,7 @@ def products_of(jaxpr: Jaxpr) -> list[Product]:
 
     For a conditional, these are the products of the branch with the most operations in their dtype.
     """
-    jaxpr = without_constants(jaxpr)
+    jaxpr = jaxprs.without_constants(jaxpr)
     return list(_products(jaxpr, [True] * len(jaxpr.outvars)))
 
 
@@ -66,12 +51,12 @@ def _products(
         results = [result in used for result in equation.outvars]
         if not any(results) and not equation.effects:
             continue
-        used.update(read_by([equation]))
+        used.update(jaxprs.read_by([equation]))
         name, path = equation.primitive.name, (equation, *within)
-        if name in PRODUCTS or name == SCALED_PRODUCT:
+        if name in primitives.PRODUCTS or name == primitives.SCALED_PRODUCT:
             lhs, rhs = (operand.aval for operand in equation.invars[:2])
             flops = 2 * math.prod(sizes_of(equation))
-            if name == CONVOLUTION:
+            if name == primitives.CONVOLUTION:
                 # The gradient of a strided convolution reads zeros between the elements.
                 flops //= math.prod(equation.params["lhs_dilation"])
             widest = max(lhs.dtype.itemsize, rhs.dtype.itemsize)
@@ -82,19 +67,19 @@ def _products(
         functions = _FUNCTIONS[name](equation.params) if name in _FUNCTIONS else None
         inside = [
             list(_products(inner, _used_of(inner, equation, results), times * runs, path))
-            for inner in functions or inner_jaxprs(equation)
+            for inner in functions or jaxprs.functions_in(equation.params)
         ]
-        yield from _largest(inside) if name == CONDITIONAL else itertools.chain(*inside)
+        yield from _largest(inside) if name == primitives.CONDITIONAL else itertools.chain(*inside)
 
 
 # How often an equation runs its functions, if not once.
 _RUNS: dict[str, Callable[[Mapping[str, Any]], int]] = {
-    SCAN: lambda params: params["length"],
-    KERNEL: lambda params: math.prod(params["grid_mapping"].grid),
+    primitives.SCAN: lambda params: params["length"],
+    primitives.KERNEL: lambda params: math.prod(params["grid_mapping"].grid),
 }
 # The functions that an equation runs, if not all that it contains.
 _FUNCTIONS: dict[str, Callable[[Mapping[str, Any]], list[Jaxpr]]] = {
-    LINEAR_SOLVE: lambda params: [params["jaxprs"].solve.jaxpr]
+    primitives.LINEAR_SOLVE: lambda params: [params["jaxprs"].solve.jaxpr]
 }
 
 
@@ -111,7 +96,7 @@ def _used_of(inner: Jaxpr, equation: Equation, is_used: list[bool]) -> list[bool
     if len(inner.outvars) != len(is_used):
         return [True] * len(inner.outvars)
     # Carried results, which have no extra axis, may be used by the next iteration of a loop.
-    is_loop = equation.primitive.name in LOOPS
+    is_loop = equation.primitive.name in primitives.LOOPS
     results = zip(is_used, inner.outvars, equation.outvars, strict=True)
     return [used or (is_loop and x.aval.ndim == y.aval.ndim) for used, x, y in results]
 
@@ -133,10 +118,8 @@ class ProductSizes(NamedTuple):
     contracted: int
 
 
-_SCALED_DIMENSIONS = (
-    ((2,), (2,)),
-    ((0,), (0,)),
-)  # of `SCALED_PRODUCT`, which has no parameter for them
+# Those of `SCALED_PRODUCT`, which has no parameter for them.
+_SCALED_DIMENSIONS = (((2,), (2,)), ((0,), (0,)))
 
 
 def sizes_of(equation: Equation) -> ProductSizes:
@@ -146,7 +129,7 @@ def sizes_of(equation: Equation) -> ProductSizes:
         [SHORTEST if is_symbolic(size) else size for size in x.aval.shape]
         for x in (*equation.invars[:2], equation.outvars[0])
     )
-    if equation.primitive.name == CONVOLUTION:
+    if equation.primitive.name == primitives.CONVOLUTION:
         numbers = params["dimension_numbers"]
         channels = rhs[numbers.rhs_spec[0]]
         positions = _product(result, but=[numbers.out_spec[1]])

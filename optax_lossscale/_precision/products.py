@@ -12,39 +12,15 @@ import jax
 import numpy as np
 from jax.extend.core import Literal, Var
 
-from optax_lossscale._precision.edits import (
-    conversion,
-    is_move,
-    memoized,
-    number_of_uses,
-    variable_like,
-    with_edited_functions,
-    with_equations,
-)
+from optax_lossscale._precision import edits
 from optax_lossscale._precision.matrix_products import SHORTEST, sizes_of
 from optax_lossscale._precision.residuals import with_fewer_residuals
-from optax_lossscale._support.jaxprs import (
-    Atom,
-    Equation,
-    Jaxpr,
-    inner_jaxprs,
-    operands_of_scan,
-    without_constants,
-)
+from optax_lossscale._support import jaxprs, primitives
+from optax_lossscale._support.jaxprs import Atom, Equation, Jaxpr
 from optax_lossscale._support.lines import is_users
-from optax_lossscale._support.primitives import (
-    CHECKPOINT_NAME,
-    CONDITIONAL,
-    DEVICE_MAPS,
-    PLAIN_CALLS,
-    PRODUCTS,
-    SCAN,
-    WHILE,
-)
 
 # The named scope of an inner `autocast` to float32. No scope of a user has this name.
 UNCAST_SCOPE = "optax_lossscale.autocast_float32"
-_FOLLOWED = PLAIN_CALLS | DEVICE_MAPS | {SCAN, CONDITIONAL}
 _KEPT_BY_INNER = "An inner `autocast` to float32 keeps it."
 _DEFAULT_PRECISION = (None, (jax.lax.Precision.DEFAULT, jax.lax.Precision.DEFAULT))
 _HALF_OR_FLOAT32 = frozenset(["float32", "float16", "bfloat16"])
@@ -55,15 +31,15 @@ def reason_not_to_follow(eqn: Equation) -> str:
     if _is_uncast(eqn):
         return _KEPT_BY_INNER
     name = eqn.primitive.name
-    if name in _FOLLOWED:
+    if name in primitives.FOLLOWED:
         return ""
-    if name == WHILE:
+    if name == primitives.WHILE:
         return (
             "It is inside a `while_loop`. Leave it so if a tolerance ends the loop, as in solvers: "
             "half precision may never reach it. If a count or a token does, as in decoders, wrap "
             "the functions that the loop calls in `autocast`."
         )
-    infos = [inner.debug_info for inner in inner_jaxprs(eqn)]
+    infos = [inner.debug_info for inner in jaxprs.functions_in(eqn.params)]
     names = [
         f"`{info.func_name}`"
         for info in infos
@@ -110,16 +86,16 @@ def _is_uncast(eqn: Equation) -> bool:
 
 def with_products_in(dtype: np.dtype, jaxpr: Jaxpr) -> Jaxpr:
     """Return a program with its products in `dtype`, or the same object if nothing changes."""
-    return _with_products_in(jaxpr, dtype, (False,) * len(without_constants(jaxpr).invars))
+    return _with_products_in(jaxpr, dtype, (False,) * len(jaxprs.without_constants(jaxpr).invars))
 
 
-@memoized
+@edits.memoized
 def _with_products_in(jaxpr: Jaxpr, dtype: np.dtype, is_fixed: tuple[bool, ...]) -> Jaxpr:
-    inner = without_constants(jaxpr)
+    inner = jaxprs.without_constants(jaxpr)
     if inner is not jaxpr:
         new = _with_products_in(inner, dtype, is_fixed)
         return jaxpr if new is inner else jaxpr.replace(jaxpr=new)
-    return with_equations(jaxpr, _Edit(dtype, jaxpr, is_fixed).edited())
+    return edits.with_equations(jaxpr, _Edit(dtype, jaxpr, is_fixed).edited())
 
 
 class _Edit:
@@ -135,11 +111,11 @@ class _Edit:
         return [new for eqn in self.jaxpr.eqns for new in self.edited_equation(eqn)]
 
     def edited_equation(self, eqn: Equation) -> list[Equation]:
-        if eqn.primitive.name in PRODUCTS:
+        if eqn.primitive.name in primitives.PRODUCTS:
             has_fixed_operand = any(_is_fixed(x, self.fixed) for x in eqn.invars[:2])
             stays = reason_not_to_cast(eqn, has_fixed_operand=has_fixed_operand)
             return [eqn] if stays else self.edited_product(eqn)
-        if eqn.primitive.name in _FOLLOWED:
+        if eqn.primitive.name in primitives.FOLLOWED:
             return [eqn if reason_not_to_follow(eqn) else self.edited_functions(eqn)]
         if eqn.invars and not isinstance(eqn.invars[0], Literal) and eqn.invars[0] in self.halves:
             return self.converted_back(eqn.replace(invars=[self.halves[eqn.invars[0]]]))
@@ -150,11 +126,11 @@ class _Edit:
 
         def edit(jaxpr: Jaxpr) -> Jaxpr:
             new = _with_products_in(jaxpr, self.dtype, is_fixed)
-            if eqn.primitive.name != SCAN or new is jaxpr:
+            if eqn.primitive.name != primitives.SCAN or new is jaxpr:
                 return new
-            return with_fewer_residuals(new, operands_of_scan(eqn).constants)
+            return with_fewer_residuals(new, jaxprs.operands_of_scan(eqn).constants)
 
-        return with_edited_functions(eqn, edit)
+        return edits.with_edited_functions(eqn, edit)
 
     def edited_product(self, eqn: Equation) -> list[Equation]:
         """Return conversions of the operands, the product, and the conversion of its result.
@@ -167,8 +143,8 @@ class _Edit:
         halves = [self.half(lhs), self.half(rhs)]
         params = eqn.params | {"preferred_element_type": self.dtype}
         return [
-            conversion(lhs, halves[0], beside=eqn),
-            conversion(rhs, halves[1], beside=eqn),
+            edits.conversion(lhs, halves[0], beside=eqn),
+            edits.conversion(rhs, halves[1], beside=eqn),
             *self.converted_back(eqn.replace(invars=[*halves, *rest], params=params)),
         ]
 
@@ -184,10 +160,10 @@ class _Edit:
         if result in self.named:
             self.halves[result] = half
             return [eqn]
-        return [eqn, conversion(half, result, beside=eqn)]
+        return [eqn, edits.conversion(half, result, beside=eqn)]
 
     def half(self, atom: Atom) -> Atom:
-        return variable_like(atom, self.dtype)
+        return edits.variable_like(atom, self.dtype)
 
 
 def _is_fixed(atom: Atom, fixed: AbstractSet[Var]) -> bool:
@@ -195,7 +171,7 @@ def _is_fixed(atom: Atom, fixed: AbstractSet[Var]) -> bool:
     return not np.shape(atom.val) if isinstance(atom, Literal) else atom in fixed
 
 
-@memoized
+@edits.memoized
 def _fixed_variables(jaxpr: Jaxpr, is_fixed: tuple[bool, ...]) -> frozenset[Var]:
     """Return the variables that depend on no argument and on no array that `fun` closes over.
 
@@ -208,8 +184,8 @@ def _fixed_variables(jaxpr: Jaxpr, is_fixed: tuple[bool, ...]) -> frozenset[Var]
             continue
         if all(_is_fixed(x, fixed) for x in eqn.invars):
             fixed.update(eqn.outvars)
-        elif eqn.primitive.name in PLAIN_CALLS | DEVICE_MAPS:
-            (inner,) = inner_jaxprs(eqn)
+        elif eqn.primitive.name in primitives.PLAIN_CALLS | primitives.DEVICE_MAPS:
+            (inner,) = jaxprs.functions_in(eqn.params)
             inside = _fixed_variables(inner, _fixed_inputs(eqn, fixed))
             pairs = zip(eqn.outvars, inner.outvars, strict=True)
             fixed.update(outer for outer, result in pairs if _is_fixed(result, inside))
@@ -219,20 +195,20 @@ def _fixed_variables(jaxpr: Jaxpr, is_fixed: tuple[bool, ...]) -> frozenset[Var]
 def _fixed_inputs(eqn: Equation, fixed: AbstractSet[Var]) -> tuple[bool, ...]:
     """Return, for each input of an equation's functions, whether it is fixed. Carries are not."""
     is_fixed = [_is_fixed(x, fixed) for x in eqn.invars]
-    if eqn.primitive.name == CONDITIONAL:
+    if eqn.primitive.name == primitives.CONDITIONAL:
         return tuple(is_fixed[1:])
-    if eqn.primitive.name == SCAN:
-        constants, carried, _ = operands_of_scan(eqn)
+    if eqn.primitive.name == primitives.SCAN:
+        constants, carried, _ = jaxprs.operands_of_scan(eqn)
         is_fixed[constants : constants + carried] = [False] * carried
     return tuple(is_fixed)
 
 
 def _named_variables(jaxpr: Jaxpr) -> set[Var]:
     """Return the variables whose only use is a `checkpoint_name`, directly or after moves."""
-    uses = number_of_uses(jaxpr)
+    uses = edits.number_of_uses(jaxpr)
     named: set[Var] = set()
     for eqn in reversed(jaxpr.eqns):
-        leads_to_name = is_move(eqn) and len(eqn.invars) == 1 and eqn.outvars[0] in named
-        if eqn.primitive.name == CHECKPOINT_NAME or leads_to_name:
+        leads_to_name = edits.is_move(eqn) and len(eqn.invars) == 1 and eqn.outvars[0] in named
+        if eqn.primitive.name == primitives.CHECKPOINT_NAME or leads_to_name:
             named.update(x for x in eqn.invars if not isinstance(x, Literal) and uses[x] == 1)
     return named

@@ -15,41 +15,12 @@ import jax.numpy as jnp
 from jax.extend import linear_util
 from jax.extend.core import Literal, Var
 
-from optax_lossscale._precision.edits import (
-    memoized,
-    with_edit,
-    with_edited_functions,
-    with_equations,
-)
-from optax_lossscale._support.jaxprs import (
-    Equation,
-    Jaxpr,
-    ScanOperands,
-    all_equations,
-    evaluate,
-    has_effects,
-    inner_jaxprs,
-    jaxprs_in,
-    operands_of_scan,
-    read_by,
-)
-from optax_lossscale._support.primitives import (
-    ARITHMETIC,
-    COMPARISONS,
-    CONDITIONAL,
-    CONVERSIONS,
-    CUSTOM_JVP,
-    CUSTOM_VJP,
-    DEVICE_MAPS,
-    ELEMENTARY,
-    LOOPS,
-    PLAIN_CALLS,
-    SCAN,
-    SHARD_MAP,
-)
+from optax_lossscale._precision import edits
+from optax_lossscale._support import jaxprs, primitives
+from optax_lossscale._support.jaxprs import Equation, Jaxpr, ScanOperands
 
 
-@memoized
+@edits.memoized
 def with_fewer_residuals(body: Jaxpr, constants: int) -> Jaxpr:
     """Return the body of a scan with fewer residuals.
 
@@ -58,24 +29,25 @@ def with_fewer_residuals(body: Jaxpr, constants: int) -> Jaxpr:
 
     def edit(body: Jaxpr) -> Jaxpr:
         # By a `jax.checkpoint` of its own, the program decides what is kept.
-        policies = (eqn.params.get("policy", _keeps_elementary) for eqn in all_equations(body))
-        if has_effects(body) or not all(policy in _POLICIES for policy in policies):
+        eqns = jaxprs.all_equations(body)
+        is_free = all(eqn.params.get("policy", _keeps_elementary) in _POLICIES for eqn in eqns)
+        if jaxprs.has_effects(body) or not is_free:
             return body
         keeping = _checkpointed(body, constants)
         repeating = _with_params(keeping, policy=_repeats_elementary)
         return repeating if _saves_enough(body, keeping, repeating) else keeping
 
-    return with_edit(edit, body)
+    return edits.with_edit(edit, body)
 
 
 def _keeps_elementary(primitive: Any, *avals: Any, **params: Any) -> bool:
     """Return whether a result is kept for the backward pass. A policy for `jax.checkpoint`."""
-    return _is_kept(ARITHMETIC, primitive, avals, params)
+    return _is_kept(primitives.ARITHMETIC, primitive, avals, params)
 
 
 def _repeats_elementary(primitive: Any, *avals: Any, **params: Any) -> bool:
     """Return whether a result is kept, if elementary functions are repeated. A policy."""
-    return _is_kept(ARITHMETIC | ELEMENTARY, primitive, avals, params)
+    return _is_kept(primitives.ARITHMETIC | primitives.ELEMENTARY, primitive, avals, params)
 
 
 _POLICIES = (_keeps_elementary, _repeats_elementary)
@@ -85,16 +57,17 @@ def _is_kept(
     repeated: frozenset[str], primitive: Any, avals: Iterable[Any], params: Mapping[str, Any]
 ) -> bool:
     """Return whether a result is kept, if operations in `repeated` are repeated."""
-    if primitive.name in COMPARISONS:  # of floats, it needs one byte, and its operands at least 8
+    if primitive.name in primitives.COMPARISONS:
+        # For floats, the result needs one byte, and the operands at least eight.
         return any(jnp.issubdtype(aval.dtype, jnp.floating) for aval in avals)
     return not _is_repeated(repeated, primitive, params)
 
 
 def _is_repeated(repeated: frozenset[str], primitive: Any, params: Mapping[str, Any]) -> bool:
-    if primitive.name not in PLAIN_CALLS | {CUSTOM_JVP}:
+    if primitive.name not in primitives.PLAIN_CALLS | {primitives.CUSTOM_JVP}:
         return primitive.name in repeated
     # A function without equations may be `_keep`.
-    eqns = [eqn for jaxpr in jaxprs_in(params) for eqn in jaxpr.eqns]
+    eqns = [eqn for jaxpr in jaxprs.functions_in(params) for eqn in jaxpr.eqns]
     return bool(eqns) and all(_is_repeated(repeated, eqn.primitive, eqn.params) for eqn in eqns)
 
 
@@ -120,11 +93,11 @@ def _elementary_results(jaxpr: Jaxpr) -> int:
     elements = 0
     for eqn in jaxpr.eqns:
         name, params = eqn.primitive.name, eqn.params
-        if name in ELEMENTARY:
+        if name in primitives.ELEMENTARY:
             elements += eqn.outvars[0].aval.size
-        elif name in _FOLLOWED | {CUSTOM_JVP, SCAN}:
-            times = params["mesh"].size if name == SHARD_MAP else params.get("length", 1)
-            elements += times * sum(_elementary_results(inner) for inner in inner_jaxprs(eqn))
+        elif name in primitives.FOLLOWED | {primitives.CUSTOM_JVP}:
+            times = params["mesh"].size if name == primitives.SHARD_MAP else params.get("length", 1)
+            elements += times * sum(map(_elementary_results, jaxprs.functions_in(params)))
     return elements
 
 
@@ -132,7 +105,7 @@ def _bytes_kept(jaxpr: Jaxpr) -> int:
     """Return how many bytes the derivative of a program keeps, including inputs."""
 
     def derivative(*args: Any) -> Any:
-        return jax.vjp(functools.partial(evaluate, jaxpr), *args)[1]
+        return jax.vjp(functools.partial(jaxprs.evaluate, jaxpr), *args)[1]
 
     avals = [x.aval for x in jaxpr.constvars], *(x.aval for x in jaxpr.invars)
     return sum(
@@ -180,11 +153,7 @@ def _with_params(checkpointed: Jaxpr, **params: Any) -> Jaxpr:
     return checkpointed.replace(eqns=[eqn.replace(params=eqn.params | params)])
 
 
-# Equations that run their functions under the policy of the checkpoint around them.
-_FOLLOWED = PLAIN_CALLS | DEVICE_MAPS | {CONDITIONAL}
-
-
-@memoized
+@edits.memoized
 def _with_kept_loops(jaxpr: Jaxpr) -> Jaxpr:
     """Return a program that keeps the results of its loops, and the carries of its scans.
 
@@ -196,19 +165,19 @@ def _with_kept_loops(jaxpr: Jaxpr) -> Jaxpr:
         name = eqn.primitive.name
         if name in _RULES:
             return [_with_kept_rule(eqn)]
-        if name in _FOLLOWED:
-            return [with_edited_functions(eqn, _with_kept_loops)]
-        if name == SCAN:
-            eqn = with_edited_functions(eqn, _with_kept_carries, operands_of_scan(eqn))
-        return _with_kept_results(eqn) if name in LOOPS else [eqn]
+        if name == primitives.SCAN:
+            eqn = edits.with_edited_functions(eqn, _with_kept_carries, jaxprs.operands_of_scan(eqn))
+        elif name in primitives.FOLLOWED:  # under the policy of the checkpoint around it
+            eqn = edits.with_edited_functions(eqn, _with_kept_loops)
+        return _with_kept_results(eqn) if name in primitives.LOOPS else [eqn]
 
     def edit(jaxpr: Jaxpr) -> Jaxpr:
-        return with_equations(jaxpr, [new for eqn in jaxpr.eqns for new in edited(eqn)])
+        return edits.with_equations(jaxpr, [new for eqn in jaxpr.eqns for new in edited(eqn)])
 
-    return with_edit(edit, jaxpr)
+    return edits.with_edit(edit, jaxpr)
 
 
-@memoized
+@edits.memoized
 def _with_kept_carries(body: Jaxpr, operands: ScanOperands) -> Jaxpr:
     """Return the body of a scan in the body of another. It keeps its carries."""
 
@@ -221,7 +190,8 @@ def _with_kept_carries(body: Jaxpr, operands: ScanOperands) -> Jaxpr:
         carries = inside.invars[first : first + operands.carried]
         # An operand of a half-precision product needs two bytes, and the carry four.
         inside = _with_kept(
-            inside, lambda eqn: eqn.primitive.name in CONVERSIONS and eqn.invars[0] in carries
+            inside,
+            lambda eqn: eqn.primitive.name in primitives.CONVERSIONS and eqn.invars[0] in carries,
         )
         new = {x: Var(x.aval) for x in carries}
         kept = [_kept_as(new[x], x, beside=inside.eqns[0]) for x in carries]
@@ -230,7 +200,7 @@ def _with_kept_carries(body: Jaxpr, operands: ScanOperands) -> Jaxpr:
         # The checkpoint around has a policy that keeps as much or more.
         return _with_params(checkpointed, jaxpr=inside, policy=_repeats_elementary)
 
-    return with_edit(edit, body)
+    return edits.with_edit(edit, body)
 
 
 def _with_kept_invariants(body: Jaxpr, constants: int) -> Jaxpr:
@@ -241,17 +211,17 @@ def _with_kept_invariants(body: Jaxpr, constants: int) -> Jaxpr:
     variables = set(body.invars[constants:])
 
     def is_kept(eqn: Equation) -> bool:
-        if not variables.isdisjoint(read_by([eqn])):
+        if not variables.isdisjoint(jaxprs.read_by([eqn])):
             variables.update(eqn.outvars)
             return False
-        return not _is_repeated(ARITHMETIC, eqn.primitive, eqn.params)
+        return not _is_repeated(primitives.ARITHMETIC, eqn.primitive, eqn.params)
 
     return _with_kept(body, is_kept)
 
 
 # Functions with a custom derivative, and the parameter that traces their rule. These parameters
 # are undocumented, and so is `wrap_init` (the same in jax 0.7.0, 0.10.2 and 0.12.0).
-_RULES = {CUSTOM_JVP: "jvp_jaxpr_fun", CUSTOM_VJP: "fwd_jaxpr_thunk"}
+_RULES = {primitives.CUSTOM_JVP: "jvp_jaxpr_fun", primitives.CUSTOM_VJP: "fwd_jaxpr_thunk"}
 
 
 def _with_kept_rule(eqn: Equation) -> Equation:
@@ -269,10 +239,10 @@ def _with_kept_rule(eqn: Equation) -> Equation:
     return eqn.replace(params=eqn.params | {name: wrapped})
 
 
-@memoized
+@edits.memoized
 def _with_kept_outputs(jaxpr: Jaxpr, number: int | None) -> Jaxpr:
     """Return a program that keeps its first `number` results, if it has a loop."""
-    if not any(eqn.primitive.name in LOOPS for eqn in all_equations(jaxpr)):
+    if not any(eqn.primitive.name in primitives.LOOPS for eqn in jaxprs.all_equations(jaxpr)):
         return jaxpr
     outputs = {x for x in jaxpr.outvars[:number] if not isinstance(x, Literal)}
     return _with_kept(jaxpr, lambda eqn: not outputs.isdisjoint(eqn.outvars))
@@ -283,7 +253,7 @@ def _with_kept(jaxpr: Jaxpr, is_kept: Callable[[Equation], bool]) -> Jaxpr:
     eqns: list[Equation] = []
     for eqn in jaxpr.eqns:
         eqns += _with_kept_results(eqn) if is_kept(eqn) else [eqn]
-    return with_equations(jaxpr, eqns)
+    return edits.with_equations(jaxpr, eqns)
 
 
 def _with_kept_results(eqn: Equation) -> list[Equation]:

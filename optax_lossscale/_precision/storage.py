@@ -14,36 +14,9 @@ import jax
 import numpy as np
 from jax.extend.core import Literal, Var
 
-from optax_lossscale._precision.edits import (
-    conversion,
-    is_move,
-    manual_axes_of,
-    memoized,
-    number_of_uses,
-    propagated,
-    renamed,
-    variable_like,
-    with_edit,
-    with_edited_functions,
-)
-from optax_lossscale._support.jaxprs import (
-    Atom,
-    Equation,
-    Jaxpr,
-    inner_jaxprs,
-    operands_of_scan,
-    variables,
-    without_constants,
-)
-from optax_lossscale._support.primitives import (
-    CONVERSION,
-    LOOKUPS,
-    PASSED,
-    PLAIN_CALLS,
-    SCAN,
-    SHARD_MAP,
-    STOP_GRADIENT,
-)
+from optax_lossscale._precision import edits
+from optax_lossscale._support import jaxprs, primitives
+from optax_lossscale._support.jaxprs import Atom, Equation, Jaxpr
 from optax_lossscale._support.tree import HALF
 
 
@@ -53,13 +26,13 @@ def with_stored_inputs(jaxpr: Jaxpr) -> Jaxpr:
     `jaxpr` reads each input in half precision by one conversion. If such an input is a result, it
     is returned in the dtype that it is stored in.
     """
-    return with_edit(_with_moved_conversions, jaxpr)
+    return edits.with_edit(_with_moved_conversions, jaxpr)
 
 
 def _with_moved_conversions(jaxpr: Jaxpr) -> Jaxpr:
     wide = _as_read(jaxpr)
-    rest = [eqn for eqn in jaxpr.eqns if wide.keys().isdisjoint(variables(eqn.invars))]
-    in_float32 = jaxpr.replace(invars=renamed(jaxpr.invars, wide), eqns=rest)
+    rest = [eqn for eqn in jaxpr.eqns if wide.keys().isdisjoint(jaxprs.variables(eqn.invars))]
+    in_float32 = jaxpr.replace(invars=edits.renamed(jaxpr.invars, wide), eqns=rest)
     results = list(jaxpr.outvars)
     stops: list[Equation] = []
     for index, returned in enumerate(_returned_inputs(in_float32)):
@@ -79,7 +52,7 @@ def _as_read(jaxpr: Jaxpr) -> dict[Atom, Atom]:
     return {
         eqn.invars[0]: eqn.outvars[0]
         for eqn in jaxpr.eqns
-        if not stored.isdisjoint(variables(eqn.invars))
+        if not stored.isdisjoint(jaxprs.variables(eqn.invars))
     }
 
 
@@ -99,11 +72,11 @@ def _returned_inputs(jaxpr: Jaxpr) -> list[_Returned | None]:
 
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        if name == STOP_GRADIENT and (source := find(eqn.invars[0])):
+        if name == primitives.STOP_GRADIENT and (source := find(eqn.invars[0])):
             known[eqn.outvars[0]] = source._replace(stop=eqn)
         if name not in _ENTERED:
             continue
-        (inner,) = inner_jaxprs(eqn)
+        (inner,) = jaxprs.functions_in(eqn.params)
         for index, returned in enumerate(_returned_inputs(inner)):
             if returned is None or not _is_whole(eqn, returned.position, index):
                 continue
@@ -115,7 +88,7 @@ def _returned_inputs(jaxpr: Jaxpr) -> list[_Returned | None]:
 def _is_whole(call: Equation, operand: int, result: int) -> bool:
     """Return whether a call that returns this operand returns the same array to its caller."""
     params = call.params
-    if call.primitive.name == SHARD_MAP:
+    if call.primitive.name == primitives.SHARD_MAP:
         return params["in_specs"][operand] == params["out_specs"][result]
     if "out_shardings" in params:  # a `jit` may give it another sharding
         shardings = params["in_shardings"][operand], params["out_shardings"][result]
@@ -124,17 +97,17 @@ def _is_whole(call: Equation, operand: int, result: int) -> bool:
 
 
 # Calls that can convert an operand inside.
-_ENTERED = PLAIN_CALLS | {SHARD_MAP}
+_ENTERED = primitives.PLAIN_CALLS | {primitives.SHARD_MAP}
 # For each operand, the dtype that it is stored in, or None if it is passed unchanged.
 _Stored: TypeAlias = tuple[np.dtype | None, ...]
 
 
-@memoized
+@edits.memoized
 def _with_stored_operands(jaxpr: Jaxpr, stored: _Stored) -> Jaxpr:
     """Return a function that takes some of its float32 inputs in the dtypes they are stored in."""
-    pairs = list(zip(without_constants(jaxpr).invars, stored, strict=True))
-    inputs = [x if dtype is None else variable_like(x, dtype) for x, dtype in pairs]
-    return with_edit(lambda inner: _Edit(inner, inputs).edited(), jaxpr)
+    pairs = list(zip(jaxprs.without_constants(jaxpr).invars, stored, strict=True))
+    inputs = [x if dtype is None else edits.variable_like(x, dtype) for x, dtype in pairs]
+    return edits.with_edit(lambda inner: _Edit(inner, inputs).edited(), jaxpr)
 
 
 class _Edit:
@@ -144,7 +117,7 @@ class _Edit:
         self.jaxpr, self.inputs = jaxpr, inputs
         pairs = zip(jaxpr.invars, inputs, strict=True)
         self.stored: dict[Atom, Atom] = {wide: half for wide, half in pairs if wide is not half}
-        self.uses = number_of_uses(jaxpr)
+        self.uses = edits.number_of_uses(jaxpr)
         self.converted: set[Atom] = set()
 
     def edited(self) -> Jaxpr:
@@ -164,17 +137,17 @@ class _Edit:
             dtypes = {half.aval.dtype for half in halves.values()}
             if len(halves) == len(operands) and len(dtypes) == 1:
                 taken |= halves
-                self.stored |= {x: variable_like(x, *dtypes) for x in results}
+                self.stored |= {x: edits.variable_like(x, *dtypes) for x in results}
         taken |= {x: half for x in _entered_operands(eqn) if (half := self.only_use(x))}
-        rest = [x for x in variables(eqn.invars) if x not in taken]
+        rest = [x for x in jaxprs.variables(eqn.invars) if x not in taken]
         conversions = self.conversions(rest, beside=eqn)
         if not taken:
             return [*conversions, eqn]
-        invars = renamed(eqn.invars, taken)
+        invars = edits.renamed(eqn.invars, taken)
         pairs = zip(invars, eqn.invars, strict=True)
         stored = tuple(None if x is wide else x.aval.dtype for x, wide in pairs)
-        eqn = with_edited_functions(eqn, _with_stored_operands, stored)
-        outvars = renamed(eqn.outvars, self.stored)
+        eqn = edits.with_edited_functions(eqn, _with_stored_operands, stored)
+        outvars = edits.renamed(eqn.outvars, self.stored)
         return [*conversions, eqn.replace(invars=invars, outvars=outvars)]
 
     def only_use(self, atom: Atom) -> Atom | None:
@@ -185,9 +158,9 @@ class _Edit:
 
     def conversions(self, atoms: Iterable[Atom], beside: Equation) -> list[Equation]:
         """Return the conversions of stored variables that are not converted yet."""
-        new = [x for x in variables(atoms) if x in self.stored and x not in self.converted]
+        new = [x for x in jaxprs.variables(atoms) if x in self.stored and x not in self.converted]
         self.converted.update(new)
-        return [conversion(self.stored[x], x, self.in_mesh_of(x, beside)) for x in new]
+        return [edits.conversion(self.stored[x], x, self.in_mesh_of(x, beside)) for x in new]
 
     def in_mesh_of(self, x: Atom, beside: Equation) -> Equation:
         """Return an equation under the mesh of a variable, with its other properties from `beside`.
@@ -206,22 +179,25 @@ def _passed_elements(eqn: Equation) -> list[tuple[Sequence[Atom], Sequence[Atom]
 
     Its transpose then adds no cotangents, except zeros.
     """
-    is_passed = eqn.primitive.name in PASSED
+    is_passed = eqn.primitive.name in primitives.PASSED
     if is_passed and len(eqn.invars) == len(eqn.outvars):  # each operand for itself
         return [([x], [y]) for x, y in zip(eqn.invars, eqn.outvars, strict=True)]
-    return [(eqn.invars, eqn.outvars)] if is_passed or is_move(eqn) else []
+    return [(eqn.invars, eqn.outvars)] if is_passed or edits.is_move(eqn) else []
 
 
 def _entered_operands(eqn: Equation) -> Sequence[Atom]:
     """Return the operands that an equation can convert inside its function."""
     name = eqn.primitive.name
-    if not any(inner.eqns for inner in inner_jaxprs(eqn)):
+    if not any(inner.eqns for inner in jaxprs.functions_in(eqn.params)):
         return []
-    if name == SCAN:
-        return eqn.invars[len(eqn.invars) - operands_of_scan(eqn).scanned :]
-    if name == SHARD_MAP and not eqn.params["check_vma"]:
+    if name == primitives.SCAN:
+        return eqn.invars[len(eqn.invars) - jaxprs.operands_of_scan(eqn).scanned :]
+    if name == primitives.SHARD_MAP and not eqn.params["check_vma"]:
         # Its transpose adds the cotangents of devices that share an operand, in its stored dtype.
-        pairs, axes = zip(eqn.invars, eqn.params["in_specs"], strict=True), manual_axes_of(eqn)
+        pairs, axes = (
+            zip(eqn.invars, eqn.params["in_specs"], strict=True),
+            edits.manual_axes_of(eqn),
+        )
         return [x for x, spec in pairs if axes <= {*jax.tree.leaves([*spec])}]
     return eqn.invars if name in _ENTERED else []
 
@@ -237,15 +213,16 @@ def lookups_in_half(jaxpr: Jaxpr) -> list[tuple[Equation, ...]]:
     def is_half(path: tuple[Equation, ...], sources: Sequence[bool | None]) -> list[bool | None]:
         """Return whether stored results are cast back. None is for results that are not stored."""
         eqn, name = path[0], path[0].primitive.name
-        if name in LOOKUPS and sources[0]:
+        if name in primitives.LOOKUPS and sources[0]:
             found.append(path)
-        if name == CONVERSION and sources != [None]:
+        if name == primitives.CONVERSION and sources != [None]:
             return [eqn.outvars[0].aval.dtype in HALF]
-        if None not in sources and (is_move(eqn) or name in PASSED - {STOP_GRADIENT}):
+        is_passed = edits.is_move(eqn) or name in primitives.PASSED - {primitives.STOP_GRADIENT}
+        if is_passed and None not in sources:
             return [any(sources)] * len(eqn.outvars)
         return [None] * len(eqn.outvars)
 
-    inner = without_constants(jaxpr)
+    inner = jaxprs.without_constants(jaxpr)
     stored = _as_read(inner)
-    propagated(inner, [True if x in stored else None for x in inner.invars], is_half)
+    edits.propagated(inner, [True if x in stored else None for x in inner.invars], is_half)
     return found

@@ -101,17 +101,11 @@ def variables(atoms: Iterable[Atom]) -> dict[Atom, None]:
 
 def read_by(equations: Iterable[Equation]) -> dict[Atom, None]:
     """Return the variables that equations read, without duplicates, in order."""
-    atoms = (atom for equation in equations for atom in equation.invars)
-    return dict.fromkeys(atom for atom in atoms if not isinstance(atom, Literal))
+    return variables(atom for equation in equations for atom in equation.invars)
 
 
-def inner_jaxprs(equation: Equation) -> Iterator[Jaxpr]:
-    """Return the jaxprs of the functions that an equation calls, without their constants."""
-    return jaxprs_in(equation.params)
-
-
-def jaxprs_in(params: Mapping[str, Any]) -> Iterator[Jaxpr]:
-    """Yield the jaxprs among the parameters of an equation, without their constants."""
+def functions_in(params: Mapping[str, Any]) -> Iterator[Jaxpr]:
+    """Yield the functions among the parameters of an equation, without their constants."""
     for param in jax.tree.leaves(params, is_leaf=holds_equations):
         if holds_equations(param):
             yield without_constants(param)
@@ -121,7 +115,7 @@ def all_equations(jaxpr: Jaxpr) -> Iterator[Equation]:
     """Yield the equations of a program, and of all functions in it."""
     for equation in jaxpr.eqns:
         yield equation
-        for inner in inner_jaxprs(equation):
+        for inner in functions_in(equation.params):
             yield from all_equations(inner)
 
 
@@ -154,7 +148,7 @@ def operands_of_scan(equation: Equation) -> ScanOperands:
     They are derived from shapes, since versions of JAX name these parameters differently. Scanned
     and stacked arrays have one axis more outside the body than inside.
     """
-    (body,) = inner_jaxprs(equation)
+    (body,) = functions_in(equation.params)
 
     def count_whole(inside: Sequence[Atom], outside: Sequence[Atom]) -> int:
         pairs = zip(inside, outside, strict=True)

@@ -28,6 +28,9 @@ CALLS = PLAIN_CALLS | CUSTOM_DERIVATIVES
 SHARD_MAP = "shard_map"
 DEVICE_MAPS = frozenset([SHARD_MAP, "xla_pmap"])
 
+# Programs are edited inside the functions that these call.
+FOLLOWED = PLAIN_CALLS | DEVICE_MAPS | {SCAN, CONDITIONAL}
+
 # On the NaN of a skipped step, these may not return, or may have effects. LAPACK's
 # routines for eigenvalues and singular values iterate until they converge.
 LOOPS_AND_CALLBACKS = frozenset([WHILE, "eig", "eigh", "schur", "svd", "pure_callback", "ffi_call"])
@@ -35,7 +38,7 @@ LOOPS_AND_CALLBACKS = frozenset([WHILE, "eig", "eigh", "schur", "svd", "pure_cal
 # What runs a function several times.
 LOOPS = frozenset([SCAN, WHILE])
 
-# These only move elements, if the result is as large as the operands: see `jaxprs.is_move`.
+# These only move elements, if the result is as large as the operands: see `edits.is_move`.
 MOVES = frozenset(
     [
         *("broadcast_in_dim", "concatenate", "copy", "reshape", "rev"),

@@ -1,18 +1,11 @@
 """The type of the wrappers in this library."""
 
+from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 import optax
 
 State_co = TypeVar("State_co", covariant=True)
-
-
-class Init(Protocol[State_co]):
-    """The `init` of a gradient transformation."""
-
-    def __call__(self, params: optax.Params) -> State_co:
-        """Return the state before the first step."""
-        ...
 
 
 class Update(Protocol[State_co]):
@@ -33,5 +26,5 @@ class Transformation(optax.GradientTransformationExtraArgs, Generic[State_co]):
     """A gradient transformation whose state has a known type, so that editors know its fields."""
 
     # These narrow the types of the base class, which pyright does not allow for a NamedTuple.
-    init: Init[State_co]  # pyright: ignore[reportIncompatibleVariableOverride]
+    init: Callable[[optax.Params], State_co]  # pyright: ignore[reportIncompatibleVariableOverride]
     update: Update[State_co]  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -17,16 +17,9 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import Literal, Var
 
+from optax_lossscale._support import jaxprs
 from optax_lossscale._support.choose import constant_if_skipped, zeros_if_skipped
-from optax_lossscale._support.jaxprs import (
-    Equation,
-    Jaxpr,
-    all_equations,
-    evaluate,
-    has_effects,
-    read_by,
-    traced,
-)
+from optax_lossscale._support.jaxprs import Equation, Jaxpr
 from optax_lossscale._support.nnx import is_write_error
 from optax_lossscale._support.primitives import LOOPS_AND_CALLBACKS
 from optax_lossscale._support.tree import Flag, PyTree, is_selectable
@@ -55,7 +48,7 @@ def replay(
         raise CannotReplayError
     try:
         # The results are reversed, so that both trees begin with the state.
-        closed, inputs, join = traced(
+        closed, inputs, join = jaxprs.traced(
             lambda both: step(*both[::-1])[::-1], (state, grads), is_selectable
         )
     except Exception as error:
@@ -63,8 +56,8 @@ def replay(
             raise CannotReplayError from error
         raise
     old = [leaf for leaf in jax.tree.leaves(state) if is_selectable(leaf)]
-    names = (eqn.primitive.name for eqn in all_equations(closed.jaxpr))
-    needs_zeros = has_effects(closed.jaxpr) or not LOOPS_AND_CALLBACKS.isdisjoint(names)
+    names = (eqn.primitive.name for eqn in jaxprs.all_equations(closed.jaxpr))
+    needs_zeros = jaxprs.has_effects(closed.jaxpr) or not LOOPS_AND_CALLBACKS.isdisjoint(names)
     given = inputs[len(old) :]
     given = zeros_if_skipped(applied, given) if needs_zeros else given
     early = {} if needs_zeros else _leaves_read_later(closed.jaxpr, len(old))
@@ -87,14 +80,14 @@ def _evaluate(
     """
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
     returned = {var for var in jaxpr.outvars if not isinstance(var, Literal)}
-    read = returned | read_by(jaxpr.eqns).keys()
+    read = returned | jaxprs.read_by(jaxpr.eqns).keys()
     chosen: dict[int, jax.Array] = {}
     for eqns, ends in _pieces(jaxpr.eqns, early):
         made = [var for eqn in eqns for var in eqn.outvars if var in read]
-        needed = [var for var in read_by(eqns) if var in values]
+        needed = [var for var in jaxprs.read_by(eqns) if var in values]
         # Evaluating a jaxpr keeps the contexts and names of its equations.
         piece = jaxpr.replace(constvars=[], invars=needed, outvars=made, eqns=eqns)
-        values.update(zip(made, evaluate(piece, [], *map(values.get, needed)), strict=True))
+        values.update(zip(made, jaxprs.evaluate(piece, [], *map(values.get, needed)), strict=True))
         for var in ends:
             leaf = early[var]
             choice = jnp.where(applied, values[var], old[leaf])
@@ -125,7 +118,7 @@ def _pieces(
 
 def _leaves_read_later(jaxpr: Jaxpr, leaves: int) -> dict[Var, int]:
     """Return variables and positions of the new leaves, except scalars, that equations read."""
-    made = {var for eqn in jaxpr.eqns for var in eqn.outvars}.intersection(read_by(jaxpr.eqns))
+    made = {var for eqn in jaxpr.eqns for var in eqn.outvars} & jaxprs.read_by(jaxpr.eqns).keys()
     found: dict[Var, int] = {}
     for leaf, var in enumerate(jaxpr.outvars[:leaves]):
         if not isinstance(var, Literal) and var in made and var.aval.shape:
