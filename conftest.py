@@ -33,6 +33,15 @@ if WITHOUT_XLA:
     importlib.import_module("optax_lossscale._xla").enabled = False
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile a program once for all files, workers and runs. `--cache-clear` forgets them."""
+    cache = getattr(config, "cache", None)
+    if IS_QUICK and cache:
+        jax.config.update("jax_compilation_cache_dir", str(cache.mkdir("jax")))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
 def _run(example: Example) -> None:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
