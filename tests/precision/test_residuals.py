@@ -286,7 +286,10 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(name, marks=() if name == "in a jit" else pytest.mark.slow) for name in PLACES],
+)
 def test_a_gradient_has_no_more_loops_than_without_autocast(place):
     for loop in (looped, scanned):
         functions = {
@@ -297,8 +300,8 @@ def test_a_gradient_has_no_more_loops_than_without_autocast(place):
             "the rule for tangents": with_tangent_rule(jnp.cos, loop),
             "an optimized rule": with_rule(loop, loop, jnp.cos, optimize_remat=True),
         }
-        for where, fun in functions.items():
-            fun = PLACES[place](fun)  # noqa: PLW2901
+        for where in functions if place == "directly" else ("all", "no rule"):
+            fun = PLACES[place](functions[where])
 
             def layer(x, w, fun=fun):
                 return jnp.tanh(fun(jax.nn.gelu(x @ w)) @ w)
@@ -418,13 +421,7 @@ def test_a_transformer_keeps_less_than_in_half_precision_by_hand(activation, att
     assert kept[0] < share * kept[1]
 
 
-def checked(loss, *args):
-    with jax.enable_checks(True), jax.checking_leaks():
-        return jax.grad(loss)(*args)
-
-
 TRANSFORMS = {
-    "checked": checked,
     "forward mode": lambda loss, *args: jax.jvp(loss, args, args),
     "second derivative": lambda loss, *args: jax.jvp(jax.grad(loss), args, args),
     "batched": lambda loss, ws, x: jax.grad(lambda xs: jnp.sum(jax.vmap(loss, (None, 0))(ws, xs)))(
@@ -436,19 +433,26 @@ TRANSFORMS = {
 }
 
 
+def with_loops(x, w):
+    return scanned(jax.nn.gelu(x @ w)) * lax.stop_gradient(looped(x))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_scan_with_loops_inside_can_be_transformed(name):
-    def layer(x, w):
-        return scanned(jax.nn.gelu(x @ w)) * lax.stop_gradient(looped(x))
-
     args = normal(W) / 4, normal(X, seed=1)
-    losses = ols.autocast(loss_of(layer), BF16), loss_of(ols.autocast(layer, BF16))
+    losses = ols.autocast(loss_of(with_loops), BF16), loss_of(ols.autocast(with_loops, BF16))
     ours, by_jax = (functools.partial(TRANSFORMS[name], loss) for loss in losses)
     with jax.disable_jit():
         assert_same_bits(ours(*args), by_jax(*args))
     counts = [primitives(jax.make_jaxpr(fun)(*args).jaxpr) for fun in (ours, by_jax)]
     assert counts[0]["while"] == counts[1]["while"] > 0
+
+
+@pytest.mark.slow
+def test_the_program_of_a_scan_with_loops_inside_passes_jaxs_own_checks():
+    with jax.enable_checks(True), jax.checking_leaks():
+        jax.make_jaxpr(jax.grad(ols.autocast(loss_of(with_loops), BF16)))(W, X)
 
 
 def test_a_body_without_a_derivative_runs():
