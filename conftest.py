@@ -34,12 +34,17 @@ if WITHOUT_XLA:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compile a program once for all files, workers and runs. `--cache-clear` forgets them."""
+    """Compile a program once for all files, processes and runs. `--cache-clear` forgets them."""
     cache = getattr(config, "cache", None)
     if IS_QUICK and cache:
-        jax.config.update("jax_compilation_cache_dir", str(cache.mkdir("jax")))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        options = {
+            "jax_compilation_cache_dir": str(cache.mkdir("jax")),
+            "jax_persistent_cache_min_compile_time_secs": 0,
+            "jax_persistent_cache_min_entry_size_bytes": -1,
+        }
+        for option, value in options.items():
+            jax.config.update(option, value)
+            os.environ[option.upper()] = str(value)  # for processes that a test starts
 
 
 def _run(example: Example) -> None:
