@@ -65,7 +65,10 @@ def propagated(
 def with_edit(edit: Callable[[Jaxpr], Jaxpr], jaxpr: Jaxpr) -> Jaxpr:
     """Return `edit(jaxpr)`, where `edit` is given the jaxpr without its constants."""
     inner = jaxprs.without_constants(jaxpr)
-    return edit(jaxpr) if inner is jaxpr else jaxpr.replace(jaxpr=edit(inner))
+    new = edit(inner)
+    if new is inner:
+        return jaxpr
+    return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
 
 
 def with_equations(jaxpr: Jaxpr, equations: list[Equation]) -> Jaxpr:

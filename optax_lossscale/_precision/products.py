@@ -91,11 +91,7 @@ def with_products_in(dtype: np.dtype, jaxpr: Jaxpr) -> Jaxpr:
 
 @edits.memoized
 def _with_products_in(jaxpr: Jaxpr, dtype: np.dtype, is_fixed: tuple[bool, ...]) -> Jaxpr:
-    inner = jaxprs.without_constants(jaxpr)
-    if inner is not jaxpr:
-        new = _with_products_in(inner, dtype, is_fixed)
-        return jaxpr if new is inner else jaxpr.replace(jaxpr=new)
-    return edits.with_equations(jaxpr, _Edit(dtype, jaxpr, is_fixed).edited())
+    return edits.with_edit(lambda inner: _Edit(dtype, inner, is_fixed).edited(), jaxpr)
 
 
 class _Edit:
@@ -107,8 +103,9 @@ class _Edit:
         self.named = _named_variables(jaxpr)
         self.halves: dict[Atom, Atom] = {}  # of results that are converted back after their names
 
-    def edited(self) -> list[Equation]:
-        return [new for eqn in self.jaxpr.eqns for new in self.edited_equation(eqn)]
+    def edited(self) -> Jaxpr:
+        eqns = [new for eqn in self.jaxpr.eqns for new in self.edited_equation(eqn)]
+        return edits.with_equations(self.jaxpr, eqns)
 
     def edited_equation(self, eqn: Equation) -> list[Equation]:
         if eqn.primitive.name in primitives.PRODUCTS:
