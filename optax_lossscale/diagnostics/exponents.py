@@ -236,10 +236,8 @@ def suggest_loss_scale(
 
 
 def _histogram_of(exponents: GradientExponents) -> np.ndarray:
-    remedy = "Return them from the compiled step first."
-    checks.require_values("exponents", exponents, remedy)
-    remedy = "Use `gradient_exponents`."
-    checks.read_state(exponents, GradientExponents, "exponents", remedy)
+    checks.require_values("exponents", exponents, "Return them from the compiled step first.")
+    checks.read_state(exponents, GradientExponents, "exponents", "Use `gradient_exponents`.")
     histogram = np.asarray(exponents.histogram)
     if histogram.shape != EXPONENTS.shape:
         raise ValueError(

@@ -8,7 +8,6 @@ import optax
 from jax.tree_util import DictKey, GetAttrKey
 
 from optax_lossscale._state import increment, public_state
-from optax_lossscale._support import checks
 from optax_lossscale._support.tree import Leaf, PyTree, at_least_float32, is_inexact, path_name
 
 
@@ -140,7 +139,7 @@ def averaged(momentum: float, overwrite_frequency: int | None) -> optax.Gradient
 
 def accumulated(tx: optax.GradientTransformation, steps: int) -> optax.GradientTransformation:
     """Return `tx`, updated once in `steps` steps, with the mean of their gradients."""
-    multi_steps = checks.read_optimizer("tx", optax.MultiSteps(tx, every_k_schedule=steps))
+    multi_steps = optax.MultiSteps(tx, every_k_schedule=steps)
 
     def update_fn(
         updates: optax.Updates, state: PyTree, params: optax.Params | None = None, **extra_args: Any

@@ -15,15 +15,8 @@ from optax_lossscale._support import checks, jaxprs, primitives
 from optax_lossscale._support.jaxprs import Atom, Equation, Jaxpr
 from optax_lossscale._support.lines import source_of
 from optax_lossscale._support.tree import PyTree, is_inexact
-from optax_lossscale.diagnostics.programs.first_values import (
-    FirstNonfinite,
-    Leaf,
-    Origin,
-    Value,
-    count_nonfinite,
-    earliest,
-    layer_of,
-)
+from optax_lossscale.diagnostics.programs import first_values
+from optax_lossscale.diagnostics.programs.first_values import FirstNonfinite, Leaf, Origin, Value
 from optax_lossscale.diagnostics.programs.trace import trace
 
 
@@ -69,9 +62,8 @@ def first_nonfinite(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Fi
       ("params['energy']", 'integer_pow', 8)
     """
     checks.require_function("fun", fun, "Pass its arguments separately.")
-    checks.require_values(
-        "args", (args, kwargs), "Call it outside of `jax.jit`. `fun` may be jitted."
-    )
+    remedy = "Call it outside of `jax.jit`. `fun` may be jitted."
+    checks.require_values("args", (args, kwargs), remedy)
     # JAX's debugging flags would raise at the NaN that this searches for.
     with jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
         closed, inputs = trace(fun, args, kwargs)
@@ -79,7 +71,7 @@ def first_nonfinite(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Fi
         for allows_infinities in (True, False):
             context = _Context(itertools.count(), allows_infinities)
             results = _call(closed, list(_arguments(closed.jaxpr, inputs, context)), context)
-            if origin := earliest(results):
+            if origin := first_values.earliest(results):
                 return origin.found
             if not any(value.nonfinite for value in results):
                 break
@@ -118,9 +110,10 @@ def _arguments(
 
 def _origin_of_given(array: Any, name: str, intended: set[str], context: _Context) -> Origin | None:
     """Return an input or a constant as an origin, unless it only holds `intended` infinities."""
-    if Value(array).nonfinite <= (intended if context.allows_infinities else set()):
+    value = Value(array)
+    if value.nonfinite <= (intended if context.allows_infinities else set()):
         return None
-    found = FirstNonfinite(layer=name, operation=None, **count_nonfinite(array))
+    found = FirstNonfinite(layer=name, operation=None, **value.counts())
     return Origin(next(context.clock), found)
 
 
@@ -156,7 +149,7 @@ def _follow(jaxpr: Jaxpr, eqn: Equation, operands: list[Value], context: _Contex
         index, *rest = operands
         return _call(params["branches"][int(index.array)], rest, context)
     results = _apply(jaxpr, eqn, operands, context)
-    if name == primitives.SCAN and params["length"] and earliest(results):
+    if name == primitives.SCAN and params["length"] and first_values.earliest(results):
         # XLA may round a scan and its steps differently. If only the scan is not finite, it is the
         # origin itself. Intended infinities have no origin.
         results = [
@@ -197,7 +190,7 @@ def _apply(jaxpr: Jaxpr, eqn: Equation, operands: list[Value], context: _Context
     time, read = next(context.clock), list(given.values())
     # `jax.checkpoint` repeats the forward pass within the backward pass.
     is_backward = "transpose(" in context.scope.rpartition("rematted_computation")[2]
-    layer, is_cotangent = layer_of(read, time, is_backward=is_backward)
+    layer, is_cotangent = first_values.layer_of(read, time, is_backward=is_backward)
     if layer:
         _name_layer_of_casts(read, layer, is_first=layer[0] == time)
     is_cast = eqn.primitive.name == primitives.CONVERSION
@@ -205,7 +198,7 @@ def _apply(jaxpr: Jaxpr, eqn: Equation, operands: list[Value], context: _Context
     leaf = leaves[0] if leaves and len(read) == 1 else None
     scope = "/".join(name for name in re.split(r"\w+\(|\)|/", context.scope) if name)
     intended = frozenset[str]().union(*(x.nonfinite for x in operands if context.allows_infinities))
-    before = earliest(_reaching(eqn, operands))
+    before = first_values.earliest(_reaching(eqn, operands))
 
     def result(array: Any) -> Value:
         value, origin = Value(array, None, leaf, layer, is_cotangent), before
@@ -220,7 +213,7 @@ def _apply(jaxpr: Jaxpr, eqn: Equation, operands: list[Value], context: _Context
                 backward=is_backward,
                 source=source_of(*context.calls),
                 constant=operands[0].number() if is_finite_cast else None,
-                **count_nonfinite(array),
+                **value.counts(),
             )
             origin = Origin(time, found, cast=array if is_cast else None)
         return dataclasses.replace(value, origin=origin)

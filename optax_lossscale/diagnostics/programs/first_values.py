@@ -98,6 +98,13 @@ class Value:
         bad: Any = numbers[~np.isfinite(numbers)].astype(complex)
         return frozenset(str(x) for x in np.unique([bad.real, bad.imag]) if not np.isfinite(x))
 
+    def counts(self) -> dict[str, Any]:
+        """Return the fields of `FirstNonfinite` that describe the array."""
+        numbers = np.asarray(self.array)
+        nan = int(np.isnan(numbers).sum())
+        inf = int((~np.isfinite(numbers)).sum()) - nan
+        return {"dtype": str(numbers.dtype), "nan": nan, "inf": inf, "size": numbers.size}
+
     def number(self) -> float | None:
         """Return the number, if the value is a single real constant."""
         is_number = self.is_constant and np.size(self.array) == 1 and np.isrealobj(self.array)
@@ -134,11 +141,3 @@ def layer_of(
         return (time, "".join(keys[0] for keys in shared)), is_cotangent
     layers = forward if is_backward and forward else [x.layer for x in operands if x.layer]
     return max(layers, default=None), is_cotangent
-
-
-def count_nonfinite(array: Any) -> dict[str, Any]:
-    """Return the fields of `FirstNonfinite` that describe an array."""
-    numbers = np.asarray(array)
-    nan = int(np.isnan(numbers).sum())
-    inf = int((~np.isfinite(numbers)).sum()) - nan
-    return {"dtype": str(numbers.dtype), "nan": nan, "inf": inf, "size": numbers.size}
