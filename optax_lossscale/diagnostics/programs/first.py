@@ -201,10 +201,11 @@ def _apply(jaxpr: Jaxpr, eqn: Equation, operands: list[Value], context: _Context
     before = first_values.earliest(_reaching(eqn, operands))
 
     def result(array: Any) -> Value:
-        value, origin = Value(array, None, leaf, layer, is_cotangent), before
+        value = Value(array, None, leaf, layer, is_cotangent)
         if not value.nonfinite:
             return value
-        if not origin and not (intended and value.nonfinite <= intended | {"-inf"}):
+        value.origin = before
+        if not before and not (intended and value.nonfinite <= intended | {"-inf"}):
             is_finite_cast = is_cast and not operands[0].nonfinite
             found = FirstNonfinite(
                 layer=layer[1] if layer else leaves[0].name if leaves else scope,
@@ -215,8 +216,8 @@ def _apply(jaxpr: Jaxpr, eqn: Equation, operands: list[Value], context: _Context
                 constant=operands[0].number() if is_finite_cast else None,
                 **value.counts(),
             )
-            origin = Origin(time, found, cast=array if is_cast else None)
-        return dataclasses.replace(value, origin=origin)
+            value.origin = Origin(time, found, cast=array if is_cast else None)
+        return value
 
     return [result(array) for array in arrays]
 

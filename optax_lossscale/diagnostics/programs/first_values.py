@@ -78,7 +78,7 @@ class Origin:
     cast: Any = None  # the result of a cast, until the layer that reads it is known
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Value:
     """An array and its history."""
 
