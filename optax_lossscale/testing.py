@@ -25,7 +25,6 @@ _MISTAKES = {
     -1: "not scaled, but unscaled, which `tx.update` does. Only use `value_and_grad`",
 }
 
-
 _WITH_LOSS = (
     "it returned a tuple of which only the first member is wrong, like the `(loss, grads)` of "
     "`value_and_grad`. Take the gradients: `lambda *args: loss_and_grads(*args)[1]`"
@@ -89,8 +88,9 @@ def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any
         return
     name, k = max(wrong.items(), key=lambda item: abs(item[1] - 1))
     mistake = _MISTAKES.get(round(k)) if abs(k - round(k)) <= 0.25 else None
-    if type(grads) is tuple and {name.startswith("`[0]") for name in wrong} == {True}:
-        mistake = _WITH_LOSS if len(wrong) < len(powers) else mistake
+    is_first = all(name.startswith("`[0]") for name in wrong)
+    if type(grads) is tuple and is_first and len(wrong) < len(powers):
+        mistake = _WITH_LOSS
     mistake = mistake or "they depend on it in some other way. Look for an underflow in float16"
     raise AssertionError(
         f"`grad_fn` must return gradients proportional to `loss_scale**k` with k = 1, got "
@@ -100,9 +100,8 @@ def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any
 
 def _largest(grads: PyTree) -> dict[str, float]:
     """Return the largest magnitude in each array of scaled gradients."""
-    checks.require_values(
-        "grad_fn", grads, "Call it outside of `jax.jit`. The function may be jitted."
-    )
+    remedy = "Call it outside of `jax.jit`. The function may be jitted."
+    checks.require_values("grad_fn", grads, remedy)
     return {
         path_name(path): float(np.max(np.abs(np.asarray(leaf).astype(np.complex128)), initial=0))
         for path, leaf in jax.tree_util.tree_leaves_with_path(grads)

@@ -10,17 +10,10 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from optax_lossscale._support import checks
+from optax_lossscale._support import checks, tree
 from optax_lossscale._support.bounds import INT32_MAX
 from optax_lossscale._support.lines import warn
-from optax_lossscale._support.tree import (
-    ARRAYS,
-    PyTree,
-    at_least_float32,
-    is_inexact,
-    is_symbolic,
-    shown,
-)
+from optax_lossscale._support.tree import PyTree
 from optax_lossscale.diagnostics.reports import table_or_shapes
 
 if TYPE_CHECKING:
@@ -121,13 +114,15 @@ def gradient_exponents(
     dtype = checks.read_float_dtype(dtype, most_bits=32)
     checks.require_scalar("loss_scale", loss_scale, "Count one replica at a time.")
     if not isinstance(loss_scale, Tracer):
-        number = jax.device_get(loss_scale).item() if isinstance(loss_scale, ARRAYS) else loss_scale
+        is_array = isinstance(loss_scale, tree.ARRAYS)
+        number = jax.device_get(loss_scale).item() if is_array else loss_scale
         checks.read_scale("loss_scale", number)
     parts = [jnp.zeros(0)]  # so that the list is never empty
-    for array in (at_least_float32(leaf) for leaf in jax.tree.leaves(grads) if is_inexact(leaf)):
+    for leaf in filter(tree.is_inexact, jax.tree.leaves(grads)):
+        array = tree.at_least_float32(leaf)
         parts += [array.real, array.imag] if jnp.iscomplexobj(array) else [array]
     size = sum(part.size for part in parts)
-    if not is_symbolic(size) and size > INT32_MAX:
+    if not tree.is_symbolic(size) and size > INT32_MAX:
         raise ValueError(
             f"`grads` must have at most 2**31 - 1 elements, got {size}. Count parts of the tree "
             "separately, and add the counts on the host as `np.int64`."
@@ -241,10 +236,8 @@ def suggest_loss_scale(
 
 
 def _histogram_of(exponents: GradientExponents) -> np.ndarray:
-    remedy = "Return them from the compiled step first."
-    checks.require_values("exponents", exponents, remedy)
-    remedy = "Use `gradient_exponents`."
-    checks.read_state(exponents, GradientExponents, "exponents", remedy)
+    checks.require_values("exponents", exponents, "Return them from the compiled step first.")
+    checks.read_state(exponents, GradientExponents, "exponents", "Use `gradient_exponents`.")
     histogram = np.asarray(exponents.histogram)
     if histogram.shape != EXPONENTS.shape:
         raise ValueError(
@@ -280,7 +273,7 @@ def plot_gradient_exponents(
     info = jnp.finfo(checks.read_float_dtype(dtype, most_bits=32))
     histogram = _histogram_of(exponents)
     if not (ax is None or hasattr(ax, "axvspan")):
-        raise TypeError(f"`ax` must be matplotlib axes, got {shown(ax)}. Use `plt.gca()`.")
+        raise TypeError(f"`ax` must be matplotlib axes, got {tree.shown(ax)}. Use `plt.gca()`.")
     if ax is None:
         from matplotlib.figure import Figure  # noqa: PLC0415 - matplotlib is an extra
 

@@ -1,7 +1,7 @@
 """A check for stalled training, and a table of its possible causes."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -71,11 +71,11 @@ def check_health(
     if skipped > limit:
         spikes = [_read_spike(spike) for _, spike in spikes_in(rule_states)]
         in_a_row = max((spike["consecutive_skipped"] for spike in spikes), default=0)
-        run = _Run(is_dynamic, is_low=scale <= (low if is_dynamic else 1))
-        causes = [cause.text for cause in _CAUSES if not cause.left_out(run)]
+        is_low = scale <= (low if is_dynamic else 1)
+        causes = list(_possible_causes(is_dynamic=is_dynamic, is_low=is_low))
         if rule_states:  # one of them may have recorded all skipped steps
             causes = [_A_RULE] if in_a_row >= skipped else [*causes, _A_RULE]
-        where = f", {'at' if run.is_low else 'above'} its floor of {low:g}" if is_dynamic else ""
+        where = f", {'at' if is_low else 'above'} its floor of {low:g}" if is_dynamic else ""
         raise LossScaleStalledError(
             f"The last {skipped} steps were skipped ({state['total_skipped']} since the start), "
             f"and the loss scale is {scale:g}{where}. Possible causes, most likely first:"
@@ -92,53 +92,46 @@ def check_health(
             )
 
 
-class _Run(NamedTuple):
-    """Facts about a stalled run, from its state and its policy."""
+def _possible_causes(*, is_dynamic: bool | None, is_low: bool) -> Iterator[str]:
+    """Yield the possible causes of skipped steps except for rules, most likely first.
 
-    is_dynamic: bool | None  # whether the loss scale changes; None if unknown
-    is_low: bool  # whether the loss scale is at its floor or, if that is unknown, at most 1
-
-
-class _Cause(NamedTuple):
-    """A possible cause of skipped steps, and a condition for leaving it out."""
-
-    text: str
-    left_out: Callable[[_Run], object] = lambda _: False
-
-
-_CAUSES = (
-    _Cause(
-        "The loss scale started too large and is still falling. Start with a smaller "
-        "`initial_scale`, or allow more skipped steps with `max_consecutive_skipped`.",
-        lambda run: run.is_dynamic is False or run.is_low,
-    ),
-    _Cause(
-        "The loss scale is too large, and fixed. Use the one that `suggest_loss_scale` returns, or "
-        "a `DynamicLossScale`.",
-        lambda run: run.is_dynamic or run.is_low,
-    ),
-    _Cause(
+    Args:
+      is_dynamic: Whether the loss scale changes, None if that is unknown.
+      is_low: Whether the loss scale is at its floor or, if that is unknown, at most 1.
+    """
+    if not is_low and is_dynamic is not False:
+        yield (
+            "The loss scale started too large and is still falling. Start with a smaller "
+            "`initial_scale`, or allow more skipped steps with `max_consecutive_skipped`."
+        )
+    if not is_low and not is_dynamic:
+        yield (
+            "The loss scale is too large, and fixed. Use the one that `suggest_loss_scale` "
+            "returns, or a `DynamicLossScale`."
+        )
+    yield (
         "The forward pass overflows: the loss is not finite although the batch and the parameters "
         "are, at any loss scale. `first_nonfinite(fun, params, batch)` names the layer that "
         "overflows first, if `fun` is what the step differentiates: `autocast(loss_fn, dtype)`, "
         "not `loss_fn`. Compute the layer in float32, or make its input smaller."
-    ),
-    _Cause(
+    )
+    yield (
         "The loss is finite, and one layer's derivative is not, at any loss scale: a division by "
         "zero, the root or logarithm of zero, a number above 65504 in float16. "
         "`first_nonfinite(jax.grad(fun), params, batch)` names it, if `fun` is what the step "
         "differentiates. Compute it in float32."
-    ),
-    _Cause(
+    )
+    yield (
         "The batch or the parameters hold NaN or infinity. `nonfinite_report` of both lists the "
         "arrays. Repair the data, or restore an earlier checkpoint."
-    ),
-    _Cause(
-        "The gradients are too large for float16 even at this loss scale. Average the loss instead "
-        "of summing it, normalize the data, or lower `min_scale`, below 1 if need be.",
-        lambda run: run.is_dynamic is not None and not run.is_low,
-    ),
-)
+    )
+    if is_low or is_dynamic is None:
+        yield (
+            "The gradients are too large for float16 even at this loss scale. Average the loss "
+            "instead of summing it, normalize the data, or lower `min_scale`, below 1 if need be."
+        )
+
+
 _A_RULE = (
     "A rule (`skip_if`) rejects steps whose gradients and loss are finite, for example because the "
     "loss has reached a new level. Relax the rule: a `Spike` accepts a new level after "

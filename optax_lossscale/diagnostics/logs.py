@@ -51,20 +51,15 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
     """
     warn_of_outside(opt_state, _WARNED)
     state = find(LossScaleState, "opt_state", opt_state)
-    return {
+    found = {
         "loss_scale": state.loss_scale,
         "applied": applied(state),
         "growth_count": state.growth_count,
         "consecutive_skipped": state.consecutive_skipped,
         "total_skipped": state.total_skipped,
-        **_spike_metrics(opt_state),
     }
-
-
-def _spike_metrics(opt_state: PyTree) -> dict[str, jax.Array]:
     guards = [guard for _, guard in subtrees(opt_state, GuardState)]
     spikes = [spike for guard in guards for _, spike in spikes_in(guard.rule_states)]
-    found: dict[str, jax.Array] = {}
     for number, spike in enumerate(spikes):
         arrays = jax.tree.map(jnp.asarray, spike)
         mean, deviation = spike_statistics(arrays)

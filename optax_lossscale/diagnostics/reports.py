@@ -1,11 +1,11 @@
 """Reports: read-only mappings that print as tables."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 
-from optax_lossscale._support.tree import PyTree
+from optax_lossscale._support.tree import Leaf, PyTree
 
 Entry = TypeVar("Entry")
 
@@ -34,12 +34,11 @@ def table_or_shapes(table: Callable[[], str], entries: Mapping[str, PyTree]) -> 
     try:
         return table()
     except Exception:  # noqa: BLE001 - a debugger may print traced, stacked or donated values
-        lines = (f"\n  {name}: {_shapes(entry)}" for name, entry in entries.items())
-        return f"{len(entries)} entries, whose values cannot be read:" + "".join(lines)
+        lines = [f"{len(entries)} entries, whose values cannot be read:"]
+        for name, entry in entries.items():
+            lines.append(f"  {name}: {', '.join(map(_shape, jax.tree.leaves(entry)))}")
+        return "\n".join(lines)
 
 
-def _shapes(entry: PyTree) -> str:
-    def shape(leaf: Any) -> str:
-        return f"{leaf.dtype}{[*leaf.shape]}" if hasattr(leaf, "dtype") else type(leaf).__name__
-
-    return ", ".join(map(shape, jax.tree.leaves(entry)))
+def _shape(leaf: Leaf) -> str:
+    return f"{leaf.dtype}{[*leaf.shape]}" if hasattr(leaf, "dtype") else type(leaf).__name__

@@ -15,18 +15,9 @@ from optax_lossscale._guard import SkipIf, with_loss_scaling
 from optax_lossscale._loss_scale import LossScaleLike, scale_loss
 from optax_lossscale._order import refuse_second_guard
 from optax_lossscale._state import Guard, applied, increment, loss_scale_state
-from optax_lossscale._support import checks
+from optax_lossscale._support import checks, tree
 from optax_lossscale._support.choose import tree_where
-from optax_lossscale._support.tree import (
-    FP8_METADATA,
-    AxisName,
-    Leaf,
-    PyTree,
-    Tree,
-    as_array,
-    has_fp8_metadata,
-    shown,
-)
+from optax_lossscale._support.tree import AxisName, Leaf, PyTree, Tree
 
 
 class TrainState(train_state.TrainState):
@@ -110,7 +101,7 @@ class TrainState(train_state.TrainState):
             count_skipped=checks.read_bool("count_skipped", count_skipped),
             **kwargs,
         )
-        return jax.tree.map(_strongly_typed, jax.tree.map(as_array, state))
+        return jax.tree.map(_strongly_typed, state)
 
     @property
     def loss_scale(self) -> jax.Array:
@@ -158,7 +149,7 @@ class TrainState(train_state.TrainState):
         """
         if not isinstance(self.tx, Guard):
             raise TypeError(
-                f"`tx` must be the result of `with_loss_scaling`, got {shown(self.tx)}."
+                f"`tx` must be the result of `with_loss_scaling`, got {tree.shown(self.tx)}."
             )
         params: PyTree = self.params
         params = params.fast if isinstance(params, optax.LookaheadParams) else params
@@ -193,7 +184,8 @@ class TrainState(train_state.TrainState):
 
 
 def _strongly_typed(leaf: Leaf) -> Leaf:
-    """Return an array whose dtype no step changes, so that the step is compiled once."""
+    """Return a number as an array whose dtype no step changes, so that the step compiles once."""
+    leaf = tree.as_array(leaf)
     return jnp.asarray(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
 
 
@@ -203,7 +195,7 @@ def _read_extra_args(extra_args: Mapping[str, Any] | None) -> Mapping[str, Any]:
         return {}
     if not isinstance(extra_args, Mapping):
         raise TypeError(
-            f"`extra_args` must be a mapping from names to values, got {shown(extra_args)}."
+            f"`extra_args` must be a mapping from names to values, got {tree.shown(extra_args)}."
         )
     for name in ("value", "grads", "params"):
         if name in extra_args:
@@ -220,7 +212,7 @@ def _without_fp8_metadata(
     inner = checks.read_optimizer("tx", tx)
 
     def init_fn(params: PyTree) -> optax.OptState:
-        state = inner.init(params["params"] if has_fp8_metadata(params) else params)
+        state = inner.init(params["params"] if tree.has_fp8_metadata(params) else params)
         instead = "`TrainState.create(tx=inner, loss_scale=policy, skip_if=rule, ...)`"
         refuse_second_guard("tx", state, instead)
         return state
@@ -228,7 +220,7 @@ def _without_fp8_metadata(
     def update_fn(
         updates: PyTree, state: optax.OptState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, optax.OptState]:
-        if not has_fp8_metadata(updates):
+        if not tree.has_fp8_metadata(updates):
             return inner.update(updates, state, params, **extra_args)
         new, state = inner.update(updates["params"], state, params["params"], **extra_args)
         return {**updates, "params": new}, state
@@ -237,11 +229,11 @@ def _without_fp8_metadata(
 
 
 def _apply_updates(params: PyTree, updates: PyTree, is_applied: jax.Array) -> PyTree:
-    if not has_fp8_metadata(params):
+    if not tree.has_fp8_metadata(params):
         return optax.apply_updates(params, updates)
-    metadata = tree_where(is_applied, updates[FP8_METADATA], params[FP8_METADATA])
+    metadata = tree_where(is_applied, updates[tree.FP8_METADATA], params[tree.FP8_METADATA])
     new = optax.apply_updates(params["params"], updates["params"])
-    return type(params)({**params, "params": new, FP8_METADATA: metadata})
+    return type(params)({**params, "params": new, tree.FP8_METADATA: metadata})
 
 
 def _same_container(new: PyTree, old: PyTree) -> PyTree:

@@ -6,6 +6,6 @@ Keras itself is not needed.
 """
 
 from optax_lossscale.keras.optimizer import ema_params, loss_scale_optimizer
-from optax_lossscale.keras.states import DecayedState, EmaParamsState
+from optax_lossscale.keras.parts import DecayedState, EmaParamsState
 
 __all__ = ["DecayedState", "EmaParamsState", "ema_params", "loss_scale_optimizer"]

@@ -13,8 +13,7 @@ from optax_lossscale._state import Guard, find
 from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import SMALLEST_SCALE
 from optax_lossscale._support.tree import AxisName, PyTree, shown
-from optax_lossscale.keras.parts import accumulated, averaged, clipped_each, decayed
-from optax_lossscale.keras.states import EmaParamsState
+from optax_lossscale.keras import parts
 
 
 def loss_scale_optimizer(
@@ -104,17 +103,17 @@ def loss_scale_optimizer(
     _check(given)
     tx: Any = checks.read_optimizer("inner_optimizer", inner_optimizer)
     if weight_decay is not None:
-        tx = decayed(tx, weight_decay, learning_rate)
+        tx = parts.decayed(tx, weight_decay, learning_rate)
     if clipnorm is not None:
-        tx = optax.chain(clipped_each(clipnorm), tx)
+        tx = optax.chain(parts.clipped_each(clipnorm), tx)
     if clipvalue is not None:
         tx = optax.chain(optax.clip(clipvalue), tx)
     if global_clipnorm is not None:
         tx = optax.chain(optax.clip_by_global_norm(global_clipnorm), tx)
     if use_ema:
-        tx = optax.chain(tx, averaged(ema_momentum, ema_overwrite_frequency))
+        tx = optax.chain(tx, parts.averaged(ema_momentum, ema_overwrite_frequency))
     if gradient_accumulation_steps is not None:
-        tx = accumulated(tx, int(gradient_accumulation_steps))
+        tx = parts.accumulated(tx, int(gradient_accumulation_steps))
 
     first_scale = given.get("initial_scale", 2.0**15)
     if loss_scale_factor is not None:
@@ -151,7 +150,7 @@ def ema_params(opt_state: PyTree) -> PyTree:
       >>> ema_params(tx.init({"w": jnp.array([1.0, 2.0])}))
       {'w': Array([1., 2.], dtype=float32)}
     """
-    return find(EmaParamsState, "opt_state", opt_state).ema_params
+    return find(parts.EmaParamsState, "opt_state", opt_state).ema_params
 
 
 def _require_string(argument: str, value: object) -> None:

@@ -1,16 +1,14 @@
-"""Parts of Keras' optimizers that work differently in Optax."""
+"""Parts of Keras' optimizers that work differently in Optax, and their states."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.tree_util import DictKey, GetAttrKey
 
-from optax_lossscale._state import increment
-from optax_lossscale._support import checks
+from optax_lossscale._state import increment, public_state
 from optax_lossscale._support.tree import Leaf, PyTree, at_least_float32, is_inexact, path_name
-from optax_lossscale.keras.states import DecayedState, EmaParamsState
 
 
 def clipped_each(max_norm: float) -> optax.GradientTransformation:
@@ -19,6 +17,19 @@ def clipped_each(max_norm: float) -> optax.GradientTransformation:
     return optax.stateless(
         lambda grads, _: jax.tree.map(lambda grad: clip.update(grad, optax.EmptyState())[0], grads)
     )
+
+
+@public_state("optax_lossscale.keras")
+class DecayedState(NamedTuple):
+    """The state of an optimizer with decoupled weight decay.
+
+    Attributes:
+      inner_state: The optimizer's own state.
+      decay_steps: The number of applied steps, which a schedule of the rate counts. `int32[]`.
+    """
+
+    inner_state: PyTree
+    decay_steps: jax.Array
 
 
 def decayed(
@@ -35,10 +46,7 @@ def decayed(
         return DecayedState(inner_state, jnp.zeros((), jnp.int32))
 
     def update_fn(
-        updates: optax.Updates,
-        state: PyTree,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: optax.Updates, state: PyTree, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, DecayedState]:
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
         if learning_rate is None:
@@ -67,6 +75,23 @@ def _injected_learning_rate(inner_state: optax.OptState) -> jax.Array:
             "`learning_rate=`, or inject one: `optax.inject_hyperparams(...)(learning_rate=...)`."
         )
     return found[0][1]
+
+
+@public_state(
+    "optax_lossscale.keras",
+    needed=("ema_params", "ema_steps"),
+    remedy="Build the optimizer with `use_ema=True`, or pass the state that is meant.",
+)
+class EmaParamsState(NamedTuple):
+    """The moving average of the parameters.
+
+    Attributes:
+      ema_params: The average, as `ema_params(opt_state)` returns it.
+      ema_steps: The number of applied steps. `int32[]`.
+    """
+
+    ema_params: PyTree
+    ema_steps: jax.Array
 
 
 def averaged(momentum: float, overwrite_frequency: int | None) -> optax.GradientTransformation:
@@ -101,14 +126,12 @@ def averaged(momentum: float, overwrite_frequency: int | None) -> optax.Gradient
         ema = jax.tree.map(average, state.ema_params, optax.apply_updates(params, updates))
         if overwrite_frequency is not None:
             overwrites = ema_steps % overwrite_frequency == 0
-            updates = jax.tree.map(
-                lambda update, new, old: jnp.where(
-                    overwrites, new - at_least_float32(old), at_least_float32(update)
-                ),
-                updates,
-                ema,
-                params,
-            )
+
+            def overwritten(update: Leaf, new: Leaf, old: Leaf) -> jax.Array:
+                update, old = at_least_float32(update), at_least_float32(old)
+                return jnp.where(overwrites, new - old, update)
+
+            updates = jax.tree.map(overwritten, updates, ema, params)
         return updates, EmaParamsState(ema, ema_steps)
 
     return optax.GradientTransformation(init_fn, update_fn)
@@ -116,13 +139,10 @@ def averaged(momentum: float, overwrite_frequency: int | None) -> optax.Gradient
 
 def accumulated(tx: optax.GradientTransformation, steps: int) -> optax.GradientTransformation:
     """Return `tx`, updated once in `steps` steps, with the mean of their gradients."""
-    multi_steps = checks.read_optimizer("tx", optax.MultiSteps(tx, every_k_schedule=steps))
+    multi_steps = optax.MultiSteps(tx, every_k_schedule=steps)
 
     def update_fn(
-        updates: optax.Updates,
-        state: PyTree,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: optax.Updates, state: PyTree, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, optax.MultiStepsState]:
         updates, state = multi_steps.update(updates, state, params, **extra_args)
         # Between its steps, MultiSteps (Optax 0.2.8) multiplies the inner updates by zero. The

@@ -11,29 +11,12 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from optax_lossscale._support import checks
-from optax_lossscale._support.jaxprs import (
-    Atom,
-    Equation,
-    Jaxpr,
-    evaluate,
-    operands_of_scan,
-    read_by,
-    without_constants,
-)
+from optax_lossscale._support import checks, jaxprs, primitives
+from optax_lossscale._support.jaxprs import Atom, Equation, Jaxpr
 from optax_lossscale._support.lines import source_of
-from optax_lossscale._support.primitives import CALLS, CONDITIONAL, CONVERSION, SCAN, SELECTION
 from optax_lossscale._support.tree import PyTree, is_inexact
-from optax_lossscale.diagnostics.programs.first_values import (
-    FirstNonfinite,
-    Leaf,
-    Origin,
-    Value,
-    count_nonfinite,
-    earliest,
-    layer_of,
-    nonfinite_in,
-)
+from optax_lossscale.diagnostics.programs import first_values
+from optax_lossscale.diagnostics.programs.first_values import FirstNonfinite, Leaf, Origin, Value
 from optax_lossscale.diagnostics.programs.trace import trace
 
 
@@ -79,23 +62,20 @@ def first_nonfinite(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Fi
       ("params['energy']", 'integer_pow', 8)
     """
     checks.require_function("fun", fun, "Pass its arguments separately.")
-    checks.require_values(
-        "args", (args, kwargs), "Call it outside of `jax.jit`. `fun` may be jitted."
-    )
+    remedy = "Call it outside of `jax.jit`. `fun` may be jitted."
+    checks.require_values("args", (args, kwargs), remedy)
     # JAX's debugging flags would raise at the NaN that this searches for.
     with jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
         closed, inputs = trace(fun, args, kwargs)
-
-        def results_of(*, allows_infinities: bool) -> list[Value]:
+        # If only infinities that count as intended reach the result, one of them was not intended.
+        for allows_infinities in (True, False):
             context = _Context(itertools.count(), allows_infinities)
-            return _call(closed, list(_arguments(closed.jaxpr, inputs, context)), context)
-
-        results = results_of(allows_infinities=True)
-        if not earliest(results) and any(value.nonfinite for value in results):
-            # Only infinities that count as intended reach the result. One of them was not intended.
-            results = results_of(allows_infinities=False)
-    origin = earliest(results)
-    return origin.found if origin else None
+            results = _call(closed, list(_arguments(closed.jaxpr, inputs, context)), context)
+            if origin := first_values.earliest(results):
+                return origin.found
+            if not any(value.nonfinite for value in results):
+                break
+    return None
 
 
 class _Context(NamedTuple):
@@ -112,7 +92,7 @@ def _arguments(
 ) -> Iterator[Value]:
     """Yield the inputs of the jaxpr as values."""
     # The model is the argument with the most arrays that are used. A batch has few.
-    used = read_by(jaxpr.eqns)
+    used = jaxprs.read_by(jaxpr.eqns)
     pairs = zip(jaxpr.invars, inputs, strict=True)
     counts = collections.Counter(
         argument for var, (argument, _, array) in pairs if var in used and is_inexact(array)
@@ -124,32 +104,32 @@ def _arguments(
         path = path[:-1] if path[-1] == ".value" else path  # the array in one of Flax's boxes
         layer = path[:-1] if len(path) > 2 else path
         leaf = Leaf(position, name, layer if argument in models else ())
-        value = _given(array, name, {"-inf"}, context)
-        yield value._replace(leaf=leaf if is_inexact(array) else None)
+        origin = _origin_of_given(array, name, {"-inf"}, context)
+        yield Value(array, origin, leaf if is_inexact(array) else None)
 
 
-def _given(array: Any, name: str, intended: set[str], context: _Context) -> Value:
-    """Return the value of an input or a constant, which may hold the `intended` infinities."""
-    nonfinite, origin = nonfinite_in(array), None
-    if not nonfinite <= (intended if context.allows_infinities else set()):
-        found = FirstNonfinite(layer=name, operation=None, **count_nonfinite(array))
-        origin = Origin(next(context.clock), found)
-    return Value(array, nonfinite, origin)
+def _origin_of_given(array: Any, name: str, intended: set[str], context: _Context) -> Origin | None:
+    """Return an input or a constant as an origin, unless it only holds `intended` infinities."""
+    value = Value(array)
+    if value.nonfinite <= (intended if context.allows_infinities else set()):
+        return None
+    found = FirstNonfinite(layer=name, operation=None, **value.counts())
+    return Origin(next(context.clock), found)
 
 
 def _call(function: Any, operands: list[Value], context: _Context) -> list[Value]:
     """Evaluate a jaxpr, with or without constants."""
-    consts = [
-        _given(x, "an array that `fun` closes over", {"inf", "-inf"}, context)
-        for x in getattr(function, "consts", ())
-    ]
-    consts = [x._replace(is_constant=True) for x in consts]
-    jaxpr = without_constants(function)
+    jaxpr = jaxprs.without_constants(function)
+    consts = []
+    for array in getattr(function, "consts", ()):
+        name = "an array that `fun` closes over"
+        origin = _origin_of_given(array, name, {"inf", "-inf"}, context)
+        consts.append(Value(array, origin, is_constant=True))
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *operands], strict=True))
 
     def read(atom: Atom) -> Value:
         if isinstance(atom, Literal):
-            return Value(atom.val, nonfinite_in(atom.val), is_constant=True)
+            return Value(atom.val, is_constant=True)
         return env[atom]
 
     for eqn in jaxpr.eqns:
@@ -163,17 +143,17 @@ def _call(function: Any, operands: list[Value], context: _Context) -> list[Value
 def _follow(jaxpr: Jaxpr, eqn: Equation, operands: list[Value], context: _Context) -> list[Value]:
     """Run an operation. If it contains a function that can be searched, search that."""
     name, params = eqn.primitive.name, eqn.params
-    if name in CALLS:
+    if name in primitives.CALLS:
         return _call(params.get("jaxpr") or params["call_jaxpr"], operands, context)
-    if name == CONDITIONAL:
+    if name == primitives.CONDITIONAL:
         index, *rest = operands
         return _call(params["branches"][int(index.array)], rest, context)
     results = _apply(jaxpr, eqn, operands, context)
-    if name == SCAN and params["length"] and earliest(results):
+    if name == primitives.SCAN and params["length"] and first_values.earliest(results):
         # XLA may round a scan and its steps differently. If only the scan is not finite, it is the
         # origin itself. Intended infinities have no origin.
         results = [
-            x._replace(origin=step.origin) if x.origin and step.nonfinite else x
+            dataclasses.replace(x, origin=step.origin) if x.origin and step.nonfinite else x
             for x, step in zip(results, _step_by_step(eqn, operands, context), strict=True)
         ]
     return results
@@ -186,14 +166,14 @@ def _step_by_step(eqn: Equation, operands: list[Value], context: _Context) -> li
     from the last step: what a later step discards never reaches the output.
     """
     body = eqn.params["jaxpr"]
-    constants, carried, _ = operands_of_scan(eqn)
+    constants, carried, _ = jaxprs.operands_of_scan(eqn)
     consts, carry = operands[:constants], operands[constants : constants + carried]
     rows = operands[constants + carried :]
     stacked = []
     steps = range(eqn.params["length"])
     for step in reversed(steps) if eqn.params["reverse"] else steps:
         inside = context._replace(scope=f"{context.scope}/step {step}")
-        row = [x._replace(array=x.array[step], nonfinite=nonfinite_in(x.array[step])) for x in rows]
+        row = [dataclasses.replace(x, array=x.array[step]) for x in rows]
         results = _call(body, [*consts, *carry, *row], inside)
         carry = results[:carried]
         stacked.append(results[carried:])
@@ -206,23 +186,26 @@ def _apply(jaxpr: Jaxpr, eqn: Equation, operands: list[Value], context: _Context
     pairs = zip(eqn.invars, operands, strict=True)
     given = {atom: x for atom, x in pairs if not isinstance(atom, Literal)}
     program = jaxpr.replace(constvars=[], invars=[*given], outvars=eqn.outvars, eqns=[eqn])
-    arrays = evaluate(program, [], *(x.array for x in given.values()))
+    arrays = jaxprs.evaluate(program, [], *(x.array for x in given.values()))
     time, read = next(context.clock), list(given.values())
     # `jax.checkpoint` repeats the forward pass within the backward pass.
     is_backward = "transpose(" in context.scope.rpartition("rematted_computation")[2]
-    layer, is_cotangent = layer_of(read, time, is_backward=is_backward)
+    layer, is_cotangent = first_values.layer_of(read, time, is_backward=is_backward)
     if layer:
         _name_layer_of_casts(read, layer, is_first=layer[0] == time)
-    is_cast = eqn.primitive.name == CONVERSION
+    is_cast = eqn.primitive.name == primitives.CONVERSION
     leaves = [x.leaf for x in read if x.leaf]
     leaf = leaves[0] if leaves and len(read) == 1 else None
     scope = "/".join(name for name in re.split(r"\w+\(|\)|/", context.scope) if name)
     intended = frozenset[str]().union(*(x.nonfinite for x in operands if context.allows_infinities))
-    before = earliest(_reaching(eqn, operands))
+    before = first_values.earliest(_reaching(eqn, operands))
 
     def result(array: Any) -> Value:
-        nonfinite, origin = nonfinite_in(array), before
-        if not origin and nonfinite and not (intended and nonfinite <= intended | {"-inf"}):
+        value = Value(array, None, leaf, layer, is_cotangent)
+        if not value.nonfinite:
+            return value
+        value.origin = before
+        if not before and not (intended and value.nonfinite <= intended | {"-inf"}):
             is_finite_cast = is_cast and not operands[0].nonfinite
             found = FirstNonfinite(
                 layer=layer[1] if layer else leaves[0].name if leaves else scope,
@@ -231,10 +214,10 @@ def _apply(jaxpr: Jaxpr, eqn: Equation, operands: list[Value], context: _Context
                 backward=is_backward,
                 source=source_of(*context.calls),
                 constant=operands[0].number() if is_finite_cast else None,
-                **count_nonfinite(array),
+                **value.counts(),
             )
-            origin = Origin(time, found, cast=array if is_cast else None)
-        return Value(array, nonfinite, origin if nonfinite else None, leaf, layer, is_cotangent)
+            value.origin = Origin(time, found, cast=array if is_cast else None)
+        return value
 
     return [result(array) for array in arrays]
 
@@ -255,8 +238,8 @@ def _name_layer_of_casts(read: list[Value], layer: tuple[int, str], *, is_first:
 
 def _reaching(eqn: Equation, operands: list[Value]) -> list[Value]:
     """Return the operands that may make a result NaN or infinite: of a selection, the selected."""
-    if eqn.primitive.name != SELECTION:
+    if eqn.primitive.name != primitives.SELECTION:
         return operands
     chosen = np.asarray(operands[0].array)
     cases = ((i, x) for i, x in enumerate(operands[1:]) if x.nonfinite)  # never PRNG keys
-    return [x for i, x in cases if nonfinite_in(np.asarray(x.array)[chosen == i])]
+    return [x for i, x in cases if Value(np.asarray(x.array)[chosen == i]).nonfinite]

@@ -1,6 +1,7 @@
 """The history of values that are not finite: their origin, and the layer that made them."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -77,16 +78,32 @@ class Origin:
     cast: Any = None  # the result of a cast, until the layer that reads it is known
 
 
-class Value(NamedTuple):
+@dataclasses.dataclass
+class Value:
     """An array and its history."""
 
     array: Any
-    nonfinite: frozenset[str] = frozenset()  # which of "nan", "inf" and "-inf" it holds
-    origin: Origin | None = None  # what made them; None if they are intended
+    origin: Origin | None = None  # what made its NaN and infinities; None if they are intended
     leaf: Leaf | None = None  # the only argument that it was computed from, by a cast for example
     layer: tuple[int, str] | None = None  # when the last layer was read for it, and which
     is_cotangent: bool = False  # computed in the backward pass, and not only from residuals
     is_constant: bool = False  # a number or an array in the code
+
+    @functools.cached_property
+    def nonfinite(self) -> frozenset[str]:
+        """Which of "nan", "inf" and "-inf" the array holds."""
+        if not is_inexact(self.array):
+            return frozenset()
+        numbers = np.asarray(self.array)
+        bad: Any = numbers[~np.isfinite(numbers)].astype(complex)
+        return frozenset(str(x) for x in np.unique([bad.real, bad.imag]) if not np.isfinite(x))
+
+    def counts(self) -> dict[str, Any]:
+        """Return the fields of `FirstNonfinite` that describe the array."""
+        numbers = np.asarray(self.array)
+        nan = int(np.isnan(numbers).sum())
+        inf = int((~np.isfinite(numbers)).sum()) - nan
+        return {"dtype": str(numbers.dtype), "nan": nan, "inf": inf, "size": numbers.size}
 
     def number(self) -> float | None:
         """Return the number, if the value is a single real constant."""
@@ -124,20 +141,3 @@ def layer_of(
         return (time, "".join(keys[0] for keys in shared)), is_cotangent
     layers = forward if is_backward and forward else [x.layer for x in operands if x.layer]
     return max(layers, default=None), is_cotangent
-
-
-def nonfinite_in(array: Any) -> frozenset[str]:
-    """Return which of "nan", "inf" and "-inf" an array holds."""
-    if not is_inexact(array):
-        return frozenset()
-    numbers = np.asarray(array)
-    bad: Any = numbers[~np.isfinite(numbers)].astype(complex)
-    return frozenset(str(x) for x in np.unique([bad.real, bad.imag]) if not np.isfinite(x))
-
-
-def count_nonfinite(array: Any) -> dict[str, Any]:
-    """Return the fields of `FirstNonfinite` that describe an array."""
-    numbers = np.asarray(array)
-    nan = int(np.isnan(numbers).sum())
-    inf = int((~np.isfinite(numbers)).sum()) - nan
-    return {"dtype": str(numbers.dtype), "nan": nan, "inf": inf, "size": numbers.size}

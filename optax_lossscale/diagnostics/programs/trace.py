@@ -39,7 +39,6 @@ def argument_names(fun: Callable[..., Any], number: int) -> list[str]:
         parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):  # some functions written in C
         parameters = []
-    by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    names = [p.name for p in by_position[:number]]
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
-    return [*names, *(f"{rest}[{i}]" for i in range(number - len(names)))]
+    return [*names, *(f"{rest}[{i}]" for i in range(number))][:number]
