@@ -184,7 +184,7 @@ def test_gradients_over_devices_are_true(check_vma):
     def gradient(fun):
         local = lambda w, x: jax.lax.pmean(fun(w, x), "i")  # noqa: E731
         specs = {"mesh": mesh, "in_specs": (P(), P("i")), "out_specs": P(), "check_vma": check_vma}
-        return jax.grad(jax.shard_map(local, **specs))(W, jnp.stack([Y, W, Y, Y]))
+        return jax.jit(jax.grad(jax.shard_map(local, **specs)))(W, jnp.stack([Y, W, Y, Y]))
 
     assert_same_bits(gradient(INSIDE), gradient(quadratic))
 
