@@ -149,10 +149,6 @@ class _Container(NamedTuple):
     members: dict[Hashable, PyTree]  # all children
     around: "_Container | None"
 
-    def others(self) -> list[PyTree]:
-        """Return the members that are not on the path."""
-        return [member for key, member in self.members.items() if key != self.key]
-
 
 def _containers(tree: PyTree, path: KeyPath) -> Iterator[_Container]:
     """Yield the nodes on a path, the outermost first."""
@@ -196,7 +192,8 @@ def _belongs_inside(container: _Container) -> str | None:
     others             they are not in `_INSIDE`
     =================  ==================================================================
     """
-    node, others = container.node, container.others()
+    node, members = container.node, container.members
+    others = [member for key, member in members.items() if key != container.key]
     if isinstance(node, optax.MaskedState):
         return None if _holds_groups(container.around) else "optax.masked(inner, mask)"
     if _is_partition(container):
@@ -229,7 +226,7 @@ def _holds_groups(container: _Container | None) -> bool:
 def _is_of_optax(state: PyTree) -> bool:
     """Return whether a node is the state of a transformation, or of a chain of them."""
     if _is_chain(state):
-        return all(map(_is_of_optax, jax.tree.leaves(state, is_leaf=lambda x: x is not state)))
+        return all(_is_of_optax(child) for _, child in children(state)[0])
     return type(state).__module__.startswith("optax")
 
 

@@ -83,13 +83,7 @@ class LossScaleState(NamedTuple):
     total_skipped: jax.Array
 
 
-_DTYPES = LossScaleState(  # pyright: ignore[reportArgumentType] - the type of each field
-    loss_scale=jnp.float32,
-    growth_count=jnp.int32,
-    overflow_count=jnp.int32,
-    consecutive_skipped=jnp.int32,
-    total_skipped=jnp.int32,
-)
+_DTYPES = (jnp.float32, jnp.int32, jnp.int32, jnp.int32, jnp.int32)  # of its fields
 
 
 @public_state(needed=("loss_scale_state",))

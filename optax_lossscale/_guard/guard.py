@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_lossscale import _order, _state
 from optax_lossscale._guard.keep import step_where
 from optax_lossscale._guard.rules import Rule, SkipIf, as_rules, judge, measure, warn_of_loss
 from optax_lossscale._loss_scale import (
@@ -25,26 +26,10 @@ from optax_lossscale._loss_scale import (
     init,
     unscaled,
 )
-from optax_lossscale._order import (
-    refuse_changed_updates,
-    refuse_second_guard,
-    warn_of_half_precision,
-)
-from optax_lossscale._state import (
-    Guard,
-    GuardState,
-    LossScaleState,
-    Process,
-    count_step,
-    find,
-    loss_scale_of,
-    typed,
-    warn_of_no_scaling,
-)
-from optax_lossscale._support import checks
+from optax_lossscale._state import Guard, GuardState, LossScaleState, Process
+from optax_lossscale._support import checks, notes, tree
 from optax_lossscale._support.choose import all_true
-from optax_lossscale._support.notes import add_note
-from optax_lossscale._support.tree import AxisName, Flag, PyTree, is_inexact, path_name, shown
+from optax_lossscale._support.tree import AxisName, Flag, PyTree
 
 
 def with_loss_scaling(
@@ -177,7 +162,7 @@ def _guard(
     checks.require_axis_name(axis_name)
     if rules:  # a rule brings the check with it
         policy = checking(policy)
-    settings = Settings(inner, policy, rules, axis_name, is_scaled)
+    is_one = isinstance(policy, FixedLossScale) and policy.scale == 1
     warnings_given: set[str] = set()
 
     def init_fn(params: optax.Params) -> GuardState:
@@ -186,9 +171,9 @@ def _guard(
         except Exception as error:
             _add_other_leaf(error, params)
             raise
-        refuse_second_guard("inner", inner_state)
-        refuse_changed_updates(inner_state)
-        warn_of_half_precision(params, inner_state)
+        _order.refuse_second_guard("inner", inner_state)
+        _order.refuse_changed_updates(inner_state)
+        _order.warn_of_half_precision(params, inner_state)
         rule_states = tuple(rule.init(params) for rule in rules)
         return GuardState(init(policy), rule_states, inner_state)
 
@@ -201,10 +186,25 @@ def _guard(
         if "loss" in extra_args and "value" not in extra_args:
             warn_of_loss(rules, warnings_given)
         state = checks.read_state(state, GuardState)
-        is_one = isinstance(policy, FixedLossScale) and policy.scale == 1
         if not (is_one or Process.has_scaled):
-            warn_of_no_scaling()
-        return guarded_step(settings, updates, state, params, extra_args)
+            _state.warn_of_no_scaling()
+        scale_state = _state.find(LossScaleState, "state", state.loss_scale_state)
+        checks.require_rule_states(state.rule_states, rules)
+        grads = unscaled(updates, _state.loss_scale_of(scale_state), keep_dtypes=not is_scaled)
+        extra_args = _in_true_units(extra_args, updates, grads, is_scaled=is_scaled)
+        decision = Decision()
+        if policy.skip_nonfinite or rules:
+            decision = decide(
+                rules, axis_name, state.rule_states, grads, params, extra_args=extra_args
+            )
+        updates, inner_state = step_where(
+            decision.applied, inner, grads, state.inner_state, params, extra_args=extra_args
+        )
+        new = policy.update(scale_state, decision.grads_finite, loss_finite=decision.loss_finite)
+        scale_state = _state.count_step(_state.typed(new), scale_state, decision.applied)
+        if not is_scaled:  # the state may have been restored from a guard that scales
+            scale_state = scale_state._replace(loss_scale=jnp.ones_like(scale_state.loss_scale))
+        return updates, GuardState(scale_state, decision.rule_states, inner_state)
 
     return Guard(init_fn, update_fn)
 
@@ -213,75 +213,37 @@ def _add_other_leaf(error: Exception, params: PyTree) -> None:
     """Name the first leaf of `params` that is not an array, if there is one."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not hasattr(leaf, "shape") and not isinstance(leaf, numbers.Number):
-            add_note(
-                error, f"`params` must be a tree of arrays, got {shown(leaf)} at {path_name(path)}."
-            )
+            found = f"{tree.shown(leaf)} at {tree.path_name(path)}"
+            notes.add_note(error, f"`params` must be a tree of arrays, got {found}.")
             return
 
 
-class Settings(NamedTuple):
-    """What a guard was made with."""
-
-    inner: optax.GradientTransformationExtraArgs
-    policy: LossScale
-    rules: tuple[Rule, ...]
-    axis_name: AxisName | None
-    is_scaled: bool
-
-
-def guarded_step(
-    settings: Settings,
-    updates: optax.Updates,
-    state: GuardState,
-    params: optax.Params | None,
-    extra_args: dict[str, Any],
-) -> tuple[optax.Updates, GuardState]:
-    """Unscale the gradients, decide about the step, and apply or skip it."""
-    scale_state = find(LossScaleState, "state", state.loss_scale_state)
-    checks.require_rule_states(state.rule_states, settings.rules)
-    is_scaled = settings.is_scaled
-    grads = unscaled(updates, loss_scale_of(scale_state), keep_dtypes=not is_scaled)
-    extra_args = _in_true_units(extra_args, updates, grads, is_scaled=is_scaled)
-    decision = decide(settings, state.rule_states, grads, params, extra_args)
-    updates, inner_state = step_where(
-        decision.applied, settings.inner, grads, state.inner_state, params, extra_args=extra_args
-    )
-    new = settings.policy.update(
-        scale_state, decision.grads_finite, loss_finite=decision.loss_finite
-    )
-    scale_state = count_step(typed(new), scale_state, decision.applied)
-    if not is_scaled:  # the state may have been restored from a guard that scales
-        scale_state = scale_state._replace(loss_scale=jnp.ones_like(scale_state.loss_scale))
-    return updates, GuardState(scale_state, decision.rule_states, inner_state)
-
-
 class Decision(NamedTuple):
-    """The decision about a step, the same on all devices."""
+    """The decision about a step, the same on all devices. One that nothing checks is applied."""
 
-    applied: Flag
-    grads_finite: Flag
-    loss_finite: Flag
-    rule_states: tuple[PyTree, ...]
+    applied: Flag = np.True_
+    grads_finite: Flag = np.True_
+    loss_finite: Flag = np.True_
+    rule_states: tuple[PyTree, ...] = ()
 
 
 def decide(
-    settings: Settings,
+    rules: tuple[Rule, ...],
+    axis_name: AxisName | None,
     rule_states: tuple[PyTree, ...],
     grads: optax.Updates,
     params: optax.Params | None,
+    *,
     extra_args: dict[str, Any],
 ) -> Decision:
     """Check the gradients and the loss, and ask the rules."""
-    rules = settings.rules
-    if not (settings.policy.skip_nonfinite or rules):
-        return Decision(np.True_, np.True_, np.True_, ())
     value = extra_args.get("value")
     checks.require_numbers(value)
     flags = [all_finite(grads), all_finite(value)]
     finite_here = flags[0] & flags[1]
     measures = [measure(rule, finite_here, grads, params, extra_args) for rule in rules]
-    if settings.axis_name is not None:
-        flags, measures = agree(settings.axis_name, flags, measures)
+    if axis_name is not None:
+        flags, measures = agree(axis_name, flags, measures)
     grads_finite, loss_finite = flags
     finite = grads_finite & loss_finite
     judged = [judge(*each, finite) for each in zip(rules, rule_states, measures, strict=True)]
@@ -309,7 +271,7 @@ def _in_true_units(
             )
     if not is_scaled:
         return extra_args
-    scaled_arrays = {id(leaf) for leaf in leaves if is_inexact(leaf)}
+    scaled_arrays = {id(leaf) for leaf in leaves if tree.is_inexact(leaf)}
     for name, arg in extra_args.items():
         is_found = any(id(leaf) in scaled_arrays for leaf in jax.tree.leaves(arg))
         if is_found and name != "value":

@@ -10,21 +10,9 @@ import optax
 
 from optax_lossscale import _xla
 from optax_lossscale._state import MasterWeightsState, StochasticRoundingState, subtrees
-from optax_lossscale._support import checks
+from optax_lossscale._support import checks, notes, tree
 from optax_lossscale._support.choose import constant_if_skipped, safe_extra_args, zeros_if_skipped
-from optax_lossscale._support.notes import add_likely_causes, add_note
-from optax_lossscale._support.tree import (
-    ARRAYS,
-    HALF,
-    Flag,
-    KeyPath,
-    Leaf,
-    PyTree,
-    Tree,
-    as_array,
-    is_inexact,
-    path_name,
-)
+from optax_lossscale._support.tree import Flag, KeyPath, Leaf, PyTree, Tree
 
 
 def step_where(
@@ -37,7 +25,7 @@ def step_where(
     extra_args: dict[str, Any],
 ) -> tuple[optax.Updates, optax.OptState]:
     """Update with `inner` if `applied` is true; otherwise return updates of -0.0 and `state`."""
-    state = jax.tree.map(as_array, state)
+    state = jax.tree.map(tree.as_array, state)
     extra_args = safe_extra_args(applied, extra_args)
     params = constant_if_skipped(applied, params)
 
@@ -46,7 +34,7 @@ def step_where(
             updates, new_state = inner.update(grads, state, params, **extra_args)
             return updates, _like(state, new_state)
         except Exception as error:
-            add_likely_causes(error, grads, params)
+            notes.add_likely_causes(error, grads, params)
             if not any(subtrees(state, MasterWeightsState, StochasticRoundingState)):
                 _add_small_parameters(error, params)
             raise
@@ -54,7 +42,7 @@ def step_where(
     updates, state = run_where(applied, step, grads, state)
 
     def negative_zero_if_skipped(leaf: Leaf) -> Leaf:
-        is_numeric = isinstance(leaf, ARRAYS) and jnp.issubdtype(leaf.dtype, np.number)
+        is_numeric = isinstance(leaf, tree.ARRAYS) and jnp.issubdtype(leaf.dtype, np.number)
         if not (is_numeric or isinstance(leaf, (float, complex))):
             return leaf
         array = jnp.asarray(leaf)
@@ -65,10 +53,11 @@ def step_where(
 
 def _add_small_parameters(error: Exception, params: PyTree) -> None:
     """Note that parameters are smaller than float32, if they are."""
-    dtypes = {jnp.result_type(leaf) for leaf in jax.tree.leaves(params) if is_inexact(leaf)}
+    dtypes = {jnp.result_type(leaf) for leaf in jax.tree.leaves(params) if tree.is_inexact(leaf)}
     if any(jnp.finfo(dtype).bits < 32 for dtype in dtypes):
-        masters = "Wrap it: `with_master_weights(inner)`. Or keep" if dtypes & {*HALF} else "Keep"
-        add_note(
+        is_half = dtypes & {*tree.HALF}
+        masters = "Wrap it: `with_master_weights(inner)`. Or keep" if is_half else "Keep"
+        notes.add_note(
             error,
             "`params` are smaller than float32, and `inner` may not take them with float32 "
             f"gradients. {masters} the parameters in float32, and cast them in the loss function.",
@@ -95,7 +84,6 @@ def run_where(
             pass
     zeros = zeros_if_skipped(applied, grads)
     out, new_state = step(zeros, constant_if_skipped(applied, state))
-
     kept = jax.tree.map(
         lambda new, old: jnp.where(applied, new, old) if isinstance(old, jax.Array) else new,
         new_state,
@@ -121,11 +109,11 @@ def _like(old: Tree, new: Tree) -> Tree:
             return new_leaf
         if getattr(new_leaf, "dtype", None) == old_leaf.dtype:
             return new_leaf
-        if is_inexact(new_leaf) and not jnp.issubdtype(old_leaf.dtype, jnp.inexact):
+        if tree.is_inexact(new_leaf) and not jnp.issubdtype(old_leaf.dtype, jnp.inexact):
             raise TypeError(
                 f"`inner` must not replace integers in its state with floating-point numbers, got "
-                f"{jnp.result_type(new_leaf)} for {old_leaf.dtype} at {path_name(path)}. Let its "
-                "`init` return floating-point numbers."
+                f"{jnp.result_type(new_leaf)} for {old_leaf.dtype} at {tree.path_name(path)}. Let "
+                "its `init` return floating-point numbers."
             )
         return jnp.asarray(new_leaf, old_leaf.dtype)
 

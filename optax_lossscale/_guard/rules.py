@@ -1,6 +1,7 @@
 """Rules, which skip finite steps: functions, objects that judge a measure, and `Spike`."""
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -13,22 +14,10 @@ from jax.typing import ArrayLike
 from optax_lossscale._guard.keep import run_where
 from optax_lossscale._loss_scale import LossScale
 from optax_lossscale._state import SpikeState, increment, subtrees
-from optax_lossscale._support import checks
-from optax_lossscale._support.bounds import LARGEST_SCALE, SMALLEST_SCALE, as_float32
+from optax_lossscale._support import bounds, checks, nnx, notes, tree
 from optax_lossscale._support.choose import safe_extra_args, tree_where, zeros_if_skipped
 from optax_lossscale._support.lines import warn_once
-from optax_lossscale._support.nnx import without_variables
-from optax_lossscale._support.notes import add_note
-from optax_lossscale._support.tree import (
-    FP8_KEY,
-    Flag,
-    KeyPath,
-    PyTree,
-    as_array,
-    at_least_float32,
-    is_inexact,
-    shown,
-)
+from optax_lossscale._support.tree import Flag, KeyPath, PyTree
 
 
 @runtime_checkable
@@ -112,7 +101,8 @@ def as_rules(skip_if: SkipIf) -> tuple[Rule, ...]:
             remedy = " Use `with_loss_scaling(inner, policy)`." if is_policy else ""
             raise TypeError(
                 "`skip_if` must be a function of the gradients and parameters, an object with "
-                f"`init`, `measure` and `judge`, or a sequence of these, got {shown(rule)}.{remedy}"
+                "`init`, `measure` and `judge`, or a sequence of these, got "
+                f"{tree.shown(rule)}.{remedy}"
             )
     return tuple(rules)
 
@@ -163,14 +153,16 @@ def judge(
     rule: Rule, state: PyTree, measure: jax.Array, finite: jax.Array
 ) -> tuple[jax.Array, PyTree]:
     """Return whether a rule skips the step, and its new state, or the old one if not `finite`."""
-    old = jax.tree.map(as_array, state)
+    old = jax.tree.map(tree.as_array, state)
     with jax.debug_nans(False), jax.debug_infs(False):
         skip, new = rule.judge(old, measure)
     skip = checks.read_flag(f"{type(rule).__name__}.judge", skip)
     try:
         new = tree_where(finite, new, old)
     except Exception as error:
-        add_note(error, f"This is the state of {shown(rule)}: `judge` must return one like `init`.")
+        notes.add_note(
+            error, f"This is the state of {tree.shown(rule)}: `judge` must return one like `init`."
+        )
         raise
     # The state only serves decisions, and decisions have no derivative.
     return skip, jax.lax.stop_gradient(new)
@@ -227,11 +219,11 @@ class Spike:
         """Check the arguments."""
         if not isinstance(self.of, str):
             raise TypeError(
-                f'`of` must be "value", "grad_norm" or the name of an extra argument, got '
-                f"{shown(self.of)}."
+                '`of` must be "value", "grad_norm" or the name of an extra argument, got '
+                f"{tree.shown(self.of)}."
             )
         window = checks.read_count("window", self.window, least=2)
-        if as_float32(checks.read_number("sigmas", self.sigmas)) <= 1.5:
+        if bounds.as_float32(checks.read_number("sigmas", self.sigmas)) <= 1.5:
             raise ValueError(
                 f"`sigmas` must be greater than 1.5, got {self.sigmas}. With less, a new level of "
                 "the loss would never be learned."
@@ -252,9 +244,9 @@ class Spike:
         del params
         if self.of == "grad_norm":
             arrays = [
-                at_least_float32(leaf)
+                tree.at_least_float32(leaf)
                 for path, leaf in jax.tree_util.tree_leaves_with_path(grads)
-                if is_inexact(leaf) and FP8_KEY not in path
+                if tree.is_inexact(leaf) and tree.FP8_KEY not in path
             ]
             return jnp.asarray(optax.tree.norm(arrays), jnp.float32)
         value = extra_args.get(self.of)
@@ -295,14 +287,14 @@ class Spike:
         )
         is_finite = jnp.isfinite(measure)
         # `tree_where` would not take a state with Python's numbers or NumPy's wider ones.
-        select = lambda new, old: jnp.where(is_finite, new, old)  # noqa: E731
-        return is_spike | ~is_finite, jax.tree.map(select, after, state)
+        kept = jax.tree.map(functools.partial(jnp.where, is_finite), after, state)
+        return is_spike | ~is_finite, kept
 
 
 def spikes_in(rule_states: PyTree) -> Iterator[tuple[KeyPath, SpikeState]]:
     """Yield the states of all `Spike`s, and their paths."""
     for path, spike in subtrees(rule_states, SpikeState):
-        yield path, without_variables(spike)
+        yield path, nnx.without_variables(spike)
 
 
 def spike_statistics(state: SpikeState) -> tuple[jax.Array, jax.Array]:
@@ -327,7 +319,7 @@ def relative_statistics(state: SpikeState) -> tuple[jax.Array, jax.Array, jax.Ar
     held = jnp.clip(state.held, 1, window)  # before the first value, a place holds 0
     is_held = jnp.arange(window, dtype=jnp.int32) >= window - held
     values = jnp.where(is_held, state.values, 0)
-    unit = jnp.clip(jnp.max(jnp.abs(values)), SMALLEST_SCALE, LARGEST_SCALE)
+    unit = jnp.clip(jnp.max(jnp.abs(values)), bounds.SMALLEST_SCALE, bounds.LARGEST_SCALE)
     relative = values / unit
     n = held.astype(jnp.float32)
     mean = jnp.sum(relative) / n

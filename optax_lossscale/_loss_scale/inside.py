@@ -80,14 +80,14 @@ def _with_tangents_times(factor: float, tree: Tree, check: Callable[[jax.Array],
     """
 
     @jax.custom_jvp
-    def identity(arrays: list[jax.Array]) -> list[jax.Array]:
+    def identity(arrays: dict[int, jax.Array]) -> dict[int, jax.Array]:
         return arrays
 
     def jvp(
-        primals: tuple[list[jax.Array]], tangents: tuple[list[Any]]
-    ) -> tuple[list[jax.Array], list[Any]]:
+        primals: tuple[dict[int, jax.Array]], tangents: tuple[dict[int, Any]]
+    ) -> tuple[dict[int, jax.Array], dict[int, Any]]:
         (arrays,), (given,) = primals, tangents
-        return arrays, [*map(scaled_tangent, arrays, given)]
+        return arrays, jax.tree.map(scaled_tangent, arrays, given)
 
     def scaled_tangent(array: jax.Array, tangent: Any) -> Any:
         if isinstance(tangent, SymbolicZero):
@@ -100,15 +100,13 @@ def _with_tangents_times(factor: float, tree: Tree, check: Callable[[jax.Array],
 
     identity.defjvp(jvp, symbolic_zeros=True)
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    places = [
-        place
+    leaves = {place: leaf for place, (_, leaf) in enumerate(paths)}
+    arrays = {
+        place: leaf
         for place, (path, leaf) in enumerate(paths)
         if isinstance(leaf, jax.Array) and is_inexact(leaf) and FP8_KEY not in path
-    ]
-    leaves = [leaf for _, leaf in paths]
-    for place, array in zip(places, identity([leaves[i] for i in places]), strict=True):
-        leaves[place] = array
-    return treedef.unflatten(leaves)
+    }
+    return treedef.unflatten((leaves | identity(arrays)).values())
 
 
 def _warn_of_float16(result: jax.Array) -> None:

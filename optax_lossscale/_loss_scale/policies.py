@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import functools
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
 
 import jax
@@ -81,9 +81,10 @@ class _Policy:
             )
         return cls(**hyperparams)
 
-    def _keep(self, **hyperparams: float | bool) -> None:
-        """Keep the hyper-parameters as these Python numbers and bools."""
-        for name, value in hyperparams.items():
+    def _read(self, read: Callable[[str, object], float], *names: str) -> None:
+        """Check these hyper-parameters, and keep them as Python numbers or bools."""
+        for name in names:
+            value = read(name, getattr(self, name))
             object.__setattr__(self, name, value)  # the dataclass is frozen
 
 
@@ -114,10 +115,8 @@ class FixedLossScale(_Policy):
 
     def __post_init__(self) -> None:
         """Check the hyper-parameters."""
-        self._keep(
-            scale=checks.read_scale("scale", self.scale),
-            skip_nonfinite=checks.read_bool("skip_nonfinite", self.skip_nonfinite),
-        )
+        self._read(checks.read_scale, "scale")
+        self._read(checks.read_bool, "skip_nonfinite")
 
     def init(self) -> LossScaleState:
         """Return the state before the first step."""
@@ -211,19 +210,10 @@ class DynamicLossScale(_Policy):
 
     def __post_init__(self) -> None:
         """Check the hyper-parameters."""
-        self._keep(
-            initial_scale=checks.read_scale("initial_scale", self.initial_scale),
-            growth_interval=checks.read_count("growth_interval", self.growth_interval),
-            growth_factor=checks.read_number("growth_factor", self.growth_factor),
-            backoff_factor=checks.read_number("backoff_factor", self.backoff_factor),
-            min_scale=checks.read_scale("min_scale", self.min_scale),
-            max_scale=checks.read_scale("max_scale", self.max_scale),
-            hysteresis=checks.read_count("hysteresis", self.hysteresis),
-            consecutive_hysteresis=checks.read_bool(
-                "consecutive_hysteresis", self.consecutive_hysteresis
-            ),
-            loss_patience=checks.read_count("loss_patience", self.loss_patience),
-        )
+        self._read(checks.read_scale, "initial_scale", "min_scale", "max_scale")
+        self._read(checks.read_count, "growth_interval", "hysteresis", "loss_patience")
+        self._read(checks.read_number, "growth_factor", "backoff_factor")
+        self._read(checks.read_bool, "consecutive_hysteresis")
         # Compare in float32, where 1 + 1e-9 is 1, so that the loss scale would never grow.
         if not as_float32(self.growth_factor) > 1:
             raise ValueError(f"`growth_factor` must be greater than 1, got {self.growth_factor}.")

@@ -11,23 +11,10 @@ from optax_lossscale import _xla
 from optax_lossscale._loss_scale.agreement import agree
 from optax_lossscale._order import warn_of_outside
 from optax_lossscale._state import GuardState, LossScaleState, Process, find, loss_scale_of
-from optax_lossscale._support import checks
-from optax_lossscale._support.bounds import LARGEST_SCALE, SMALLEST_SCALE
+from optax_lossscale._support import bounds, checks, tree
 from optax_lossscale._support.choose import all_true
 from optax_lossscale._support.lines import warn, warn_once
-from optax_lossscale._support.tree import (
-    ARRAYS,
-    FP8_KEY,
-    AxisName,
-    KeyPath,
-    PyTree,
-    Tree,
-    at_least_float32,
-    is_finite,
-    is_inexact,
-    path_name,
-    shown,
-)
+from optax_lossscale._support.tree import AxisName, KeyPath, PyTree, Tree, is_finite, is_inexact
 
 P = ParamSpec("P")
 Value = TypeVar("Value")
@@ -72,20 +59,20 @@ def scale_loss(loss: Tree, state: PyTree) -> Tree:
 def scaled(loss: Tree, loss_scale: jax.Array) -> Tree:
     """Multiply the loss by `loss_scale`, `float32[]`."""
     if any(
-        isinstance(leaf, ARRAYS) and leaf.dtype == jnp.float16 and not leaf.shape
+        isinstance(leaf, tree.ARRAYS) and leaf.dtype == jnp.float16 and not leaf.shape
         for leaf in jax.tree.leaves(loss)
     ):
         warn(FLOAT16_LOSS)
 
     def scale(path: KeyPath, leaf: Any) -> jax.Array:
         if not is_inexact(leaf) or jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
-            kind = leaf.dtype if isinstance(leaf, ARRAYS) else type(leaf).__name__
+            kind = leaf.dtype if isinstance(leaf, tree.ARRAYS) else type(leaf).__name__
             raise TypeError(
-                f"`loss` must be floating-point, got {kind} at {path_name(path)}. Cast it with "
-                "`astype(jnp.float32)`, take the real part of a complex loss, or give "
+                f"`loss` must be floating-point, got {kind} at {tree.path_name(path)}. Cast it "
+                "with `astype(jnp.float32)`, take the real part of a complex loss, or give "
                 "`value_and_grad` the argument `has_aux=True` if `fun` returns more than the loss."
             )
-        value = at_least_float32(leaf)
+        value = tree.at_least_float32(leaf)
         return value * loss_scale.astype(value.dtype)
 
     return jax.tree_util.tree_map_with_path(scale, loss)
@@ -144,7 +131,8 @@ def value_and_grad(
     def scaled_value_and_grad(
         state: PyTree, /, *args: P.args, **kwds: P.kwargs
     ) -> tuple[Value, PyTree]:
-        loss_scale = loss_scale_of(find(LossScaleState, "state", state, _ORDER))
+        order = "`loss_and_grads(opt_state, params, ...)` takes the state first."
+        loss_scale = loss_scale_of(find(LossScaleState, "state", state, order))
         Process.has_scaled = True
         if not isinstance(state, GuardState):
             warn_of_outside(state, warnings_given)
@@ -165,7 +153,7 @@ def value_and_grad(
         except TypeError as error:
             raise TypeError(
                 f"`transform` must take a function and {', '.join(['has_aux', *kwargs])}, as "
-                f"`jax.value_and_grad` does, got {shown(transform)}: {error}."
+                f"`jax.value_and_grad` does, got {tree.shown(transform)}: {error}."
             ) from error
         by_position, by_name = _by_position(fun, args, kwds)
         try:
@@ -179,8 +167,8 @@ def value_and_grad(
             case _:  # `jax.grad` returns gradients and aux
                 raise TypeError(
                     "`transform` must return ((loss, aux), grads), as `jax.value_and_grad` does, "
-                    f"got {shown(result)} from {shown(transform)}. Pass the function that also "
-                    "returns the value."
+                    f"got {tree.shown(result)} from {tree.shown(transform)}. Pass the function "
+                    "that also returns the value."
                 )
 
     return _with_signature_of(fun, scaled_value_and_grad)
@@ -229,7 +217,6 @@ class _Unscaled(NamedTuple):
     value: PyTree
 
 
-_ORDER = "`loss_and_grads(opt_state, params, ...)` takes the state first."
 _BFLOAT16_LOSS = (
     "The loss is bfloat16, which has three digits. Probably nothing is computed in float32. "
     "Compute the loss in float32, for example from `logits.astype(jnp.float32)`, or differentiate "
@@ -327,7 +314,7 @@ def unscaled(grads: Tree, loss_scale: jax.Array, *, keep_dtypes: bool = False) -
     NaN and infinity remain, and a loss scale that is out of bounds makes NaN, so it is enough to
     check the result. With `keep_dtypes`, the results are rounded to the dtypes of the gradients.
     """
-    is_within = (loss_scale >= SMALLEST_SCALE) & (loss_scale <= LARGEST_SCALE)
+    is_within = (loss_scale >= bounds.SMALLEST_SCALE) & (loss_scale <= bounds.LARGEST_SCALE)
     reciprocal = jnp.where(is_within, 1 / loss_scale, jnp.nan)
 
     paths, treedef = jax.tree_util.tree_flatten_with_path(grads)
@@ -335,9 +322,9 @@ def unscaled(grads: Tree, loss_scale: jax.Array, *, keep_dtypes: bool = False) -
     # An overflow here is not an error: the check of the step detects it.
     with jax.debug_nans(False), jax.debug_infs(False):
         for place, (path, leaf) in enumerate(paths):
-            if not is_inexact(leaf) or FP8_KEY in path:
+            if not is_inexact(leaf) or tree.FP8_KEY in path:
                 continue
-            value = at_least_float32(leaf)
+            value = tree.at_least_float32(leaf)
             if jnp.iscomplexobj(value):  # by parts: a product with 1 + 0j loses the signs of zeros
                 times = reciprocal.astype(value.real.dtype)
                 product = jax.lax.complex(value.real * times, value.imag * times)
