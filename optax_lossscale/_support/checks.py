@@ -56,12 +56,6 @@ def read_scale(name: str, value: object) -> float:
     return number
 
 
-def require_between(name: str, value: object, low: float, high: float) -> None:
-    """Raise if a number is out of bounds."""
-    if not low <= read_number(name, value) <= high:
-        raise ValueError(f"`{name}` must be between {low:g} and {high:g}, got {value}.")
-
-
 def read_bool(name: str, value: object) -> bool:
     """Return `value` as a Python bool."""
     if not isinstance(value, (bool, np.bool_)):

@@ -158,9 +158,14 @@ def _require_string(argument: str, value: object) -> None:
         raise TypeError(f"`{argument}` must be a string, got {shown(value)}.")
 
 
+def _require_between(name: str, value: object, low: float, high: float) -> None:
+    if not low <= checks.read_number(name, value) <= high:
+        raise ValueError(f"`{name}` must be between {low:g} and {high:g}, got {value}.")
+
+
 _LARGEST = float(jnp.finfo(jnp.float32).max)
-_norm = functools.partial(checks.require_between, low=SMALLEST_SCALE, high=_LARGEST)
-_rate = functools.partial(checks.require_between, low=0, high=_LARGEST)
+_norm = functools.partial(_require_between, low=SMALLEST_SCALE, high=_LARGEST)
+_rate = functools.partial(_require_between, low=0, high=_LARGEST)
 
 # Optax and the policies also check some of these, but under other names.
 _CHECKS: dict[str, Callable[[str, Any], object]] = {
@@ -174,7 +179,7 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "global_clipnorm": _norm,
     "learning_rate": lambda name, value: callable(value) or _rate(name, value),
     "weight_decay": _rate,
-    "ema_momentum": functools.partial(checks.require_between, low=0, high=1),
+    "ema_momentum": functools.partial(_require_between, low=0, high=1),
     "dynamic_growth_steps": checks.read_count,
     "ema_overwrite_frequency": checks.read_count,
     "gradient_accumulation_steps": functools.partial(checks.read_count, least=2),
