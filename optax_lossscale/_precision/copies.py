@@ -25,17 +25,17 @@ def copies_of(
     """
     is_array = lambda x: isinstance(x, (*ARRAYS, jax.ShapeDtypeStruct))  # noqa: E731
     chosen = [*itertools.compress(is_chosen, map(is_array, jax.tree.leaves(params)))]
+    leaves = jax.tree_util.tree_leaves_with_path(inner_state)
     try:
-        jaxpr, _, join = traced(init, params, is_array)
+        # Only its leaves: no node of the user's could hold a mark in place of an array.
+        jaxpr, _, join = traced(lambda params: jax.tree.leaves(init(params)), params, is_array)
     except Exception:  # noqa: BLE001 - `init` reads values, so it cannot be traced, but ran before
         originals = [*itertools.compress(filter(is_array, jax.tree.leaves(params)), chosen)]
-        is_copy = lambda leaf: any(leaf is array for array in originals)  # noqa: E731
-        marked = inner_state
+        is_copy = [any(leaf is array for array in originals) for _, leaf in leaves]
     else:
         marks = propagated(without_constants(jaxpr), chosen, _is_copy)
-        is_copy = lambda leaf: leaf is _COPY  # noqa: E731
-        marked = join([_COPY if mark else None for mark in marks])
-    return [path for path, leaf in jax.tree_util.tree_leaves_with_path(marked) if is_copy(leaf)]
+        is_copy = [leaf is _COPY for leaf in join([_COPY if mark else None for mark in marks])]
+    return [path for (path, _), yes in zip(leaves, is_copy, strict=True) if yes]
 
 
 _COPY = object()  # in place of an array that is a copy

@@ -3,7 +3,6 @@
 `require_…` returns nothing. `read_…` returns the value in the form that the caller uses.
 """
 
-import functools
 import inspect
 import math
 import numbers
@@ -194,8 +193,9 @@ def require_same_structure(name: str, tree: PyTree, expected: PyTree, remedy: st
         raise ValueError(
             f"`{name}` must keep its structure, got another at {path_name(path)}{types}. {remedy}"
         )
-    check = functools.partial(require_same_shape, name, remedy=remedy)
-    jax.tree_util.tree_map_with_path(check, tree, expected)
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    for (path, leaf), other in zip(leaves, jax.tree.leaves(expected), strict=True):
+        require_same_shape(name, path, leaf, other, remedy)
 
 
 def differing_structures(updates: PyTree, params: PyTree) -> ValueError:

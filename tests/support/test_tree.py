@@ -2,11 +2,13 @@
 
 import functools
 import re
+import warnings
 
 import flax.core
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from compiled import OPTIMIZED
 from jax import export
@@ -154,3 +156,43 @@ def test_a_leaf_other_than_an_array_passes_through_if_both_trees_have_it():
         assert chosen["a"] is leaf
     # They may be equal but different objects.
     assert ols.tree_where(True, (("a", "b")[0] * 2, 0.5), ("aa", 1 / 2)) == ("aa", 0.5)
+
+
+@jax.tree_util.register_pytree_node_class
+class Dense:
+    """A layer that reads its array when it is made, so nothing else can be in the array's place."""
+
+    def __init__(self, w):
+        self.w = jnp.reshape(w, (64, 64))
+
+    def tree_flatten(self):
+        return (self.w,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+WRAPPERS = {
+    "loss scaling": ols.with_loss_scaling,
+    "a rule": lambda tx: ols.with_skipping(tx, ols.Spike("grad_norm")),
+    "masters": ols.with_master_weights,
+    "remainders": lambda tx: ols.with_master_weights(tx, remainders=True),
+    "rounded parameters": ols.with_stochastic_rounding,
+    "rounded state": ols.with_bfloat16_state,
+}
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_layer_that_reads_its_array_when_it_is_made_is_trained_in_every_wrapper(name):
+    tx = WRAPPERS[name](optax.adam(0.1, mu_dtype=jnp.float32))
+    layer = Dense(jnp.ones((64, 64), "bfloat16"))
+    grads = jax.grad(ols.autocast(lambda layer: jnp.sum(layer.w @ layer.w), "bfloat16"))(layer)
+    with warnings.catch_warnings():  # of half precision without masters
+        warnings.simplefilter("ignore")
+        state = tx.init(layer)
+    updates, _ = jax.jit(tx.update)(grads, state, layer)
+    trained = optax.apply_updates(layer, updates)
+    assert isinstance(trained, Dense)
+    np.testing.assert_allclose(trained.w.astype("float32"), 0.9, rtol=0.01)
