@@ -104,27 +104,24 @@ def _arguments(
         path = path[:-1] if path[-1] == ".value" else path  # the array in one of Flax's boxes
         layer = path[:-1] if len(path) > 2 else path
         leaf = Leaf(position, name, layer if argument in models else ())
-        origin = _origin_of_given(array, name, {"-inf"}, context)
-        yield Value(array, origin, leaf if is_inexact(array) else None)
+        value = Value(array, leaf=leaf if is_inexact(array) else None)
+        yield _given(value, name, {"-inf"}, context)
 
 
-def _origin_of_given(array: Any, name: str, intended: set[str], context: _Context) -> Origin | None:
-    """Return an input or a constant as an origin, unless it only holds `intended` infinities."""
-    value = Value(array)
-    if value.nonfinite <= (intended if context.allows_infinities else set()):
-        return None
-    found = FirstNonfinite(layer=name, operation=None, **value.counts())
-    return Origin(next(context.clock), found)
+def _given(value: Value, name: str, intended: set[str], context: _Context) -> Value:
+    """Return an input or a constant. It is its own origin, unless its infinities are `intended`."""
+    if not value.nonfinite <= (intended if context.allows_infinities else set()):
+        found = FirstNonfinite(layer=name, operation=None, **value.counts())
+        value.origin = Origin(next(context.clock), found)
+    return value
 
 
 def _call(function: Any, operands: list[Value], context: _Context) -> list[Value]:
     """Evaluate a jaxpr, with or without constants."""
     jaxpr = jaxprs.without_constants(function)
-    consts = []
-    for array in getattr(function, "consts", ()):
-        name = "an array that `fun` closes over"
-        origin = _origin_of_given(array, name, {"inf", "-inf"}, context)
-        consts.append(Value(array, origin, is_constant=True))
+    constants = (Value(array, is_constant=True) for array in getattr(function, "consts", ()))
+    name = "an array that `fun` closes over"
+    consts = [_given(value, name, {"inf", "-inf"}, context) for value in constants]
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *operands], strict=True))
 
     def read(atom: Atom) -> Value:
