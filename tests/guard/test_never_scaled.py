@@ -3,7 +3,12 @@
 import subprocess
 import sys
 
+import jax.numpy as jnp
+import optax
 import pytest
+
+import optax_lossscale as ols
+from optax_lossscale._state import Process
 
 BEFORE = """
 import jax, jax.numpy as jnp, optax, warnings, optax_lossscale as ols
@@ -74,3 +79,13 @@ def test_one_warning_per_process_if_gradients_were_never_scaled():
     )
     remedies = "If ", "`value_and_grad", "`with_skipping", "bfloat16)`", "`scale_inside", "`loss_sc"
     assert [text for text in remedies if text not in message] == []
+
+
+def test_the_warning_names_the_line_that_calls_update(monkeypatch):
+    monkeypatch.setattr(Process, "has_scaled", False)
+    tx, grads = ols.with_loss_scaling(optax.sgd(0.1)), jnp.ones(3)
+    state = tx.init(grads)
+    with pytest.warns(UserWarning, match="has not scaled a loss") as caught:
+        tx.update(grads, state)
+    assert [warning.filename for warning in caught] == [__file__]
+    tx.update(grads, state)  # warnings are errors, and this one is given once

@@ -249,6 +249,15 @@ def test_a_body_that_depends_only_on_constants_has_the_same_derivative():
     np.testing.assert_array_equal(grad, 3 * 8)
 
 
+def test_a_scan_inside_that_computes_nothing_is_left_alone():
+    def layer(x, w):
+        return jnp.tanh(lax.scan(lambda carry, row: (carry, row), 1.0, x)[1] @ w)
+
+    ours, by_jax = (jax.make_jaxpr(step)(W, X).jaxpr for step in around_and_inside(layer))
+    assert primitives(ours)["scan"] == primitives(by_jax)["scan"]
+    assert kept_bytes(ours) <= kept_bytes(by_jax)
+
+
 def decided_by_the_program(x, w):
     return jax.checkpoint(lambda x: jnp.tanh(x @ w))(x)
 

@@ -67,15 +67,17 @@ def first_nonfinite(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Fi
     # JAX's debugging flags would raise at the NaN that this searches for.
     with jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
         closed, inputs = trace(fun, args, kwargs)
-        # If only infinities that count as intended reach the result, one of them was not intended.
-        for allows_infinities in (True, False):
+
+        def results_of(*, allows_infinities: bool) -> list[Value]:
             context = _Context(itertools.count(), allows_infinities)
-            results = _call(closed, list(_arguments(closed.jaxpr, inputs, context)), context)
-            if origin := first_values.earliest(results):
-                return origin.found
-            if not any(value.nonfinite for value in results):
-                break
-    return None
+            return _call(closed, list(_arguments(closed.jaxpr, inputs, context)), context)
+
+        results = results_of(allows_infinities=True)
+        if not first_values.earliest(results) and any(value.nonfinite for value in results):
+            # Only infinities that count as intended reach the result. One of them was not intended.
+            results = results_of(allows_infinities=False)
+    origin = first_values.earliest(results)
+    return origin.found if origin else None
 
 
 class _Context(NamedTuple):
