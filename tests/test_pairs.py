@@ -317,6 +317,9 @@ def oracle(features, skips):
 
 def run(features, folder):
     """Train, and compare with the oracle after each step."""
+    has_mesh = not {"axis_name", "sharded parameters"}.isdisjoint(features)
+    if has_mesh and "checkpoints" in features and jax.version.__version_info__ < (0, 8):
+        pytest.skip("with jax 0.7, Orbax 0.12 enters the mesh of sharded arrays, and leaves it set")
     make = next((HOLDERS[name] for name in features if name in HOLDERS), Plain)
     holder = make(features, guarded(features, optimizer(features, make.prefix)))
     carry = holder.start()
