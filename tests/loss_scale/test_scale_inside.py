@@ -117,6 +117,7 @@ def of_model(model, x):
     return loss_fn(model.params(), x)
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 @pytest.mark.parametrize("trainer", [fit, fit_in_scan, fit_nnx, fit_equinox])
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ def relative_error(a, b):
 # -- the right numbers
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 @pytest.mark.parametrize("dtype", [F16, BF16])
 def test_a_model_that_reads_tokens_has_the_loss_and_gradients_of_float32_parameters(dtype):
@@ -505,6 +506,7 @@ def test_a_lookup_in_a_table_that_is_cast_back_is_warned_of_once(name, recwarn):
         assert "`nnx.update(model, ols.cast(nnx.state(model, nnx.Param), jnp.bfloat16))`" in text
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_the_remedies_for_an_embedding_work():
     words = jnp.zeros(1000, jnp.int32)
