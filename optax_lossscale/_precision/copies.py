@@ -27,7 +27,7 @@ def copies_of(
     chosen = [*itertools.compress(is_chosen, map(is_array, jax.tree.leaves(params)))]
     leaves = jax.tree_util.tree_leaves_with_path(inner_state)
     try:
-        # Only its leaves: no node of the user's could hold a mark in place of an array.
+        # Return leaves, since a user's node may not take a mark in the place of an array.
         jaxpr, _, join = traced(lambda params: jax.tree.leaves(init(params)), params, is_array)
     except Exception:  # noqa: BLE001 - `init` reads values, so it cannot be traced, but ran before
         originals = [*itertools.compress(filter(is_array, jax.tree.leaves(params)), chosen)]

@@ -128,14 +128,9 @@ def constants_of(jaxpr: Jaxpr) -> Iterator[Leaf]:
                 yield from constants_of(param)
 
 
-def variable(aval: Any) -> Atom:
-    """Return a new variable of this type."""
-    return cast(Any, Var(aval))
-
-
 def variable_like(atom: Atom, dtype: np.dtype) -> Atom:
     """Return a new variable of the type of an operand, except for its dtype."""
-    return variable(atom.aval.update(dtype=dtype, weak_type=False))
+    return cast(Any, Var(atom.aval.update(dtype=dtype, weak_type=False)))
 
 
 def conversion(old: Atom, new: Atom, beside: Equation) -> Equation:

@@ -194,10 +194,8 @@ def _entered_operands(eqn: Equation) -> Sequence[Atom]:
         return eqn.invars[len(eqn.invars) - jaxprs.operands_of_scan(eqn).scanned :]
     if name == primitives.SHARD_MAP and not eqn.params["check_vma"]:
         # Its transpose adds the cotangents of devices that share an operand, in its stored dtype.
-        pairs, axes = (
-            zip(eqn.invars, eqn.params["in_specs"], strict=True),
-            edits.manual_axes_of(eqn),
-        )
+        pairs = zip(eqn.invars, eqn.params["in_specs"], strict=True)
+        axes = edits.manual_axes_of(eqn)
         return [x for x, spec in pairs if axes <= {*jax.tree.leaves([*spec])}]
     return eqn.invars if name in _ENTERED else []
 

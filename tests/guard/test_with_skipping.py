@@ -109,11 +109,17 @@ def test_a_spike_is_what_the_written_rule_says_at_every_magnitude(of, arguments)
             np.testing.assert_allclose(state.values, held, rtol=1e-5)  # rounded
 
 
-SIZES = [1.00726193e-16, 1.0, 1e30]
+TINY = 1.00726193e-16
 
 
 @pytest.mark.parametrize(
-    ("how", "size"), [*(("jit", size) for size in SIZES), ("eager", SIZES[0]), ("vmap", 1.0)]
+    ("how", "size"),
+    [
+        *(("jit", size) for size in (TINY, 1.0, 1e30)),
+        *(("eager", TINY), ("vmap", 1.0)),
+        *(pytest.param("eager", size, marks=pytest.mark.exhaustive) for size in (1.0, 1e30)),
+        *(pytest.param("vmap", size, marks=pytest.mark.exhaustive) for size in (TINY, 1e30)),
+    ],
 )
 def test_equal_values_have_no_deviation_and_a_level_half_as_high_again_is_learnt(how, size):
     rule = ols.Spike(window=16)

@@ -6,6 +6,7 @@ products, and JAX chooses: that is the oracle.
 
 import collections
 import functools
+import itertools
 
 import jax
 import jax.export
@@ -295,33 +296,41 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize(
-    "place",
-    [pytest.param(name, marks=() if name == "in a jit" else pytest.mark.slow) for name in PLACES],
-)
-def test_a_gradient_has_no_more_loops_than_without_autocast(place):
+def functions_with(loop):
+    """Return functions with a loop in each place of their derivative."""
+    return {
+        where: with_rule(*(loop if there else jnp.cos for there in three))
+        for where, three in (WHERE | {"all": (1, 1, 1)}).items()
+    } | {
+        "no rule": scanned,
+        "the rule for tangents": with_tangent_rule(jnp.cos, loop),
+        "an optimized rule": with_rule(loop, loop, jnp.cos, optimize_remat=True),
+    }
+
+
+def each_place():
+    for place, where in itertools.product(PLACES, functions_with(looped)):
+        is_quick = place == "in a jit" and where in ("all", "no rule")
+        is_typical = place == "directly" or where in ("all", "no rule")
+        marks = () if is_quick else pytest.mark.slow if is_typical else pytest.mark.exhaustive
+        yield pytest.param(place, where, id=f"{where}, {place}", marks=marks)
+
+
+@pytest.mark.parametrize(("place", "where"), list(each_place()))
+def test_a_gradient_has_no_more_loops_than_without_autocast(place, where):
     for loop in (looped, scanned):
-        functions = {
-            where: with_rule(*(loop if there else jnp.cos for there in three))
-            for where, three in (WHERE | {"all": (1, 1, 1)}).items()
-        } | {
-            "no rule": scanned,
-            "the rule for tangents": with_tangent_rule(jnp.cos, loop),
-            "an optimized rule": with_rule(loop, loop, jnp.cos, optimize_remat=True),
-        }
-        for where in functions if place == "directly" else ("all", "no rule"):
-            fun = PLACES[place](functions[where])
+        fun = PLACES[place](functions_with(loop)[where])
 
-            def layer(x, w, fun=fun):
-                return jnp.tanh(fun(jax.nn.gelu(x @ w)) @ w)
+        def layer(x, w, fun=fun):
+            return jnp.tanh(fun(jax.nn.gelu(x @ w)) @ w)
 
-            losses = [loss_of(layer), loss_of(ols.autocast(layer, BF16))]
-            losses.append(ols.autocast(losses[0], BF16))
-            jaxprs = [jax.make_jaxpr(jax.grad(loss))(W, X).jaxpr for loss in losses]
-            plain, _, ours = map(primitives, jaxprs)
-            assert all(ours[name] <= plain[name] for name in EXPENSIVE), where
-            is_left_alone = place == "in a checkpoint"
-            assert is_left_alone or kept_bytes(jaxprs[2]) < kept_bytes(jaxprs[1]), where
+        losses = [loss_of(layer), loss_of(ols.autocast(layer, BF16))]
+        losses.append(ols.autocast(losses[0], BF16))
+        jaxprs = [jax.make_jaxpr(jax.grad(loss))(W, X).jaxpr for loss in losses]
+        plain, _, ours = map(primitives, jaxprs)
+        assert all(ours[name] <= plain[name] for name in EXPENSIVE)
+        is_left_alone = place == "in a checkpoint"
+        assert is_left_alone or kept_bytes(jaxprs[2]) < kept_bytes(jaxprs[1])
 
 
 def test_a_recurrent_network_computes_no_function_twice():
@@ -430,6 +439,11 @@ def test_a_transformer_keeps_less_than_in_half_precision_by_hand(activation, att
     assert kept[0] < share * kept[1]
 
 
+def checked(loss, *args):
+    with jax.enable_checks(True), jax.checking_leaks():
+        return jax.grad(loss)(*args)
+
+
 TRANSFORMS = {
     "forward mode": lambda loss, *args: jax.jvp(loss, args, args),
     "second derivative": lambda loss, *args: jax.jvp(jax.grad(loss), args, args),
@@ -447,11 +461,17 @@ def with_loops(x, w):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_a_scan_with_loops_inside_can_be_transformed(name):
+@pytest.mark.parametrize(
+    "transform",
+    [
+        *(pytest.param(TRANSFORMS[name], id=name) for name in TRANSFORMS),
+        pytest.param(checked, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_scan_with_loops_inside_can_be_transformed(transform):
     args = normal(W) / 4, normal(X, seed=1)
     losses = ols.autocast(loss_of(with_loops), BF16), loss_of(ols.autocast(with_loops, BF16))
-    ours, by_jax = (functools.partial(TRANSFORMS[name], loss) for loss in losses)
+    ours, by_jax = (functools.partial(transform, loss) for loss in losses)
     with jax.disable_jit():
         assert_same_bits(ours(*args), by_jax(*args))
     counts = [primitives(jax.make_jaxpr(fun)(*args).jaxpr) for fun in (ours, by_jax)]
@@ -460,8 +480,7 @@ def test_a_scan_with_loops_inside_can_be_transformed(name):
 
 @pytest.mark.slow
 def test_the_program_of_a_scan_with_loops_inside_passes_jaxs_own_checks():
-    with jax.enable_checks(True), jax.checking_leaks():
-        jax.make_jaxpr(jax.grad(ols.autocast(loss_of(with_loops), BF16)))(W, X)
+    jax.make_jaxpr(functools.partial(checked, ols.autocast(loss_of(with_loops), BF16)))(W, X)
 
 
 def test_a_body_without_a_derivative_runs():

@@ -111,7 +111,7 @@ def _arguments(
 
 
 def _given(value: Value, name: str, intended: set[str], context: _Context) -> Value:
-    """Return an input or a constant. It is its own origin, unless its infinities are `intended`."""
+    """Return an input or constant, its own origin unless it only holds `intended` infinities."""
     if not value.nonfinite <= (intended if context.allows_infinities else set()):
         found = FirstNonfinite(layer=name, operation=None, **value.counts())
         value.origin = Origin(next(context.clock), found)
