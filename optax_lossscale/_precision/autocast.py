@@ -15,13 +15,13 @@ from jax.typing import DTypeLike
 from optax_lossscale._precision.edits import constants_of
 from optax_lossscale._precision.halves import hidden_storage, is_in
 from optax_lossscale._precision.matrix_products import Product, products_of, total_flops
-from optax_lossscale._precision.products import (
+from optax_lossscale._precision.products import with_halves
+from optax_lossscale._precision.rule import (
     UNCAST_SCOPE,
     reason_not_to_cast,
     reason_not_to_follow,
-    with_products_in,
 )
-from optax_lossscale._precision.storage import lookups_in_half, with_stored_inputs
+from optax_lossscale._precision.storage import lookups_in_half
 from optax_lossscale._support import checks, nnx
 from optax_lossscale._support.jaxprs import Jaxpr, evaluate, traced, without_constants
 from optax_lossscale._support.lines import is_own, source_of, warn_once
@@ -121,8 +121,8 @@ def autocast(fun: Callable[P, Result], dtype: DTypeLike) -> Callable[P, Result]:
 
     def edit(jaxpr: Jaxpr) -> Jaxpr:
         _warn_of_closed_over_halves(jaxpr, warnings_given)
+        jaxpr = with_halves(jaxpr, product_dtype)
         if is_cast:
-            jaxpr = with_products_in(product_dtype, jaxpr)
             _warn_of_products(jaxpr, product_dtype, warnings_given)
         return jaxpr
 
@@ -159,7 +159,6 @@ def _evaluated(
             with hidden_storage(), _note_about_dtypes():
                 jaxpr, arrays, join = traced(call, args, _is_jax_array)
             _warn_of_lookups(jaxpr, given)
-            jaxpr = with_stored_inputs(jaxpr)
         else:
             jaxpr, arrays, join = traced(call, args, _is_jax_array)
         jaxpr = edit(jaxpr)

@@ -1,211 +1,194 @@
-"""The rule of `autocast`: which matrix products of a program run in half precision, and how.
+"""The edit of `autocast`: matrix products in half precision, and inputs that are stored in it.
 
-A program is edited equation by equation. Only products change: their operands are converted to half
-precision, and their results back to float32.
+A float32 variable may *have a half*: an input that is stored in half precision, or the result of a
+product that runs in it. Each function is edited in one pass over its equations. A variable with a
+half is converted once, before the first equation that reads it in float32, so that the cotangents
+of its uses are added in float32 and rounded once. If a variable has only one use, that use may take
+the half itself:
+
+- An equation that passes elements on, such as a reshape, a transfer or a name. Its result then has
+  a half, too. So `jax.checkpoint` saves and offloads named results in half precision.
+- A call, or a loop over rows, which converts it inside. So a stack of layers is never in float32 as
+  a whole, and its gradient is written in the dtype that it is stored in.
+
+No other type changes: what calls and loops return, carry, and take as constants is float32.
 """
 
-import re
-from collections.abc import Set as AbstractSet
-from typing import Any
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal, Var
+from jax.extend.core import Literal
 
-from optax_lossscale._precision import edits
-from optax_lossscale._precision.matrix_products import SHORTEST, sizes_of
+from optax_lossscale._precision import edits, rule, storage
 from optax_lossscale._precision.residuals import with_fewer_residuals
 from optax_lossscale._support import jaxprs, primitives
 from optax_lossscale._support.jaxprs import Atom, Equation, Jaxpr
-from optax_lossscale._support.lines import is_users
 
-# The named scope of an inner `autocast` to float32. No scope of a user has this name.
-UNCAST_SCOPE = "optax_lossscale.autocast_float32"
-_KEPT_BY_INNER = "An inner `autocast` to float32 keeps it."
-_DEFAULT_PRECISION = (None, (jax.lax.Precision.DEFAULT, jax.lax.Precision.DEFAULT))
-_HALF_OR_FLOAT32 = frozenset(["float32", "float16", "bfloat16"])
+# For each input of a function, the half-precision dtype that it is given in, or None for its own.
+Halves: TypeAlias = tuple[np.dtype | None, ...]
 
 
-def reason_not_to_follow(eqn: Equation) -> str:
-    """Return why the function of an equation is left alone; `""` if it is followed."""
-    if _is_uncast(eqn):
-        return _KEPT_BY_INNER
-    name = eqn.primitive.name
-    if name in primitives.FOLLOWED:
-        return ""
-    if name == primitives.WHILE:
-        return (
-            "It is inside a `while_loop`. Leave it so if a tolerance ends the loop, as in solvers: "
-            "half precision may never reach it. If a count or a token does, as in decoders, wrap "
-            "the functions that the loop calls in `autocast`."
-        )
-    infos = [inner.debug_info for inner in jaxprs.functions_in(eqn.params)]
-    names = [
-        f"`{info.func_name}`"
-        for info in infos
-        if info.func_filename and is_users(info.func_filename)
-    ]
-    return (
-        f"It is inside {next(iter(names), 'a function')}, which has a rule of its own (`{name}`) "
-        "that autocast does not rewrite. Cast its arguments yourself."
-    )
+def with_halves(jaxpr: Jaxpr, dtype: np.dtype) -> Jaxpr:
+    """Return a traced program with its products in `dtype`; float32 casts none.
 
+    Inputs that are stored in half precision are converted to float32 where they are used. The same
+    object is returned if nothing changes.
+    """
 
-def reason_not_to_cast(eqn: Equation, *, has_fixed_operand: bool) -> str:
-    """Return why a product is left alone; `""` if it is cast."""
-    if _is_uncast(eqn):
-        return _KEPT_BY_INNER
-    precision = eqn.params.get("precision")
-    if precision not in _DEFAULT_PRECISION:
-        option: Any = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
-        where = f"`jax_default_matmul_precision` is {option!r}" if option else "its own argument"
-        return f"Its precision is not the default one ({where})."
-    *operands, result = (x.aval.dtype.name for x in (*eqn.invars[:2], eqn.outvars[0]))
-    is_float32 = "float32" in operands and result == "float32"
-    if not is_float32 or not {*operands} <= _HALF_OR_FLOAT32:
-        dtypes = " and ".join(sorted({*operands}, key=lambda name: name != "float32"))
-        return f"Its operands are {dtypes} and its result is {result}. Use float32 for all of them."
-    _, rows, columns, contracted = sizes_of(eqn)
-    if min(rows, columns, contracted) < SHORTEST:
-        vmap = " Is there a `jax.vmap` around `autocast`? It hides the batch: put it inside."
-        return (
-            f"It has {rows} rows, {columns} columns and a contraction over {contracted}. Each must "
-            f"be at least {SHORTEST}.{vmap if 1 in (rows, columns) else ''}"
-        )
-    if has_fixed_operand:
-        return (
-            "One operand depends on no argument of `fun`, and on no array that `fun` closes over. "
-            "Products with constants stay exact. To cast this one, cast its operands yourself."
-        )
-    return ""
+    def edit(inner: Jaxpr) -> Jaxpr:
+        in_float32 = storage.with_inputs_in_float32(inner)
+        return _Edit(in_float32, dtype, inner.invars, (False,) * len(inner.invars)).edited()
 
-
-def _is_uncast(eqn: Equation) -> bool:
-    return UNCAST_SCOPE in re.split(r"[/()]", str(eqn.source_info.name_stack))
-
-
-def with_products_in(dtype: np.dtype, jaxpr: Jaxpr) -> Jaxpr:
-    """Return a program with its products in `dtype`, or the same object if nothing changes."""
-    return _with_products_in(jaxpr, dtype, (False,) * len(jaxprs.without_constants(jaxpr).invars))
+    return edits.with_edit(edit, jaxpr)
 
 
 @edits.memoized
-def _with_products_in(jaxpr: Jaxpr, dtype: np.dtype, is_fixed: tuple[bool, ...]) -> Jaxpr:
-    return edits.with_edit(lambda inner: _Edit(dtype, inner, is_fixed).edited(), jaxpr)
+def _with_halves(
+    jaxpr: Jaxpr, dtype: np.dtype, halves: Halves, are_fixed: tuple[bool, ...]
+) -> Jaxpr:
+    """Return a function with its products in `dtype`, or the same object if nothing changes."""
+
+    def edit(inner: Jaxpr) -> Jaxpr:
+        pairs = zip(inner.invars, halves, strict=True)
+        inputs = [x if half is None else edits.variable_like(x, half) for x, half in pairs]
+        return _Edit(inner, dtype, inputs, are_fixed).edited()
+
+    return edits.with_edit(edit, jaxpr)
 
 
 class _Edit:
-    """One pass over the equations of a function."""
+    """One pass over the equations of a function, which is to take `inputs` instead of its own."""
 
-    def __init__(self, dtype: np.dtype, jaxpr: Jaxpr, is_fixed: tuple[bool, ...]) -> None:
-        self.dtype, self.jaxpr = dtype, jaxpr
-        self.fixed = _fixed_variables(jaxpr, is_fixed)
-        self.named = _named_variables(jaxpr)
-        self.halves: dict[Atom, Atom] = {}  # of results that are converted back after their names
+    def __init__(
+        self, jaxpr: Jaxpr, dtype: np.dtype, inputs: Sequence[Atom], are_fixed: tuple[bool, ...]
+    ) -> None:
+        self.jaxpr, self.dtype, self.inputs = jaxpr, dtype, inputs
+        pairs = zip(jaxpr.invars, inputs, strict=True)
+        self.halves: dict[Atom, Atom] = {wide: half for wide, half in pairs if wide is not half}
+        self.converted: set[Atom] = set()
+        self.uses = edits.number_of_uses(jaxpr)
+        self.fixed = rule.fixed_variables(jaxpr, are_fixed)
 
     def edited(self) -> Jaxpr:
         eqns = [new for eqn in self.jaxpr.eqns for new in self.edited_equation(eqn)]
-        return edits.with_equations(self.jaxpr, eqns)
+        if eqns:
+            eqns += self.conversions(self.jaxpr.outvars, beside=eqns[-1])
+        if all(map(operator.is_, self.inputs, self.jaxpr.invars)):
+            return edits.with_equations(self.jaxpr, eqns)
+        return self.jaxpr.replace(invars=self.inputs, eqns=eqns)
 
     def edited_equation(self, eqn: Equation) -> list[Equation]:
+        """Return an equation that takes halves where it can, after conversions of the others."""
+        taken = self.taken(eqn)
+        read = [x for x in jaxprs.variables(eqn.invars) if x not in taken]
+        conversions = self.conversions(read, beside=eqn)
         if eqn.primitive.name in primitives.PRODUCTS:
-            has_fixed_operand = any(_is_fixed(x, self.fixed) for x in eqn.invars[:2])
-            stays = reason_not_to_cast(eqn, has_fixed_operand=has_fixed_operand)
-            return [eqn] if stays else self.edited_product(eqn)
+            return [*conversions, *self.edited_product(eqn)]
         if eqn.primitive.name in primitives.FOLLOWED:
-            return [eqn if reason_not_to_follow(eqn) else self.edited_functions(eqn)]
-        if eqn.invars and not isinstance(eqn.invars[0], Literal) and eqn.invars[0] in self.halves:
-            return self.converted_back(eqn.replace(invars=[self.halves[eqn.invars[0]]]))
-        return [eqn]
+            eqn = self.with_edited_functions(eqn, taken)
+        if taken:
+            invars = edits.renamed(eqn.invars, taken)
+            eqn = eqn.replace(invars=invars, outvars=edits.renamed(eqn.outvars, self.halves))
+        return [*conversions, eqn]
 
-    def edited_functions(self, eqn: Equation) -> Equation:
-        is_fixed = _fixed_inputs(eqn, self.fixed)
+    def taken(self, eqn: Equation) -> dict[Atom, Atom]:
+        """Return the halves that an equation takes. Results that they become have halves too."""
+        taken: dict[Atom, Atom] = {}
+        for operands, results in _passed_elements(eqn):
+            halves = self.halves_used_once(operands)
+            dtypes = {half.aval.dtype for half in halves.values()}
+            if len(halves) == len(operands) and len(dtypes) == 1:
+                taken |= halves
+                self.halves |= {x: edits.variable_like(x, *dtypes) for x in results}
+        return taken | self.halves_used_once(_entered_operands(eqn))
+
+    def halves_used_once(self, operands: Iterable[Atom]) -> dict[Atom, Atom]:
+        """Return the halves of the operands that have no other use."""
+        variables = (x for x in jaxprs.variables(operands) if self.uses[x] == 1)
+        return {x: self.halves[x] for x in variables if x in self.halves}
+
+    def with_edited_functions(self, eqn: Equation, taken: Mapping[Atom, Atom]) -> Equation:
+        dtype = np.dtype(jnp.float32) if rule.reason_not_to_follow(eqn) else self.dtype
+        are_fixed = rule.fixed_inputs(eqn, self.fixed)
+        halves = tuple(
+            taken[x].aval.dtype if not isinstance(x, Literal) and x in taken else None
+            for x in jaxprs.inputs_of_functions(eqn)
+        )
 
         def edit(jaxpr: Jaxpr) -> Jaxpr:
-            new = _with_products_in(jaxpr, self.dtype, is_fixed)
-            if eqn.primitive.name != primitives.SCAN or new is jaxpr:
+            new = _with_halves(jaxpr, dtype, halves, are_fixed)
+            if eqn.primitive.name != primitives.SCAN:
                 return new
-            return with_fewer_residuals(new, jaxprs.operands_of_scan(eqn).constants)
+            has_products = _with_halves(jaxpr, dtype, (None,) * len(halves), are_fixed) is not jaxpr
+            operands = jaxprs.operands_of_scan(eqn)
+            return with_fewer_residuals(new, operands) if has_products else new
 
         return edits.with_edited_functions(eqn, edit)
 
     def edited_product(self, eqn: Equation) -> list[Equation]:
-        """Return conversions of the operands, the product, and the conversion of its result.
+        """Return conversions of the operands, and the product, whose result has a half.
 
-        The result is in `dtype`: from a float32 result, JAX's transpose would make float32
-        products. Each product converts its own operands: with shared conversions, the cotangents of
-        several uses would be summed in half precision.
+        From a float32 result, JAX's transpose would make float32 products. Each product converts
+        its own operands: with shared conversions, the cotangents of several uses would be summed in
+        half precision.
         """
-        lhs, rhs, *rest = eqn.invars
-        halves = [self.half(lhs), self.half(rhs)]
+        has_fixed_operand = any(rule.is_fixed(x, self.fixed) for x in eqn.invars[:2])
+        is_cast = self.dtype != jnp.float32
+        if not is_cast or rule.reason_not_to_cast(eqn, has_fixed_operand=has_fixed_operand):
+            return [eqn]
+        (result,) = eqn.outvars
+        lhs, rhs, half = (edits.variable_like(x, self.dtype) for x in (*eqn.invars[:2], result))
+        self.halves[result] = half
         params = eqn.params | {"preferred_element_type": self.dtype}
         return [
-            edits.conversion(lhs, halves[0], beside=eqn),
-            edits.conversion(rhs, halves[1], beside=eqn),
-            *self.converted_back(eqn.replace(invars=[*halves, *rest], params=params)),
+            edits.conversion(eqn.invars[0], lhs, beside=eqn),
+            edits.conversion(eqn.invars[1], rhs, beside=eqn),
+            eqn.replace(invars=[lhs, rhs, *eqn.invars[2:]], outvars=[half], params=params),
         ]
 
-    def converted_back(self, eqn: Equation) -> list[Equation]:
-        """Return an equation with its result in `dtype`, and the conversion back to float32.
+    def conversions(self, atoms: Iterable[Atom], beside: Equation) -> list[Equation]:
+        """Return the conversions of halves that are not converted yet."""
+        new = [x for x in jaxprs.variables(atoms) if x in self.halves and x not in self.converted]
+        self.converted.update(new)
+        return [edits.conversion(self.halves[x], x, self.in_mesh_of(x, beside)) for x in new]
 
-        If a `checkpoint_name` follows, the conversion comes after it, so that the name saves the
-        half-precision array.
+    def in_mesh_of(self, x: Atom, beside: Equation) -> Equation:
+        """Return an equation under the mesh of a variable, with its other properties from `beside`.
+
+        An equation that reshards an array, as in `jax.sharding.auto_axes`, is under the mesh that
+        the result has. JAX refuses to convert an array under another mesh than its own.
         """
-        (result,) = eqn.outvars
-        half = self.half(result)
-        eqn = eqn.replace(outvars=[half])
-        if result in self.named:
-            self.halves[result] = half
-            return [eqn]
-        return [eqn, edits.conversion(half, result, beside=eqn)]
-
-    def half(self, atom: Atom) -> Atom:
-        return edits.variable_like(atom, self.dtype)
+        mesh = x.aval.sharding.mesh
+        contexts = (eqn.ctx for eqn in (beside, *self.jaxpr.eqns))
+        own = (context for context in contexts if context.cur_abstract_mesh == mesh)
+        return beside.replace(ctx=next(own, beside.ctx))
 
 
-def _is_fixed(atom: Atom, fixed: AbstractSet[Var]) -> bool:
-    # A literal array counts as closed over, since it may be a batch in NumPy.
-    return not np.shape(atom.val) if isinstance(atom, Literal) else atom in fixed
+def _passed_elements(eqn: Equation) -> list[tuple[Sequence[Atom], Sequence[Atom]]]:
+    """Return the operands whose elements an equation passes on, with the results that they become.
 
-
-@edits.memoized
-def _fixed_variables(jaxpr: Jaxpr, is_fixed: tuple[bool, ...]) -> frozenset[Var]:
-    """Return the variables that depend on no argument and on no array that `fun` closes over.
-
-    `is_fixed` marks the inputs that are such variables. A product with one of them is not a layer:
-    it extracts patches, sums with a triangle of ones, or applies a Fourier transform.
+    Its transpose then adds no cotangents, except zeros.
     """
-    fixed = {x for x, yes in zip(jaxpr.invars, is_fixed, strict=True) if yes}
-    for eqn in jaxpr.eqns:
-        if eqn.effects:
-            continue
-        if all(_is_fixed(x, fixed) for x in eqn.invars):
-            fixed.update(eqn.outvars)
-        elif eqn.primitive.name in primitives.PLAIN_CALLS | primitives.DEVICE_MAPS:
-            (inner,) = jaxprs.functions_in(eqn.params)
-            inside = _fixed_variables(inner, _fixed_inputs(eqn, fixed))
-            pairs = zip(eqn.outvars, inner.outvars, strict=True)
-            fixed.update(outer for outer, result in pairs if _is_fixed(result, inside))
-    return frozenset(fixed)
+    is_passed = eqn.primitive.name in primitives.PASSED
+    if is_passed and len(eqn.invars) == len(eqn.outvars):  # each operand for itself
+        return [([x], [y]) for x, y in zip(eqn.invars, eqn.outvars, strict=True)]
+    return [(eqn.invars, eqn.outvars)] if is_passed or edits.is_move(eqn) else []
 
 
-def _fixed_inputs(eqn: Equation, fixed: AbstractSet[Var]) -> tuple[bool, ...]:
-    """Return, for each input of an equation's functions, whether it is fixed. Carries are not."""
-    is_fixed = [_is_fixed(x, fixed) for x in eqn.invars]
-    if eqn.primitive.name == primitives.CONDITIONAL:
-        return tuple(is_fixed[1:])
-    if eqn.primitive.name == primitives.SCAN:
-        constants, carried, _ = jaxprs.operands_of_scan(eqn)
-        is_fixed[constants : constants + carried] = [False] * carried
-    return tuple(is_fixed)
-
-
-def _named_variables(jaxpr: Jaxpr) -> set[Var]:
-    """Return the variables whose only use is a `checkpoint_name`, directly or after moves."""
-    uses = edits.number_of_uses(jaxpr)
-    named: set[Var] = set()
-    for eqn in reversed(jaxpr.eqns):
-        leads_to_name = edits.is_move(eqn) and len(eqn.invars) == 1 and eqn.outvars[0] in named
-        if eqn.primitive.name == primitives.CHECKPOINT_NAME or leads_to_name:
-            named.update(x for x in eqn.invars if not isinstance(x, Literal) and uses[x] == 1)
-    return named
+def _entered_operands(eqn: Equation) -> Sequence[Atom]:
+    """Return the operands that an equation can convert inside its function."""
+    name = eqn.primitive.name
+    if not any(inner.eqns for inner in jaxprs.functions_in(eqn.params)):
+        return []
+    if name == primitives.SCAN:
+        return eqn.invars[len(eqn.invars) - jaxprs.operands_of_scan(eqn).scanned :]
+    if name == primitives.SHARD_MAP and not eqn.params["check_vma"]:
+        # Its transpose adds the cotangents of devices that share an operand, in its stored dtype.
+        pairs = zip(eqn.invars, eqn.params["in_specs"], strict=True)
+        axes = edits.manual_axes_of(eqn)
+        return [x for x, spec in pairs if axes <= {*jax.tree.leaves([*spec])}]
+    return eqn.invars if name in primitives.ENTERED else []

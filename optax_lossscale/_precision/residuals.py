@@ -7,6 +7,8 @@ It repeats elementary functions too, if that saves enough memory. The gradients 
 """
 
 import functools
+import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -16,16 +18,15 @@ from jax.extend import linear_util
 from jax.extend.core import Literal, Var
 
 from optax_lossscale._precision import edits
+from optax_lossscale._precision.matrix_products import SHORTEST
 from optax_lossscale._support import jaxprs, primitives
-from optax_lossscale._support.jaxprs import Equation, Jaxpr, ScanOperands
+from optax_lossscale._support.jaxprs import Atom, Equation, Jaxpr, ScanOperands
+from optax_lossscale._support.tree import is_symbolic
 
 
 @edits.memoized
-def with_fewer_residuals(body: Jaxpr, constants: int) -> Jaxpr:
-    """Return the body of a scan with fewer residuals.
-
-    Its first `constants` inputs are the constants of the scan.
-    """
+def with_fewer_residuals(body: Jaxpr, operands: ScanOperands) -> Jaxpr:
+    """Return the body of a scan with fewer residuals, or the same object if it keeps as few."""
 
     def edit(body: Jaxpr) -> Jaxpr:
         # By a `jax.checkpoint` of its own, the program decides what is kept.
@@ -33,9 +34,13 @@ def with_fewer_residuals(body: Jaxpr, constants: int) -> Jaxpr:
         is_free = all(eqn.params.get("policy", _keeps_elementary) in _POLICIES for eqn in eqns)
         if jaxprs.has_effects(body) or not is_free:
             return body
-        keeping = _checkpointed(body, constants)
+        keeping = _checkpointed(body, operands.constants)
         repeating = _with_params(keeping, policy=_repeats_elementary)
-        return repeating if _saves_enough(body, keeping, repeating) else keeping
+        try:
+            return _keeping_least(body, keeping, repeating, operands)
+        except Exception:  # noqa: BLE001
+            # It has collectives, whose axes are unknown here, or no derivative.
+            return keeping
 
     return edits.with_edit(edit, body)
 
@@ -71,21 +76,23 @@ def _is_repeated(repeated: frozenset[str], primitive: Any, params: Mapping[str, 
     return bool(eqns) and all(_is_repeated(repeated, eqn.primitive, eqn.params) for eqn in eqns)
 
 
-def _saves_enough(body: Jaxpr, keeping: Jaxpr, repeating: Jaxpr) -> bool:
-    """Return whether repeating elementary functions saves more than two bytes for each result.
+def _keeping_least(body: Jaxpr, keeping: Jaxpr, repeating: Jaxpr, operands: ScanOperands) -> Jaxpr:
+    """Return the form of a body to use: as it is, or in a checkpoint with one of the policies.
 
-    A float32 result needs four bytes. Repeating it saves all four if it is computed from a product
-    that is kept anyway, and two if that is kept for nothing else. The gates of recurrent networks
-    are functions of two products, which need four bytes, and repeating them makes the networks 1.3
+    Elementary functions are repeated if that saves more than two bytes for each result. A float32
+    result needs four bytes. Repeating it saves all four if it is computed from a product that is
+    kept anyway, and two if that is kept for nothing else. The gates of recurrent networks are
+    functions of two products, which need four bytes, and repeating them makes the networks 1.3
     times slower (jaxlib 0.10.2, CPU).
     """
-    try:
-        elements = _elementary_results(body)
-        return elements > 0 and _bytes_kept(keeping) - _bytes_kept(repeating) > 2 * elements
-    except Exception:  # noqa: BLE001
-        # It has collectives, whose axes are unknown here, or no derivative, or symbolic sizes that
-        # do not compare.
-        return False
+    chosen, kept = keeping, _bytes_kept(keeping, operands)
+    if elements := _elementary_results(body):
+        fewest = _bytes_kept(repeating, operands)
+        if kept - fewest > 2 * elements:
+            chosen, kept = repeating, fewest
+    # This keeps what JAX keeps of the body itself, and shares the trace of its tangents.
+    everything = _with_params(keeping, policy=jax.checkpoint_policies.everything_saveable)
+    return chosen if kept < _bytes_kept(everything, operands) else body
 
 
 def _elementary_results(jaxpr: Jaxpr) -> int:
@@ -94,23 +101,36 @@ def _elementary_results(jaxpr: Jaxpr) -> int:
     for eqn in jaxpr.eqns:
         name, params = eqn.primitive.name, eqn.params
         if name in primitives.ELEMENTARY:
-            elements += eqn.outvars[0].aval.size
+            elements += _size(eqn.outvars[0])
         elif name in primitives.FOLLOWED | {primitives.CUSTOM_JVP}:
             times = params["mesh"].size if name == primitives.SHARD_MAP else params.get("length", 1)
             elements += times * sum(map(_elementary_results, jaxprs.functions_in(params)))
     return elements
 
 
-def _bytes_kept(jaxpr: Jaxpr) -> int:
-    """Return how many bytes the derivative of a program keeps, including inputs."""
+def _bytes_kept(body: Jaxpr, operands: ScanOperands) -> int:
+    """Return how many bytes a scan stacks in each iteration for the derivative of its body.
+
+    Rows exist already, and what depends only on constants is kept once.
+    """
 
     def derivative(*args: Any) -> Any:
-        return jax.vjp(functools.partial(jaxprs.evaluate, jaxpr), *args)[1]
+        return jax.vjp(functools.partial(jaxprs.evaluate, body), *args)[1]
 
-    avals = [x.aval for x in jaxpr.constvars], *(x.aval for x in jaxpr.invars)
-    return sum(
-        x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(derivative, *avals))
+    avals = [x.aval for x in body.constvars], *(x.aval for x in body.invars)
+    program = jaxprs.without_constants(jaxprs.make_jaxpr(derivative)(*avals))
+    first = len(body.constvars) + operands.constants
+    varies = [True if i >= first else None for i in range(len(program.invars))]
+    are_stacked = edits.propagated(
+        program, varies, lambda path, sources: [any(sources) or None] * len(path[0].outvars)
     )
+    stacked = set(itertools.compress(program.outvars, are_stacked))
+    rows = program.invars[first + operands.carried :]
+    return sum(_size(x) * x.aval.dtype.itemsize for x in stacked.difference(rows))
+
+
+def _size(atom: Atom) -> int:
+    return math.prod(SHORTEST if is_symbolic(size) else size for size in atom.aval.shape)
 
 
 def _checkpointed(jaxpr: Jaxpr, constants: int) -> Jaxpr:
@@ -157,8 +177,10 @@ def _with_params(checkpointed: Jaxpr, **params: Any) -> Jaxpr:
 def _with_kept_loops(jaxpr: Jaxpr) -> Jaxpr:
     """Return a program that keeps the results of its loops, and the carries of its scans.
 
-    No policy can keep them: JAX would run a `while_loop` twice, and would compute the carries of a
-    scan again in another loop (jax 0.7 to 0.12).
+    A policy is asked about single operations. JAX asks about the operations inside a scan instead
+    of the scan, and about a `while_loop` not at all (jax 0.7 to 0.12), so it would run every loop
+    again in the backward pass. Here an identity follows each result, and policies keep what that
+    returns. Then nothing in the backward pass reads the loop itself, and JAX drops it there.
     """
 
     def edited(eqn: Equation) -> list[Equation]:
@@ -179,7 +201,12 @@ def _with_kept_loops(jaxpr: Jaxpr) -> Jaxpr:
 
 @edits.memoized
 def _with_kept_carries(body: Jaxpr, operands: ScanOperands) -> Jaxpr:
-    """Return the body of a scan in the body of another. It keeps its carries."""
+    """Return the body of a scan in the body of another. It keeps its carries.
+
+    The backward pass of a scan needs the carry of each iteration. Of a scan inside a checkpoint,
+    JAX does not stack the carries: it would run the scan once more, only to compute them. Kept in
+    the body, under a new name for everything that reads it, a carry is a residual like any other.
+    """
 
     def edit(body: Jaxpr) -> Jaxpr:
         if not body.eqns:
@@ -197,7 +224,8 @@ def _with_kept_carries(body: Jaxpr, operands: ScanOperands) -> Jaxpr:
         kept = [_kept_as(new[x], x, beside=inside.eqns[0]) for x in carries]
         inputs = [new.get(x, x) for x in inside.invars]
         inside = inside.replace(invars=inputs, eqns=[*kept, *inside.eqns])
-        # The checkpoint around has a policy that keeps as much or more.
+        # The policy of the checkpoint around is applied in here first. If this one kept more than
+        # that, JAX would compute the difference in one more loop.
         return _with_params(checkpointed, jaxpr=inside, policy=_repeats_elementary)
 
     return edits.with_edit(edit, body)
@@ -219,7 +247,9 @@ def _with_kept_invariants(body: Jaxpr, constants: int) -> Jaxpr:
     return _with_kept(body, is_kept)
 
 
-# Functions with a custom derivative, and the parameter that traces their rule. These parameters
+# Functions with a custom derivative, and the parameter that traces their rule. A loop in a rule is
+# in no jaxpr yet: JAX calls the rule when it differentiates, under the policy of the checkpoint
+# around. So the rule is wrapped, and the program that it returns is edited then. These parameters
 # are undocumented, and so is `wrap_init` (the same in jax 0.7.0, 0.10.2 and 0.12.0).
 _RULES = {primitives.CUSTOM_JVP: "jvp_jaxpr_fun", primitives.CUSTOM_VJP: "fwd_jaxpr_thunk"}
 
@@ -273,7 +303,7 @@ def _kept_as(old: Var, new: Var, beside: Equation) -> Equation:
 def _keep(x: jax.Array) -> jax.Array:
     """Return `x`. The policies keep it, as they keep what has a rule of its own.
 
-    A `checkpoint_name` would do, but a policy of the program may keep all names.
+    A `checkpoint_name` would do, but a policy of the program around may keep all names.
     """
     return x
 

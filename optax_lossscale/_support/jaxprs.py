@@ -7,6 +7,7 @@ import jax
 from jax.core import eval_jaxpr
 from jax.extend.core import Literal
 
+from optax_lossscale._support.primitives import CONDITIONAL
 from optax_lossscale._support.tree import Leaf, PyTree, split
 
 
@@ -109,6 +110,12 @@ def functions_in(params: Mapping[str, Any]) -> Iterator[Jaxpr]:
     for param in jax.tree.leaves(params, is_leaf=holds_equations):
         if holds_equations(param):
             yield without_constants(param)
+
+
+def inputs_of_functions(equation: Equation) -> Sequence[Atom]:
+    """Return the operands that the functions of an equation take."""
+    # The first operand of a conditional is its index.
+    return equation.invars[1:] if equation.primitive.name == CONDITIONAL else equation.invars
 
 
 def all_equations(jaxpr: Jaxpr) -> Iterator[Equation]:

@@ -28,6 +28,9 @@ CALLS = PLAIN_CALLS | CUSTOM_DERIVATIVES
 SHARD_MAP = "shard_map"
 DEVICE_MAPS = frozenset([SHARD_MAP, "xla_pmap"])
 
+# These can take an operand in another dtype, and convert it in their function.
+ENTERED = PLAIN_CALLS | {SHARD_MAP}
+
 # Programs are edited inside the functions that these call.
 FOLLOWED = PLAIN_CALLS | DEVICE_MAPS | {SCAN, CONDITIONAL}
 
