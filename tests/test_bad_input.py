@@ -104,10 +104,6 @@ def inner_health(inner_state):
     return check_health(guard_state(inner_state=inner_state))
 
 
-def spike_health(**fields):
-    return check_health(guard_state(rule_states=(spike_state(**fields),)))
-
-
 def differentiate(fun, state=None, **arguments):
     return ols.value_and_grad(fun, **arguments)(state or scale_state(), ONE)
 
@@ -540,15 +536,6 @@ TABLE = {
         *rows("a loss scale", lambda: check_health(scale_state(loss_scale=0.5), policy="dynamic")),
         *rows("a loss scale", lambda: check_health(scale_state(), policy=FixedLossScale(16))),
         *(
-            ("a Spike", lambda x=x: spike_health(**x))
-            for x in (
-                {"held": jnp.int32(129)},
-                {"held": jnp.int32(-1)},
-                {"consecutive_skipped": jnp.int32(-1)},
-            )
-        ),
-        *rows("counts", lambda: inner_health({"count": jnp.int32(-1)})),
-        *(
             ("arrays of finite", lambda x=x: inner_health(x))
             for x in ([ONE, NAN * ONE], {"m": INF * HALF})
         ),
@@ -737,7 +724,6 @@ def test_the_bounds_themselves_are_accepted():
         *calls(health, "loss_scale", 2.0**-126, 2.0**126),
         *calls(health, " ".join(FIELDS[1:]), 0),
         *calls(ols.Spike, "sigmas", 1.5 + 2.0**-22, FLOAT32_MAX),
-        *calls(spike_health, "held", jnp.int32(0), jnp.int32(128)),
         *calls(check_health, "max_consecutive_skipped", 0, opt_state=scale_state()),
         *calls(suggest_loss_scale, "headroom", np.int64(0)),
         *calls(exponents, "dtype", "float32"),

@@ -1,20 +1,20 @@
 """A check for stalled training, and a table of its possible causes."""
 
-from collections.abc import Iterator, Mapping
+import contextlib
+import itertools
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._guard import spikes_in
 from optax_lossscale._loss_scale import FixedLossScale, LossScale, all_finite, as_loss_scale, init
-from optax_lossscale._state import GuardState, LossScaleState, SpikeState, find, subtrees
+from optax_lossscale._state import GuardState, LossScaleState, find, subtrees
 from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import LARGEST_SCALE, SMALLEST_SCALE, as_float32
 from optax_lossscale._support.lines import warn
-from optax_lossscale._support.nnx import plain_keys
-from optax_lossscale._support.tree import KeyPath, Leaf, PyTree, is_inexact, path_name
+from optax_lossscale._support.tree import Array, PyTree, is_inexact, path_name
 
 
 class LossScaleStalledError(RuntimeError):
@@ -29,9 +29,10 @@ def check_health(
 ) -> None:
     """Raise an error that lists possible causes if training has stalled.
 
-    Call it on the host now and then. It waits for the step that computes `opt_state`. With a
-    dynamic loss scale, the first few steps may be skipped, and later a single step now and then. If
-    dozens are skipped in a row, something is wrong.
+    Call it on the host now and then. It waits for the step that computes `opt_state`, once. If
+    arrays span several processes, each process checks its own parts, and need not wait for others.
+    With a dynamic loss scale, the first few steps may be skipped, and later a single step now and
+    then. If dozens are skipped in a row, something is wrong.
 
     Args:
       opt_state: As for `metrics`.
@@ -45,11 +46,10 @@ def check_health(
       TypeError: If `max_consecutive_skipped` is not an integer, `policy` is a number, or
         `opt_state` is traced: a compiled step cannot raise an error.
       ValueError: If `max_consecutive_skipped` is negative; if `opt_state` holds no `LossScaleState`
-        or several, or is stacked over replicas; or if training cannot produce it, for example
-        because a checkpoint is damaged. Such a state has a negative count (including counts of the
-        inner optimizer); a loss scale outside of the bounds of `policy` (without one, 2**-126 and
-        2**126) or different from a `FixedLossScale`; a `Spike` with more values than its window; or
-        NaN or infinity in an array of the inner state.
+        or several, or is stacked over replicas; or if training cannot go on from it. Such a state
+        has a negative count of steps; a loss scale outside of the bounds of `policy` (without one,
+        2**-126 and 2**126) or different from a `FixedLossScale`; or NaN or infinity in an array of
+        the inner state. Then a checkpoint is damaged, or a finite gradient had an infinite square.
 
     Warns:
       UserWarning: If the loss scale has grown to its cap and no step was ever skipped. Then the
@@ -66,13 +66,18 @@ def check_health(
     state = _read(find(LossScaleState, "opt_state", opt_state)._asdict())
     guards = [guard for _, guard in subtrees(opt_state, GuardState)]
     rule_states, inner_state = guards[0][1:] if guards else ((), ())
-    _refuse_impossible(state, rule_states, inner_state, low, high)
     scale, skipped = state["loss_scale"], state["consecutive_skipped"]
+    if not low <= scale <= high or min(state.values()) < 0:
+        raise ValueError(
+            f"`opt_state` must hold a loss scale from {low:g} to {high:g}, and counts of at least "
+            f"0, got {state}. Restore a checkpoint or the state of `init`."
+        )
+    _refuse_nonfinite(inner_state)
     if skipped > limit:
-        spikes = [_read_spike(spike) for _, spike in spikes_in(rule_states)]
-        in_a_row = max((spike["consecutive_skipped"] for spike in spikes), default=0)
+        spikes = [spike.consecutive_skipped for _, spike in spikes_in(rule_states)]
+        in_a_row = max(jax.device_get(spikes), default=0)
         is_low = scale <= (low if is_dynamic else 1)
-        causes = list(_possible_causes(is_dynamic=is_dynamic, is_low=is_low))
+        causes = list(_possible_causes(scale, is_dynamic=is_dynamic, is_low=is_low))
         if rule_states:  # one of them may have recorded all skipped steps
             causes = [_A_RULE] if in_a_row >= skipped else [*causes, _A_RULE]
         where = f", {'at' if is_low else 'above'} its floor of {low:g}" if is_dynamic else ""
@@ -92,10 +97,11 @@ def check_health(
             )
 
 
-def _possible_causes(*, is_dynamic: bool | None, is_low: bool) -> Iterator[str]:
+def _possible_causes(loss_scale: float, *, is_dynamic: bool | None, is_low: bool) -> Iterator[str]:
     """Yield the possible causes of skipped steps except for rules, most likely first.
 
     Args:
+      loss_scale: The current loss scale.
       is_dynamic: Whether the loss scale changes, None if that is unknown.
       is_low: Whether the loss scale is at its floor or, if that is unknown, at most 1.
     """
@@ -104,7 +110,7 @@ def _possible_causes(*, is_dynamic: bool | None, is_low: bool) -> Iterator[str]:
             "The loss scale started too large and is still falling. Start with a smaller "
             "`initial_scale`, or allow more skipped steps with `max_consecutive_skipped`."
         )
-    if not is_low and not is_dynamic:
+    if not is_dynamic and loss_scale != 1:
         yield (
             "The loss scale is too large, and fixed. Use the one that `suggest_loss_scale` "
             "returns, or a `DynamicLossScale`."
@@ -125,10 +131,16 @@ def _possible_causes(*, is_dynamic: bool | None, is_low: bool) -> Iterator[str]:
         "The batch or the parameters hold NaN or infinity. `nonfinite_report` of both lists the "
         "arrays. Repair the data, or restore an earlier checkpoint."
     )
-    if is_low or is_dynamic is None:
+    if not is_dynamic and loss_scale == 1:
+        yield (
+            "The function that the step differentiates is wrapped by `scale_inside`, with too "
+            "large a number. Divide it by 16."
+        )
+    if is_dynamic is None or (is_dynamic and is_low):
         yield (
             "The gradients are too large for float16 even at this loss scale. Average the loss "
-            "instead of summing it, normalize the data, or lower `min_scale`, below 1 if need be."
+            "instead of summing it, normalize the data, or lower `min_scale` under "
+            "`with_loss_scaling`, below 1 if need be."
         )
 
 
@@ -155,53 +167,56 @@ def _read(fields: dict[str, Any]) -> dict[str, float]:
     checks.require_values("opt_state", fields, remedy)
     for name, field in fields.items():
         checks.require_scalar(f"opt_state.{name}", field, "Pass one replica: `x[0]` of every leaf.")
-    return {name: np.asarray(jax.device_get(field)).item() for name, field in fields.items()}
+    return {name: np.asarray(field).item() for name, field in jax.device_get(fields).items()}
 
 
-def _read_spike(spike: SpikeState) -> dict[str, float]:
-    return _read({"held": spike.held, "consecutive_skipped": spike.consecutive_skipped})
-
-
-def _refuse_impossible(
-    state: dict[str, float], rule_states: PyTree, inner_state: PyTree, low: float, high: float
-) -> None:
-    """Refuse a state that training cannot produce. It is damaged, or was edited by hand.
-
-    A loss scale that is far too large or small would make all gradients zero, and skip no step.
-    """
-    if not low <= state["loss_scale"] <= high or min(state.values()) < 0:
-        raise _impossible(f"a loss scale from {low:g} to {high:g}, and counts of at least 0", state)
-    for path, spike in spikes_in(rule_states):
-        numbers, window = _read_spike(spike), spike.values.shape[0]
-        if numbers["held"] > window or min(numbers.values()) < 0:
-            expected = f"a Spike with at most {window} values, and counts of at least 0"
-            raise _impossible(expected, f"{numbers} at {path_name(path)}")
-    for path, leaf in jax.tree_util.tree_leaves_with_path(inner_state):
-        where = f"at {path_name(path)} of the inner state"
-        if np.ndim(leaf) and not _is_finite(leaf):
-            raise _impossible("arrays of finite numbers", f"NaN or infinity {where}")
-        if _is_count(path, leaf) and jax.device_get(leaf) < 0:
-            raise _impossible("counts of at least 0", f"{leaf} {where}")
-
-
-def _impossible(expected: str, got: object) -> ValueError:
-    return ValueError(
-        f"`opt_state` must hold {expected}, got {got}. Restore a checkpoint or the state of `init`."
+def _refuse_nonfinite(inner_state: PyTree) -> None:
+    """Raise if an array of the inner optimizer has NaN or infinity. A scalar may have them."""
+    leaves = jax.tree_util.tree_leaves_with_path(inner_state)
+    arrays = [(path, leaf) for path, leaf in leaves if np.ndim(leaf) and is_inexact(leaf)]
+    if _are_finite([array for _, array in arrays]):
+        return
+    path = next(path for path, array in arrays if not _are_finite([array]))
+    raise ValueError(
+        "`opt_state` must hold arrays of finite numbers, got NaN or infinity at "
+        f"{path_name(path)} of the inner state. The likely cause is a gradient whose square "
+        "overflows: clip inside the guard, as in `optax.chain(optax.clip_by_global_norm(1.0), "
+        "inner)`. Then go on from an older state."
     )
 
 
-def _is_count(path: KeyPath, leaf: Leaf) -> bool:
-    """Return whether a leaf is a scalar integer named `count`, as in Optax, or `..._count`."""
-    is_integer = jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.integer)
-    is_named = any(str(key).endswith("count") for key in plain_keys(path)[-1:])
-    return is_named and is_integer and not np.ndim(leaf)
+def _are_finite(arrays: Sequence[Array]) -> bool:
+    """Return whether arrays are finite, after one compiled check for each set of devices."""
+    groups: dict[Hashable, list[Array]] = {}
+    for part in itertools.chain.from_iterable(map(_local_parts, arrays)):
+        groups.setdefault(_placement(part), []).append(part)
+    # NumPy's arrays are copied to a device. A mesh that the caller has set takes no other arrays
+    # than its own.
+    with jax.transfer_guard("allow"), _no_mesh():
+        return all(jax.device_get([_all_finite(group) for group in groups.values()]))
 
 
-def _is_finite(array: Any) -> bool:
+_all_finite = jax.jit(all_finite)
+
+
+def _local_parts(array: Array) -> list[Array]:
+    """Return the array, or the different shards of this process if it spans several."""
     if getattr(array, "is_fully_addressable", True):
-        return bool(jax.device_get(all_finite(array)))
-    # Check only the shards of this process, since other processes may not call this function. Check
-    # replicated shards once. Check on the host, since JAX rejects single-device arrays while a mesh
-    # is set.
-    shards = {str(s.index): s.data for s in array.addressable_shards if is_inexact(array)}
-    return all(np.isfinite(jax.device_get(shard)).all() for shard in shards.values())
+        return [array]
+    sharded: Any = array
+    return list({str(shard.index): shard.data for shard in sharded.addressable_shards}.values())
+
+
+def _placement(array: Array) -> Hashable:
+    """Return what arrays must share to be the arguments of one compiled function."""
+    if not isinstance(array, jax.Array):
+        return ()
+    devices = tuple(shard.device for shard in array.addressable_shards)
+    return devices, jax.typeof(array).sharding.mesh
+
+
+def _no_mesh() -> contextlib.AbstractContextManager[Any]:
+    empty = jax.sharding.Mesh(np.empty((), object), ())
+    return (
+        jax.set_mesh(empty) if hasattr(jax, "set_mesh") else contextlib.nullcontext()
+    )  # jax 0.7.0
