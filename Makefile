@@ -14,8 +14,12 @@ QUICKLY = JAX_DISABLE_MOST_OPTIMIZATIONS=true $(PYTEST)
 NOX = PYENV_VERSION="$${PYENV_VERSION:-$$(pyenv versions --bare 2>/dev/null | paste -sd: -)}" \
   $(RUN) -m nox
 
-.PHONY: demo bench aot quick test test-all oracles docs fidelity matrix release trial tagged check lint pins clean
+.PHONY: help demo bench aot quick test test-all oracles docs fidelity matrix release trial tagged check lint pins clean
 .DELETE_ON_ERROR:
+
+# The table of BUILD.md, up to the first semicolon of each line.
+help:
+	@sed -n 's/^| `\(make [a-z-]*\)` | \([^;|]*\).*/\1: \2/p' BUILD.md
 
 # Says how long it takes before it starts. `make -q` finds out whether anything must be installed.
 demo:

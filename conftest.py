@@ -34,7 +34,12 @@ if WITHOUT_XLA:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compile a program once for all files, processes and runs. `--cache-clear` forgets them."""
+    """Run named tests, slow or not, and keep compiled programs.
+
+    A program is compiled once for all files, processes and runs. `--cache-clear` forgets them.
+    """
+    if all("::" in name for name in config.args) and "-m" not in config.invocation_params.args:
+        config.option.markexpr = ""
     cache = getattr(config, "cache", None)
     if IS_QUICK and cache and jax.version.__version_info__ >= (0, 8):  # jax 0.7 may abort here
         options = {
@@ -110,10 +115,10 @@ def _promotion() -> Iterator[None]:
 @contextlib.contextmanager
 def _as_if_nothing_was_scaled() -> Iterator[None]:
     """Forget that earlier tests have scaled a loss, which silences a warning."""
-    _state = importlib.import_module("optax_lossscale._state")
-    _state.Process.has_scaled = False
+    never_scaled = importlib.import_module("optax_lossscale._loss_scale.never_scaled")
+    never_scaled.mark_scaled(has_scaled=False)
     yield
-    _state.Process.has_scaled = True
+    never_scaled.mark_scaled()
 
 
 def _define_a_program(namespace: dict[str, Any]) -> None:

@@ -377,62 +377,6 @@ class LinkNotebooks(SphinxTransform):
             link.parent.insert(link.parent.index(link) + 1, [nodes.Text(", "), notebook])
 
 
-# Pages of earlier editions, and where their subject is now.
-REDIRECTS = {
-    "api/flax": "api/guards.html#flax",
-    "api/frameworks": "api/guards.html#flax",
-    "api/interop": "migration/index.html",
-    "api/keras": "api/guards.html#keras",
-    "api/optax": "api/guards.html",
-    "api/scaling": "api/guards.html",
-    "api/testing": "api/diagnostics.html",
-    "design": "install.html#what-is-stable",
-    "diagnostics_loss_scale": "diagnostics.html",
-    "distributed_fsdp": "distributed.html",
-    "distributed_processes": "distributed.html#several-processes",
-    "equinox": "jax.html#equinox",
-    "faq": "diagnostics.html#frequently-asked-questions",
-    "gallery": "recipes.html#whole-programs",
-    "gan": "several_losses.html#a-gan",
-    "glossary": "why.html",
-    "gpu": "install.html#gpu-and-tpu",
-    "hypergradients": "gradient_penalty.html#hypergradients",
-    "linen": "flax.html#linen",
-    "memory_order": "order.html",
-    "migration": "migration/index.html",
-    "migration/apply_if_finite": "migration/index.html#from-apply-if-finite",
-    "migration/checkpoints": "checkpoints.html",
-    "migration/deepspeed_megatron": "migration/mindspore.html#deepspeed-and-megatron-lm",
-    "migration/keras3": "migration/keras.html",
-    "migration/mpx_jaxamp": "migration/jmp.html#mpx-and-jaxamp",
-    "migration/tf_keras": "migration/keras.html#what-differs-from-tf-keras",
-    "mistakes": "order.html#silent-mistakes",
-    "nnx": "flax.html#nnx",
-    "numerics": "why.html#what-underflows",
-    "performance_background": "performance.html",
-    "performance_cpu": "performance.html#cpu",
-    "programs": "evidence.html#in-other-peoples-programs",
-    "reinforcement_learning": "recipes.html#reinforcement-learning",
-    "scale": "performance.html#at-scale",
-    "settings": "diagnostics.html#choose-settings",
-    "stability": "install.html#what-is-stable",
-    "stalled": "diagnostics.html#the-run-has-stalled",
-    "training": "evidence.html#what-training-learns",
-    "training_method": "evidence.html#what-training-learns",
-    "trust": "evidence.html",
-}
-MOVED = '<!doctype html><meta http-equiv="refresh" content="0; url={0}"><a href="{0}">Moved</a>\n'
-
-
-def write_redirects(app: Sphinx, exception: Exception | None) -> None:
-    """Let old addresses lead to the pages that replaced theirs."""
-    if exception is None and app.builder.format == "html":
-        for old, new in REDIRECTS.items():
-            path = Path(app.outdir) / f"{old}.html"
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(MOVED.format("../" * old.count("/") + new))
-
-
 def write_notebooks(app: Sphinx, exception: Exception | None) -> None:
     """Put a notebook of each example into the site."""
     if exception is None and app.builder.format == "html":
@@ -459,6 +403,5 @@ def setup(app: Sphinx) -> None:
     app.add_transform(LinkNotebooks)
     app.add_transform(JoinPercents)
     app.connect("build-finished", write_notebooks)
-    app.connect("build-finished", write_redirects)
     app.connect("viewcode-follow-imported", source_of)
     app.connect("autodoc-process-docstring", keep_bars)

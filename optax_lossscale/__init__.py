@@ -11,6 +11,7 @@ from optax_lossscale._loss_scale import (
     as_loss_scale,
     grad,
     init,
+    loss_scale_state,
     scale_inside,
     scale_loss,
     unscale_and_check,
@@ -33,7 +34,6 @@ from optax_lossscale._state import (
     SpikeState,
     StochasticRoundingState,
     applied,
-    loss_scale_state,
 )
 from optax_lossscale._support.choose import tree_where
 

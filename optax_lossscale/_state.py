@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import INT32_MAX
-from optax_lossscale._support.lines import warn
 from optax_lossscale._support.transformation import Transformation
 from optax_lossscale._support.tree import (
     ARRAYS,
@@ -83,7 +82,7 @@ class LossScaleState(NamedTuple):
     total_skipped: jax.Array
 
 
-_DTYPES = (jnp.float32, jnp.int32, jnp.int32, jnp.int32, jnp.int32)  # of its fields
+_DTYPES = (jnp.float32, jnp.int32, jnp.int32, jnp.int32, jnp.int32)  # of `LossScaleState`'s fields
 
 
 @public_state(needed=("loss_scale_state",))
@@ -240,53 +239,6 @@ def applied(opt_state: PyTree) -> jax.Array:
       False
     """
     return find(LossScaleState, "opt_state", opt_state).consecutive_skipped == 0
-
-
-def loss_scale_state(opt_state: PyTree) -> LossScaleState:
-    """Find the one `LossScaleState` in an optimizer's state.
-
-    Args:
-      opt_state: A `LossScaleState`, or any pytree that contains exactly one, at any depth: the
-        state of `with_loss_scaling` or `with_skipping`, alone or in the state of `optax.chain`,
-        `masked`, `partition`, `MultiSteps` or `inject_hyperparams`, a Flax TrainState, an
-        `nnx.Optimizer`. A mapping of the fields is found too: `nnx.split`, and Orbax without a
-        target, make those.
-
-    Returns:
-      The state. Its fields are arrays, even if `flax.nnx` has put them into Variables.
-
-    Raises:
-      ValueError: If there is none, or more than one. The message lists where each was found.
-
-    Examples:
-      >>> import jax.numpy as jnp, optax, optax_lossscale as ols
-      >>> tx = ols.with_loss_scaling(optax.adam(1e-3), ols.FixedLossScale(1024))
-      >>> float(ols.loss_scale_state(tx.init(jnp.ones(3))).loss_scale)
-      1024.0
-    """
-    state = find(LossScaleState, "opt_state", opt_state)
-    Process.has_scaled = True
-    return state
-
-
-class Process:
-    """What this process has done so far."""
-
-    has_scaled = False  # whether it has read a loss scale, to multiply a loss by it
-
-
-def warn_of_no_scaling() -> None:
-    """Warn, once per process, that gradients are divided although no loss was scaled."""
-    Process.has_scaled = True
-    warn(
-        "`update` divides gradients by the loss scale, but this process has not scaled a loss so "
-        "far. If they are gradients of the loss itself, SGD stands still, and Adam hides it. "
-        "Differentiate with `value_and_grad(loss_fn)(opt_state, params, ...)`. Give a trainer that "
-        "differentiates by itself `with_skipping(inner)` and `autocast(loss_fn, jnp.bfloat16)`, or "
-        "`scale_inside(autocast(loss_fn, jnp.float16), 2.0**15)`. If you multiply by the field "
-        "`loss_scale` yourself, or run an exported gradient function, read the state with "
-        "`loss_scale_state(opt_state)`, which silences this warning."
-    )
 
 
 def find(kind: type[Tree], argument: str, tree: PyTree, order: str = "") -> Tree:

@@ -72,8 +72,8 @@ def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any
         return grad_fn(jax.tree_util.tree_map_with_path(replace, state), *args)
 
     for scale in _SCALES:
-        low, grads = _largest(grads_at(scale / 4)), grads_at(scale)
-        high = _largest(grads)
+        low, grads = _largest_magnitudes(grads_at(scale / 4)), grads_at(scale)
+        high = _largest_magnitudes(grads)
         measured = [name for name in low if low[name] and high.get(name)]
         if measured and all(map(math.isfinite, (*low.values(), *high.values()))):
             break
@@ -98,7 +98,7 @@ def assert_scaled_once(grad_fn: Callable[..., PyTree], state: PyTree, *args: Any
     )
 
 
-def _largest(grads: PyTree) -> dict[str, float]:
+def _largest_magnitudes(grads: PyTree) -> dict[str, float]:
     """Return the largest magnitude in each array of scaled gradients."""
     remedy = "Call it outside of `jax.jit`. The function may be jitted."
     checks.require_values("grad_fn", grads, remedy)

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from optax_lossscale._state import Process
+import optax_lossscale as ols
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
@@ -12,7 +12,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 # Many tests update a guard with gradients of their own. `tests/test_never_scaled.py` holds the
 # warning about gradients that were never scaled, in processes of their own.
-Process.has_scaled = True
+ols.scale_loss(1.0, ols.init())
 
 
 @pytest.fixture(autouse=True)

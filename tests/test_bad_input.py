@@ -599,14 +599,15 @@ ROUNDS_NOTHING = pytest.mark.filterwarnings("ignore:`with_stochastic_rounding.* 
 
 @ROUNDS_NOTHING
 @pytest.mark.parametrize("message", TABLE)
-def test_bad_input_is_refused_by_name(message):
-    for row in TABLE[message]():
+def test_bad_input_is_refused_by_name(message, subtests):
+    for number, row in enumerate(TABLE[message]()):
         name, call = row if isinstance(row, tuple) else ("", row)
-        with pytest.raises((TypeError, ValueError)) as caught:
-            call()
-        said = f"{type(caught.value).__name__}: {caught.value}"
-        assert said.startswith(message.format(name)), said
-        assert said.endswith("."), said
+        with subtests.test(f"row {number}", name=name, call=getattr(call, "__code__", call)):
+            with pytest.raises((TypeError, ValueError)) as caught:
+                call()
+            said = f"{type(caught.value).__name__}: {caught.value}"
+            assert said.startswith(message.format(name)), said
+            assert said.endswith("."), said
 
 
 def guarded_masters(inner):

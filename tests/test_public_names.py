@@ -10,13 +10,11 @@ import types
 import typing
 from pathlib import Path
 
-import jax.numpy as jnp
 import pytest
 
 import optax_lossscale as ols
 import optax_lossscale.flax
 import optax_lossscale.keras
-from optax_lossscale import _xla
 
 PACKAGE = Path(inspect.getfile(ols)).parent
 PUBLIC_ROOMS = [ols, ols.diagnostics, ols.flax, ols.keras]
@@ -42,7 +40,6 @@ MAY_IMPORT = {
 DOORS = {"_guard", "_loss_scale", "_precision", "_xla"}
 sys.path.insert(0, str(PACKAGE.parent / "tools"))
 rooms = importlib.import_module("rooms")
-step_trace = importlib.import_module("step_trace")
 MODULES = rooms.modules(PACKAGE)
 
 FLOAT16 = "<class 'jax.numpy.float16'>"
@@ -200,27 +197,6 @@ def test_modules_are_short_and_the_picture_is_that_of_today():
     lengths = {path: path.read_text("utf-8").count("\n") for path in MODULES.values()}
     assert [path for path, length in lengths.items() if length > MOST_LINES] == []
     assert rooms.PICTURE.read_text("utf-8") == rooms.draw(PACKAGE)  # by `python tools/rooms.py`
-
-
-# For the plain guard and README's stack, each in the plain forms and with `_xla`.
-MOST_TO_WALK = {
-    ("PLAIN", False): step_trace.Walk(functions=44, files=8, changes=54),
-    ("PLAIN", True): step_trace.Walk(functions=62, files=11, changes=85),
-    ("STACK", False): step_trace.Walk(functions=71, files=13, changes=105),
-    ("STACK", True): step_trace.Walk(functions=88, files=16, changes=151),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.integration
-@pytest.mark.parametrize("case", MOST_TO_WALK, ids=str)
-def test_a_reader_can_follow_one_traced_step(case, monkeypatch):
-    name, enabled = case
-    monkeypatch.setattr(_xla, "enabled", enabled)
-    dtype = jnp.bfloat16 if name == "STACK" else jnp.float32
-    walk = step_trace.walk(getattr(step_trace, name), dtype=dtype)
-    most = MOST_TO_WALK[case]
-    assert all(count <= limit for count, limit in zip(walk, most, strict=True)), walk
 
 
 @pytest.mark.parametrize(

@@ -5,31 +5,29 @@
 
 import numbers
 import operator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from optax_lossscale import _order, _state
+from optax_lossscale._guard.decision import Decision, decide
 from optax_lossscale._guard.keep import step_where
-from optax_lossscale._guard.rules import Rule, SkipIf, as_rules, judge, measure, warn_of_loss
+from optax_lossscale._guard.rules import Rule, SkipIf, as_rules, warn_of_loss
 from optax_lossscale._loss_scale import (
     FixedLossScale,
     LossScale,
     LossScaleLike,
-    agree,
-    all_finite,
     as_loss_scale,
     checking,
     init,
     unscaled,
+    warn_if_never_scaled,
 )
-from optax_lossscale._state import Guard, GuardState, LossScaleState, Process
+from optax_lossscale._state import Guard, GuardState, LossScaleState
 from optax_lossscale._support import checks, notes, tree
-from optax_lossscale._support.choose import all_true
-from optax_lossscale._support.tree import AxisName, Flag, PyTree
+from optax_lossscale._support.tree import AxisName, PyTree
 
 
 def with_loss_scaling(
@@ -186,11 +184,12 @@ def _guard(
         if "loss" in extra_args and "value" not in extra_args:
             warn_of_loss(rules, warnings_given)
         state = checks.read_state(state, GuardState)
-        if not (is_one or Process.has_scaled):
-            _state.warn_of_no_scaling()
+        if not is_one:
+            warn_if_never_scaled()
         scale_state = _state.find(LossScaleState, "state", state.loss_scale_state)
         checks.require_rule_states(state.rule_states, rules)
-        grads = unscaled(updates, _state.loss_scale_of(scale_state), keep_dtypes=not is_scaled)
+        loss_scale = _state.loss_scale_of(scale_state)
+        grads = unscaled(updates, loss_scale, keep_dtypes=not is_scaled)
         extra_args = _in_true_units(extra_args, updates, grads, is_scaled=is_scaled)
         decision = Decision()
         if policy.skip_nonfinite or rules:
@@ -216,39 +215,6 @@ def _add_other_leaf(error: Exception, params: PyTree) -> None:
             found = f"{tree.shown(leaf)} at {tree.path_name(path)}"
             notes.add_note(error, f"`params` must be a tree of arrays, got {found}.")
             return
-
-
-class Decision(NamedTuple):
-    """The decision about a step, the same on all devices. One that nothing checks is applied."""
-
-    applied: Flag = np.True_
-    grads_finite: Flag = np.True_
-    loss_finite: Flag = np.True_
-    rule_states: tuple[PyTree, ...] = ()
-
-
-def decide(
-    rules: tuple[Rule, ...],
-    axis_name: AxisName | None,
-    rule_states: tuple[PyTree, ...],
-    grads: optax.Updates,
-    params: optax.Params | None,
-    *,
-    extra_args: dict[str, Any],
-) -> Decision:
-    """Check the gradients and the loss, and ask the rules."""
-    value = extra_args.get("value")
-    checks.require_numbers(value)
-    flags = [all_finite(grads), all_finite(value)]
-    finite_here = flags[0] & flags[1]
-    measures = [measure(rule, finite_here, grads, params, extra_args) for rule in rules]
-    if axis_name is not None:
-        flags, measures = agree(axis_name, flags, measures)
-    grads_finite, loss_finite = flags
-    finite = grads_finite & loss_finite
-    judged = [judge(*each, finite) for each in zip(rules, rule_states, measures, strict=True)]
-    applied = all_true([finite, *(~skip for skip, _ in judged)])
-    return Decision(applied, grads_finite, loss_finite, tuple(after for _, after in judged))
 
 
 def _in_true_units(

@@ -92,6 +92,14 @@ def run_where(
     return out, kept
 
 
+def call_where(
+    applied: Flag, fun: Callable[[optax.Updates], PyTree], grads: optax.Updates
+) -> PyTree:
+    """Return `fun(grads)`, which is undefined if `applied` is false, as in `run_where`."""
+    result, _ = run_where(applied, lambda grads, state: (fun(grads), state), grads, ())
+    return result
+
+
 def _like(old: Tree, new: Tree) -> Tree:
     """Return the inner optimizer's new state, cast to the dtypes of the old one.
 

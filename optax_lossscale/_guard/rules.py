@@ -11,11 +11,9 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_lossscale._guard.keep import run_where
 from optax_lossscale._loss_scale import LossScale
 from optax_lossscale._state import SpikeState, increment, subtrees
-from optax_lossscale._support import bounds, checks, nnx, notes, tree
-from optax_lossscale._support.choose import safe_extra_args, tree_where, zeros_if_skipped
+from optax_lossscale._support import bounds, checks, nnx, tree
 from optax_lossscale._support.lines import warn_once
 from optax_lossscale._support.tree import Flag, KeyPath, PyTree
 
@@ -124,48 +122,6 @@ def _asks_for_loss(rule: Rule) -> bool:
     except (TypeError, ValueError):  # some functions written in C have no signature
         named = {}
     return "loss" in named or (isinstance(rule, Spike) and rule.of == "loss")
-
-
-def measure(
-    rule: Rule,
-    finite: jax.Array,
-    grads: optax.Updates,
-    params: optax.Params | None,
-    extra_args: dict[str, Any],
-) -> jax.Array:
-    """Return what a rule measures, or 0 if the step is not finite. `float32[]`."""
-    safe_args = safe_extra_args(finite, extra_args)
-
-    def measured(grads: optax.Updates, state: PyTree) -> tuple[jax.Array, PyTree]:
-        number = rule.measure(grads, params, **safe_args)
-        name, remedy = f"{type(rule).__name__}.measure", "Return one number, such as a mean."
-        checks.require_scalar(name, number, remedy)
-        # Convert it here: an object with `__jax_array__` hides its array from `run_where`.
-        return jnp.asarray(number, jnp.float32), state
-
-    # The measure of finite gradients may overflow. That skips the step, and is not an error.
-    with jax.debug_nans(False), jax.debug_infs(False):
-        number, _ = run_where(finite, measured, grads, ())
-        return zeros_if_skipped(finite, number)
-
-
-def judge(
-    rule: Rule, state: PyTree, measure: jax.Array, finite: jax.Array
-) -> tuple[jax.Array, PyTree]:
-    """Return whether a rule skips the step, and its new state, or the old one if not `finite`."""
-    old = jax.tree.map(tree.as_array, state)
-    with jax.debug_nans(False), jax.debug_infs(False):
-        skip, new = rule.judge(old, measure)
-    skip = checks.read_flag(f"{type(rule).__name__}.judge", skip)
-    try:
-        new = tree_where(finite, new, old)
-    except Exception as error:
-        notes.add_note(
-            error, f"This is the state of {tree.shown(rule)}: `judge` must return one like `init`."
-        )
-        raise
-    # The state only serves decisions, and decisions have no derivative.
-    return skip, jax.lax.stop_gradient(new)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from optax_lossscale._loss_scale.agreement import agree
 from optax_lossscale._loss_scale.inside import scale_inside
+from optax_lossscale._loss_scale.never_scaled import warn_if_never_scaled
 from optax_lossscale._loss_scale.policies import (
     DynamicLossScale,
     FixedLossScale,
@@ -15,6 +16,7 @@ from optax_lossscale._loss_scale.policies import (
 from optax_lossscale._loss_scale.scale import (
     all_finite,
     grad,
+    loss_scale_state,
     scale_loss,
     unscale_and_check,
     unscaled,
@@ -32,10 +34,12 @@ __all__ = [
     "checking",
     "grad",
     "init",
+    "loss_scale_state",
     "scale_inside",
     "scale_loss",
     "unscale_and_check",
     "unscaled",
     "update",
     "value_and_grad",
+    "warn_if_never_scaled",
 ]

@@ -13,10 +13,10 @@ from optax_lossscale._support.lines import warn
 from optax_lossscale._support.tree import FP8_KEY, PyTree, Tree, at_least_float32, is_inexact
 
 P = ParamSpec("P")
-Value = TypeVar("Value")
+Result = TypeVar("Result")
 
 
-def scale_inside(fun: Callable[P, Value], loss_scale: float) -> Callable[P, Value]:
+def scale_inside(fun: Callable[P, Result], loss_scale: float) -> Callable[P, Result]:
     """Return `fun` with derivatives that are computed at a fixed loss scale, and come out true.
 
     It is for trainers that differentiate by themselves, in float16, where `value_and_grad` has no

@@ -9,20 +9,48 @@ import jax.numpy as jnp
 
 from optax_lossscale import _xla
 from optax_lossscale._loss_scale.agreement import agree
+from optax_lossscale._loss_scale.never_scaled import mark_if_traced, mark_scaled
 from optax_lossscale._order import warn_of_outside
-from optax_lossscale._state import GuardState, LossScaleState, Process, find, loss_scale_of
+from optax_lossscale._state import GuardState, LossScaleState, find, loss_scale_of
 from optax_lossscale._support import bounds, checks, tree
 from optax_lossscale._support.choose import all_true
 from optax_lossscale._support.lines import warn, warn_once
 from optax_lossscale._support.tree import AxisName, KeyPath, PyTree, Tree, is_finite, is_inexact
 
 P = ParamSpec("P")
-Value = TypeVar("Value")
+Result = TypeVar("Result")
 
 FLOAT16_LOSS = (
     "The loss is float16, and so is the loss scale in the backward pass, where it is infinite "
     "above 65504. Compute the loss in float32, for example from `logits.astype(jnp.float32)`."
 )
+
+
+def loss_scale_state(opt_state: PyTree) -> LossScaleState:
+    """Find the one `LossScaleState` in an optimizer's state.
+
+    Args:
+      opt_state: A `LossScaleState`, or any pytree that contains exactly one, at any depth: the
+        state of `with_loss_scaling` or `with_skipping`, alone or in the state of `optax.chain`,
+        `masked`, `partition`, `MultiSteps` or `inject_hyperparams`, a Flax TrainState, an
+        `nnx.Optimizer`. A mapping of the fields is found too: `nnx.split`, and Orbax without a
+        target, make those.
+
+    Returns:
+      The state. Its fields are arrays, even if `flax.nnx` has put them into Variables.
+
+    Raises:
+      ValueError: If there is none, or more than one. The message lists where each was found.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, optax_lossscale as ols
+      >>> tx = ols.with_loss_scaling(optax.adam(1e-3), ols.FixedLossScale(1024))
+      >>> float(ols.loss_scale_state(tx.init(jnp.ones(3))).loss_scale)
+      1024.0
+    """
+    state = find(LossScaleState, "opt_state", opt_state)
+    mark_if_traced(state.loss_scale)
+    return state
 
 
 def scale_loss(loss: Tree, state: PyTree) -> Tree:
@@ -52,7 +80,7 @@ def scale_loss(loss: Tree, state: PyTree) -> Tree:
     """
     order = "`scale_loss(loss, state)` takes the loss first."
     found = find(LossScaleState, "state", state, order)
-    Process.has_scaled = True
+    mark_scaled()
     return scaled(loss, loss_scale_of(found))
 
 
@@ -79,13 +107,13 @@ def scaled(loss: Tree, loss_scale: jax.Array) -> Tree:
 
 
 def value_and_grad(
-    fun: Callable[P, Value],
+    fun: Callable[P, Result],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
     transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
     **kwargs: Any,
-) -> Callable[Concatenate[PyTree, P], tuple[Value, PyTree]]:
+) -> Callable[Concatenate[PyTree, P], tuple[Result, PyTree]]:
     """Differentiate a scaled loss, and return its value unscaled.
 
     Args:
@@ -130,10 +158,10 @@ def value_and_grad(
 
     def scaled_value_and_grad(
         state: PyTree, /, *args: P.args, **kwds: P.kwargs
-    ) -> tuple[Value, PyTree]:
+    ) -> tuple[Result, PyTree]:
         order = "`loss_and_grads(opt_state, params, ...)` takes the state first."
         loss_scale = loss_scale_of(find(LossScaleState, "state", state, order))
-        Process.has_scaled = True
+        mark_scaled()
         if not isinstance(state, GuardState):
             warn_of_outside(state, warnings_given)
 
@@ -155,7 +183,7 @@ def value_and_grad(
                 f"`transform` must take a function and {', '.join(['has_aux', *kwargs])}, as "
                 f"`jax.value_and_grad` does, got {tree.shown(transform)}: {error}."
             ) from error
-        by_position, by_name = _by_position(fun, args, kwds)
+        by_position, by_name = _arguments_by_position(fun, args, kwds)
         try:
             result = differentiated(*by_position, **by_name)
         except TypeError:
@@ -241,7 +269,7 @@ def _with_signature_of(fun: Callable[..., Any], function: Any) -> Callable[..., 
     return function
 
 
-def _by_position(
+def _arguments_by_position(
     fun: Callable[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
 ) -> tuple[Sequence[PyTree], Mapping[str, PyTree]]:
     """Return the arguments of a call of `fun`, by position where its signature has one.

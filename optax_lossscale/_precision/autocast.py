@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from optax_lossscale._precision.edits import constants_of
-from optax_lossscale._precision.halves import hidden_storage, is_in
+from optax_lossscale._precision.inside_autocast import hidden_storage
 from optax_lossscale._precision.matrix_products import Product, products_of, total_flops
 from optax_lossscale._precision.products import with_halves
 from optax_lossscale._precision.rule import (
@@ -26,7 +26,7 @@ from optax_lossscale._support import checks, nnx
 from optax_lossscale._support.jaxprs import Jaxpr, evaluate, traced, without_constants
 from optax_lossscale._support.lines import is_own, source_of, warn_once
 from optax_lossscale._support.notes import add_note
-from optax_lossscale._support.tree import HALF, Leaf
+from optax_lossscale._support.tree import HALF, Leaf, is_in
 
 P = ParamSpec("P")
 Result = TypeVar("Result")

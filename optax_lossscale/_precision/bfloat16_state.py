@@ -8,16 +8,16 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale._order import refuse_masters_inside, refuse_second_guard
-from optax_lossscale._precision import halves
 from optax_lossscale._precision.cast import warn_if_unused
 from optax_lossscale._precision.copies import copies_of
+from optax_lossscale._precision.inside_autocast import refuse_hidden_storage
 from optax_lossscale._precision.rounding import array_seed, rounded_at_random
 from optax_lossscale._state import Bfloat16State
-from optax_lossscale._support import checks
+from optax_lossscale._support import checks, tree
 from optax_lossscale._support.nnx import named_leaves
 from optax_lossscale._support.notes import add_likely_causes
 from optax_lossscale._support.transformation import Transformation
-from optax_lossscale._support.tree import KeyPath, Leaf, in_dtype, is_symbolic
+from optax_lossscale._support.tree import KeyPath, Leaf
 
 
 def with_bfloat16_state(
@@ -102,12 +102,12 @@ def with_bfloat16_state(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, Bfloat16State]:
-        halves.refuse_hidden_storage("with_bfloat16_state")
+        refuse_hidden_storage("with_bfloat16_state")
         count, old = checks.read_state(state, Bfloat16State)
         # Round with the new count. If the old one were used below, XLA:GPU would copy it first: 16
         # kernels in a step of AdamW on an H100 instead of 15, the same bytes (jaxlib 0.10.2).
         count = jnp.asarray(count, jnp.uint32) + 1
-        wide = halves.in_float32(old, jnp.bfloat16)
+        wide = tree.in_float32(old, jnp.bfloat16)
         try:
             updates, new = inner.update(updates, wide, params, **extra_args)
         except Exception as error:
@@ -116,7 +116,7 @@ def with_bfloat16_state(
         treedef = jax.tree.structure(old)
         arrays = treedef.flatten_up_to(new)
         for i, (name, _, leaf) in enumerate(named_leaves(old)):
-            if halves.is_in(leaf, jnp.bfloat16):
+            if tree.is_in(leaf, jnp.bfloat16):
                 arrays[i] = rounded_at_random(arrays[i], count, array_seed(name))
         return updates, Bfloat16State(count, treedef.unflatten(arrays))
 
@@ -151,15 +151,15 @@ def _in_bfloat16(
     kept: dict[str, bool] = {}
 
     def convert(name: str, path: KeyPath, leaf: Leaf) -> Leaf:
-        if not halves.is_in(leaf, jnp.float32) or path in stay:
+        if not tree.is_in(leaf, jnp.float32) or path in stay:
             return leaf
-        if not is_symbolic(leaf.size) and leaf.size < _LEAST_SIZE:
+        if not tree.is_symbolic(leaf.size) and leaf.size < _LEAST_SIZE:
             return leaf
         kept[name] = keep is not None and bool(keep(name))
         if kept[name]:
             return leaf
         array_seed(name)  # raises for a key that has no fixed text
-        return in_dtype(leaf, jnp.bfloat16)
+        return tree.in_dtype(leaf, jnp.bfloat16)
 
     converted = [convert(*leaf) for leaf in named_leaves(inner_state)]
     if keep is not None:

@@ -89,6 +89,7 @@ def with_edited_functions(
     def edited(param: Any) -> Any:
         if type(param) is tuple:  # the branches of a conditional
             new = tuple(map(edited, param))
+            # The same object where nothing changes, so that the equation stays the same too.
             return param if all(map(operator.is_, new, param)) else new
         return edit(param, *args, **kwargs) if jaxprs.holds_equations(param) else param
 
@@ -102,8 +103,8 @@ def memoized(
 ) -> Callable[Concatenate[Jaxpr, P], Result]:
     """Return `fun` with a cache, so that it returns the same object for the same jaxpr.
 
-    Without it, JAX would compile an edited jaxpr again in each call. Results are freed with the
-    jaxpr.
+    JAX's caches know a jaxpr by its identity: without this, it would compile an edited one again in
+    each call. Results are freed with the jaxpr.
     """
     results: weakref.WeakKeyDictionary[Jaxpr, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 
@@ -151,6 +152,7 @@ def is_move(equation: Equation) -> bool:
     """Return whether an equation only rearranges the elements of its operands."""
     if equation.primitive.name not in primitives.MOVES:
         return False
+    # A result that is larger repeats elements, and its transpose adds their cotangents.
     return sum(x.aval.size for x in equation.invars) == equation.outvars[0].aval.size
 
 

@@ -69,7 +69,11 @@ def _products(
             list(_products(inner, _used_of(inner, equation, results), times * runs, path))
             for inner in functions or jaxprs.functions_in(equation.params)
         ]
-        yield from _largest(inside) if name == primitives.CONDITIONAL else itertools.chain(*inside)
+        yield from (
+            _largest_branches(inside)
+            if name == primitives.CONDITIONAL
+            else itertools.chain(*inside)
+        )
 
 
 # How often an equation runs its functions, if not once.
@@ -83,7 +87,7 @@ _FUNCTIONS: dict[str, Callable[[Mapping[str, Any]], list[Jaxpr]]] = {
 }
 
 
-def _largest(branches: list[list[Product]]) -> Iterator[Product]:
+def _largest_branches(branches: list[list[Product]]) -> Iterator[Product]:
     """Yield, for each dtype, the products of the branch with the most operations in that dtype."""
     dtypes = dict.fromkeys(product.dtype for branch in branches for product in branch)
     for dtype in dtypes:

@@ -6,20 +6,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._order import (
-    refuse_second_guard,
-    refuse_state_of_parameters,
-    refuse_two_for_parameters,
-)
-from optax_lossscale._precision import halves
+from optax_lossscale import _order
 from optax_lossscale._precision.copies import copies_of
+from optax_lossscale._precision.inside_autocast import refuse_hidden_storage
 from optax_lossscale._precision.rounding import array_seed, update_at_random
+from optax_lossscale._precision.wide_step import step_in_float32
 from optax_lossscale._state import MasterWeightsState, StochasticRoundingState
-from optax_lossscale._support import checks
+from optax_lossscale._support import checks, tree
 from optax_lossscale._support.lines import warn_once
 from optax_lossscale._support.nnx import named_leaves
 from optax_lossscale._support.transformation import Transformation
-from optax_lossscale._support.tree import PyTree, in_dtype, is_inexact, path_name
+from optax_lossscale._support.tree import PyTree
 
 
 def with_stochastic_rounding(
@@ -94,14 +91,14 @@ def with_stochastic_rounding(
     def init_fn(params: optax.Params) -> StochasticRoundingState:
         _refuse_float16(params)
         _seeds(params)  # raises for keys that have no fixed text
-        wide = halves.in_float32(params, jnp.bfloat16)
+        wide = tree.in_float32(params, jnp.bfloat16)
         inner_state = inner.init(wide)
         instead = "`with_skipping(with_stochastic_rounding(inner))`"
-        refuse_second_guard("inner", inner_state, instead)
-        refuse_two_for_parameters(inner_state, MasterWeightsState, StochasticRoundingState)
-        is_rounded = [halves.is_in(param, jnp.bfloat16) for param in jax.tree.leaves(params)]
+        _order.refuse_second_guard("inner", inner_state, instead)
+        _order.refuse_two_for_parameters(inner_state, MasterWeightsState, StochasticRoundingState)
+        is_rounded = [tree.is_in(param, jnp.bfloat16) for param in jax.tree.leaves(params)]
         copies = copies_of(is_rounded, wide, inner.init, inner_state)
-        refuse_state_of_parameters(inner_state, copies, warnings_given)
+        _order.refuse_state_of_parameters(inner_state, copies, warnings_given)
         _warn_if_nothing_is_rounded("init", params, warnings_given)
         return StochasticRoundingState(jnp.zeros((), jnp.uint32), inner_state)
 
@@ -111,7 +108,7 @@ def with_stochastic_rounding(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, StochasticRoundingState]:
-        halves.refuse_hidden_storage("with_stochastic_rounding")
+        refuse_hidden_storage("with_stochastic_rounding")
         count, inner_state = checks.read_state(state, StochasticRoundingState)
         checks.require_given(updates, params)
         _refuse_float16(params)
@@ -120,8 +117,8 @@ def with_stochastic_rounding(
         count = jnp.asarray(count, jnp.uint32) + 1
         old, params_def = jax.tree.flatten(params)
         seeds = _seeds(params)
-        weights = {i: in_dtype(old[i], jnp.float32) for i in seeds}
-        moves, new, inner_state = halves.step_in_float32(
+        weights = {i: tree.in_dtype(old[i], jnp.float32) for i in seeds}
+        moves, new, inner_state = step_in_float32(
             inner, updates, inner_state, params, weights=weights, extra_args=extra_args
         )
         for i, seed in seeds.items():
@@ -137,16 +134,16 @@ def _seeds(params: PyTree) -> dict[int, int]:
     return {
         i: array_seed("params" + name)
         for i, (name, _, param) in enumerate(named_leaves(params))
-        if halves.is_in(param, jnp.bfloat16)
+        if tree.is_in(param, jnp.bfloat16)
     }
 
 
 def _refuse_float16(params: PyTree) -> None:
     for path, param in jax.tree_util.tree_leaves_with_path(params):
-        if halves.is_in(param, jnp.float16):
+        if tree.is_in(param, jnp.float16):
             raise ValueError(
                 f"`params` must not be float16 for stochastic rounding, got one at "
-                f"{path_name(path)}. Use `with_master_weights(inner)`, or cast it to bfloat16."
+                f"{tree.path_name(path)}. Use `with_master_weights(inner)`, or cast it to bfloat16."
             )
 
 
@@ -154,8 +151,8 @@ def _warn_if_nothing_is_rounded(method: str, params: PyTree, given: set[str]) ->
     """Warn, once per method, if no parameter is bfloat16, except in a group of a `partition`."""
     is_masked = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
     leaves = jax.tree.leaves(params, is_leaf=is_masked)
-    is_expected = any(map(is_masked, leaves)) or not any(map(is_inexact, leaves))
-    if not is_expected and not any(halves.is_in(leaf, jnp.bfloat16) for leaf in leaves):
+    is_expected = any(map(is_masked, leaves)) or not any(map(tree.is_inexact, leaves))
+    if not is_expected and not any(tree.is_in(leaf, jnp.bfloat16) for leaf in leaves):
         warn_once(
             f"`with_stochastic_rounding.{method}` got no bfloat16 parameter, so nothing is "
             "rounded. Code that adds updates without a cast, such as `eqx.apply_updates`, makes "

@@ -21,10 +21,13 @@ def warn(message: str) -> None:
 
 
 def warn_once(message: str, given: set[str], key: str = "") -> None:
-    """Warn unless `given` contains the message, or its `key` if it has one, and add it there."""
+    """Warn unless `given` contains the message, or its `key` if it has one, and add it there.
+
+    A warning that is turned into an error is not added, so that the next call raises too.
+    """
     if (key or message) not in given:
-        given.add(key or message)
         warn(message)
+        given.add(key or message)
 
 
 def source_of(*equations: Any) -> str:

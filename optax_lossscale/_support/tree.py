@@ -160,6 +160,16 @@ def as_array(leaf: Leaf) -> Leaf:
     return jnp.asarray(leaf) if isinstance(leaf, (int, float, complex)) else leaf
 
 
+def is_in(leaf: Leaf, *dtypes: DTypeLike) -> bool:
+    """Return whether a leaf is an array in one of these dtypes."""
+    return getattr(leaf, "dtype", None) in [jnp.dtype(dtype) for dtype in dtypes]
+
+
+def in_float32(tree: Tree, *dtypes: DTypeLike) -> Tree:
+    """Return a tree with its arrays in these dtypes in float32."""
+    return jax.tree.map(lambda x: in_dtype(x, jnp.float32) if is_in(x, *dtypes) else x, tree)
+
+
 def is_symbolic(size: object) -> bool:
     """Return whether a size is only known when an exported function runs."""
     return not isinstance(size, int)

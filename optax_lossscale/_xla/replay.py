@@ -46,11 +46,15 @@ def replay(
     """
     if not isinstance(applied, Tracer):
         raise CannotReplayError
+
+    def state_first(state_and_grads: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+        """Take and return the state first, so that both begin with the same leaves."""
+        state, grads = state_and_grads
+        out, new_state = step(grads, state)
+        return new_state, out
+
     try:
-        # The results are reversed, so that both trees begin with the state.
-        closed, inputs, join = jaxprs.traced(
-            lambda both: step(*both[::-1])[::-1], (state, grads), is_selectable
-        )
+        closed, inputs, join = jaxprs.traced(state_first, (state, grads), is_selectable)
     except Exception as error:
         if is_write_error(error):  # an optimizer may write into Variables of flax.nnx
             raise CannotReplayError from error

@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import jax
@@ -14,7 +14,7 @@ from optax_lossscale._state import GuardState, LossScaleState, find, subtrees
 from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import LARGEST_SCALE, SMALLEST_SCALE, as_float32
 from optax_lossscale._support.lines import warn
-from optax_lossscale._support.tree import Array, PyTree, is_inexact, path_name
+from optax_lossscale._support.tree import Array, KeyPath, PyTree, is_inexact, path_name
 
 
 class LossScaleStalledError(RuntimeError):
@@ -173,10 +173,12 @@ def _read(fields: dict[str, Any]) -> dict[str, float]:
 def _refuse_nonfinite(inner_state: PyTree) -> None:
     """Raise if an array of the inner optimizer has NaN or infinity. A scalar may have them."""
     leaves = jax.tree_util.tree_leaves_with_path(inner_state)
-    arrays = [(path, leaf) for path, leaf in leaves if np.ndim(leaf) and is_inexact(leaf)]
-    if _are_finite([array for _, array in arrays]):
+    arrays: dict[KeyPath, Any] = {
+        path: leaf for path, leaf in leaves if np.ndim(leaf) and is_inexact(leaf)
+    }
+    if _are_finite(arrays.values()):
         return
-    path = next(path for path, array in arrays if not _are_finite([array]))
+    path = next(path for path, array in arrays.items() if not _are_finite([array]))
     raise ValueError(
         "`opt_state` must hold arrays of finite numbers, got NaN or infinity at "
         f"{path_name(path)} of the inner state. The likely cause is a gradient whose square "
@@ -185,7 +187,7 @@ def _refuse_nonfinite(inner_state: PyTree) -> None:
     )
 
 
-def _are_finite(arrays: Sequence[Array]) -> bool:
+def _are_finite(arrays: Iterable[Array]) -> bool:
     """Return whether arrays are finite, after one compiled check for each set of devices."""
     groups: dict[Hashable, list[Array]] = {}
     for part in itertools.chain.from_iterable(map(_local_parts, arrays)):

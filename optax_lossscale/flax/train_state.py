@@ -12,9 +12,9 @@ from flax.training import train_state
 from jax.typing import ArrayLike
 
 from optax_lossscale._guard import SkipIf, with_loss_scaling
-from optax_lossscale._loss_scale import LossScaleLike, scale_loss
+from optax_lossscale._loss_scale import LossScaleLike, loss_scale_state, scale_loss
 from optax_lossscale._order import refuse_second_guard
-from optax_lossscale._state import Guard, applied, increment, loss_scale_state
+from optax_lossscale._state import Guard, applied, increment
 from optax_lossscale._support import checks, tree
 from optax_lossscale._support.choose import tree_where
 from optax_lossscale._support.tree import AxisName, Leaf, PyTree, Tree
@@ -174,7 +174,7 @@ class TrainState(train_state.TrainState):
     def _field(self, name: str) -> PyTree:
         """Return the value of a field that `apply_gradients` may replace."""
         if name in ("step", "params", "opt_state"):
-            raise TypeError(f"`fields` must not name what the step itself sets, got {name!r}.")
+            raise TypeError(f"`apply_gradients` must not be given {name!r}, which it sets itself.")
         if name not in (field.name for field in dataclasses.fields(self)):
             raise AttributeError(
                 f"`{name}` must be a field of {type(self).__name__}. Pass an argument of the "

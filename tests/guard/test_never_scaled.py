@@ -8,11 +8,11 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale._state import Process
+from optax_lossscale._loss_scale.never_scaled import mark_scaled
 
 BEFORE = """
 import jax, jax.numpy as jnp, optax, warnings, optax_lossscale as ols
-from optax_lossscale._state import Process
+from optax_lossscale._loss_scale.never_scaled import mark_scaled
 from optax_lossscale.flax import TrainState
 w, loss_fn = jnp.ones(3), lambda w: jnp.sum(w**2)
 
@@ -43,6 +43,8 @@ WARNED = {
     "a fixed loss scale": "step(ols.with_loss_scaling(optax.sgd(0.1), 8))",
     "functions that are only made": "ols.value_and_grad(loss_fn); ols.grad(loss_fn); step(scaling)",
     "our own readers": "step(scaling, ols.applied); step(scaling, ols.diagnostics.metrics)",
+    "a look at the loss scale": "step(scaling, ols.loss_scale_state)",
+    "a look at a TrainState": "train_state(lambda state: state.loss_scale)",
     "loss_scale_state that raises": "step(scaling, read_another)",
     "check_health": "step(scaling, ols.diagnostics.check_health)",
     "is_stalled": "step(scaling, ols.diagnostics.is_stalled)",
@@ -54,9 +56,10 @@ SILENT = {
     "value_and_grad": "ols.value_and_grad(loss_fn)(ols.init(), w); step(scaling)",
     "grad": "step(scaling, lambda state: ols.grad(loss_fn)(state, w))",
     "scale_loss": "ols.scale_loss(1.0, ols.init()); step(scaling)",
-    "loss_scale_state": "step(scaling, ols.loss_scale_state)",
+    "a traced read": "step(scaling, jax.jit(lambda s: ols.loss_scale_state(s).loss_scale * 2))",
+    "a factor by hand": "step(scaling, lambda s: ols.scale_loss(1.0, s))",
     "TrainState.scale_loss": "train_state(lambda state: state.scale_loss(1.0))",
-    "TrainState.loss_scale": "train_state(lambda state: state.loss_scale)",
+    "a traced read of a TrainState": "train_state(jax.jit(lambda state: state.loss_scale * 2))",
     "with_skipping": "step(ols.with_skipping(optax.sgd(0.1)))",
     "fixed at 1": "step(ols.with_loss_scaling(optax.sgd(0.1), 1))",
     "off": "step(ols.with_loss_scaling(optax.sgd(0.1), None))",
@@ -67,7 +70,7 @@ SILENT = {
 def test_one_warning_per_process_if_gradients_were_never_scaled():
     programs = WARNED | SILENT
     runs = [
-        f"Process.has_scaled = False; heard.clear(); {run}; print(len(heard))"
+        f"mark_scaled(has_scaled=False); heard.clear(); {run}; print(len(heard))"
         for run in programs.values()
     ]
     command = [sys.executable, "-c", "\n".join([BEFORE, *runs, "print(*first)"])]
@@ -77,15 +80,38 @@ def test_one_warning_per_process_if_gradients_were_never_scaled():
     assert dict(zip(programs, numbers, strict=True)) == dict.fromkeys(WARNED, "1") | dict.fromkeys(
         SILENT, "0"
     )
-    remedies = "If ", "`value_and_grad", "`with_skipping", "bfloat16)`", "`scale_inside", "`loss_sc"
+    remedies = (
+        "If ",
+        "`value_and_grad",
+        "`with_skipping",
+        "bfloat16)`",
+        "`scale_inside",
+        "`scale_loss(1.0",
+    )
     assert [text for text in remedies if text not in message] == []
 
 
-def test_the_warning_names_the_line_that_calls_update(monkeypatch):
-    monkeypatch.setattr(Process, "has_scaled", False)
+@pytest.fixture
+def nothing_scaled():
+    mark_scaled(has_scaled=False)
+    yield
+    mark_scaled()
+
+
+@pytest.mark.usefixtures("nothing_scaled")
+def test_the_warning_names_the_line_that_calls_update():
     tx, grads = ols.with_loss_scaling(optax.sgd(0.1)), jnp.ones(3)
     state = tx.init(grads)
     with pytest.warns(UserWarning, match="has not scaled a loss") as caught:
         tx.update(grads, state)
     assert [warning.filename for warning in caught] == [__file__]
     tx.update(grads, state)  # warnings are errors, and this one is given once
+
+
+@pytest.mark.usefixtures("nothing_scaled")
+def test_a_warning_that_is_an_error_is_raised_again():
+    tx, grads = ols.with_loss_scaling(optax.sgd(0.1)), jnp.ones(3)
+    state = tx.init(grads)
+    for _ in range(2):
+        with pytest.raises(UserWarning, match="has not scaled a loss"):
+            tx.update(grads, state)

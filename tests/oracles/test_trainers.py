@@ -18,7 +18,7 @@ from flowjax.train import fit_to_data
 from flowjax.train.losses import MaximumLikelihoodLoss
 
 import optax_lossscale as ols
-from optax_lossscale._state import Process
+from optax_lossscale._loss_scale.never_scaled import mark_scaled
 
 with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # JAXopt's
     from ott.neural.methods.neuraldual import W2NeuralDual
@@ -142,6 +142,6 @@ def test_a_bad_batch_changes_only_the_potential_of_ott_whose_gradient_is_bad(dua
 
 def test_flowjax_is_warned_of_a_loss_scale_that_it_never_applies():
     tx = ols.with_loss_scaling(optax.adam(3e-3))
-    Process.has_scaled = False  # as in a new process
+    mark_scaled(has_scaled=False)  # as in a new process
     with pytest.warns(UserWarning, match="scale_inside"):
         flow(parabola(jax.random.key(2), 500), optimizer=tx, max_epochs=1)

@@ -80,6 +80,14 @@ def test_parameters_are_those_of_the_float32_run_rounded(name, dtype, remainders
 NUMBERS = [0.0, -0.0, 1e-9, -1e-9, 6e-8, -6e-8, 1.0, -1.0, 0.3333, 65504.0, -7e4, 3e38, np.inf]
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_float16_master_stays_within_the_range_of_float16(sign):
+    tx = ols.with_master_weights(optax.identity())
+    param = jnp.float16(sign * 60000)
+    updates, state = tx.update(jnp.float32(sign * 7e4), tx.init(param), param)
+    assert optax.apply_updates(param, updates) == state.master_weights == sign * 65504
+
+
 @pytest.mark.slow
 @each_kind
 @each_half

@@ -155,26 +155,6 @@ def test_what_is_searched_for_is_among_the_first_three_results(site):
     assert twice == []
 
 
-def test_old_addresses_lead_to_a_page_and_no_page_links_to_them(site):
-    pages = {path: path.read_text("utf-8") for path in site.rglob("*.html")}
-    redirect = re.compile(r'http-equiv="refresh" content="0; url=([^"#]*)#?([^"]*)"')
-    old = {path: found for path, text in pages.items() if (found := redirect.search(text))}
-    for path, found in old.items():
-        target = pages[(path.parent / found[1]).resolve()]
-        assert not redirect.search(target), path
-        assert not found[2] or f'id="{found[2]}"' in target, path
-    assert {site / f"{name}.html" for name in ("design", "numerics", "training", "trust")} <= set(
-        old
-    )
-    links = {
-        (path.parent / link).resolve()
-        for path in pages.keys() - old.keys()
-        for link in re.findall(r'href="([^":#]+\.html)', pages[path])
-    }
-    assert len(links) > 30
-    assert links & set(old) == set()
-
-
 def sidebar(page):
     """Return the parts of the contents beside a page, with the pages of each, also folded ones."""
     tree = page.partition('<div class="sidebar-tree">')[2].partition("</div>\n</div>")[0]

@@ -16,7 +16,7 @@ from optax_lossscale._support.jaxprs import Atom, Equation, Jaxpr
 from optax_lossscale._support.lines import source_of
 from optax_lossscale._support.tree import PyTree, is_inexact
 from optax_lossscale.diagnostics.programs import first_values
-from optax_lossscale.diagnostics.programs.first_values import FirstNonfinite, Leaf, Origin, Value
+from optax_lossscale.diagnostics.programs.first_values import FirstNonfinite, Input, Origin, Tracked
 from optax_lossscale.diagnostics.programs.trace import trace
 
 
@@ -68,7 +68,7 @@ def first_nonfinite(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Fi
     with jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
         closed, inputs = trace(fun, args, kwargs)
 
-        def results_of(*, allows_infinities: bool) -> list[Value]:
+        def results_of(*, allows_infinities: bool) -> list[Tracked]:
             context = _Context(itertools.count(), allows_infinities)
             return _call(closed, list(_arguments(closed.jaxpr, inputs, context)), context)
 
@@ -91,7 +91,7 @@ class _Context(NamedTuple):
 
 def _arguments(
     jaxpr: Jaxpr, inputs: list[tuple[str, Any, Any]], context: _Context
-) -> Iterator[Value]:
+) -> Iterator[Tracked]:
     """Yield the inputs of the jaxpr as values."""
     # The model is the argument with the most arrays that are used. A batch has few.
     used = jaxprs.read_by(jaxpr.eqns)
@@ -105,12 +105,12 @@ def _arguments(
         name = "".join(path)
         path = path[:-1] if path[-1] == ".value" else path  # the array in one of Flax's boxes
         layer = path[:-1] if len(path) > 2 else path
-        leaf = Leaf(position, name, layer if argument in models else ())
-        value = Value(array, leaf=leaf if is_inexact(array) else None)
+        found = Input(position, name, layer if argument in models else ())
+        value = Tracked(array, input=found if is_inexact(array) else None)
         yield _given(value, name, {"-inf"}, context)
 
 
-def _given(value: Value, name: str, intended: set[str], context: _Context) -> Value:
+def _given(value: Tracked, name: str, intended: set[str], context: _Context) -> Tracked:
     """Return an input or constant, its own origin unless it only holds `intended` infinities."""
     if not value.nonfinite <= (intended if context.allows_infinities else set()):
         found = FirstNonfinite(layer=name, operation=None, **value.counts())
@@ -118,17 +118,17 @@ def _given(value: Value, name: str, intended: set[str], context: _Context) -> Va
     return value
 
 
-def _call(function: Any, operands: list[Value], context: _Context) -> list[Value]:
+def _call(function: Any, operands: list[Tracked], context: _Context) -> list[Tracked]:
     """Evaluate a jaxpr, with or without constants."""
     jaxpr = jaxprs.without_constants(function)
-    constants = (Value(array, is_constant=True) for array in getattr(function, "consts", ()))
+    constants = (Tracked(array, is_constant=True) for array in getattr(function, "consts", ()))
     name = "an array that `fun` closes over"
     consts = [_given(value, name, {"inf", "-inf"}, context) for value in constants]
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *operands], strict=True))
 
-    def read(atom: Atom) -> Value:
+    def read(atom: Atom) -> Tracked:
         if isinstance(atom, Literal):
-            return Value(atom.val, is_constant=True)
+            return Tracked(atom.val, is_constant=True)
         return env[atom]
 
     for eqn in jaxpr.eqns:
@@ -139,7 +139,9 @@ def _call(function: Any, operands: list[Value], context: _Context) -> list[Value
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _follow(jaxpr: Jaxpr, eqn: Equation, operands: list[Value], context: _Context) -> list[Value]:
+def _follow(
+    jaxpr: Jaxpr, eqn: Equation, operands: list[Tracked], context: _Context
+) -> list[Tracked]:
     """Run an operation. If it contains a function that can be searched, search that."""
     name, params = eqn.primitive.name, eqn.params
     if name in primitives.CALLS:
@@ -158,7 +160,7 @@ def _follow(jaxpr: Jaxpr, eqn: Equation, operands: list[Value], context: _Contex
     return results
 
 
-def _step_by_step(eqn: Equation, operands: list[Value], context: _Context) -> list[Value]:
+def _step_by_step(eqn: Equation, operands: list[Tracked], context: _Context) -> list[Tracked]:
     """Run a scan step by step. Return its final carry, and one step of each stacked result.
 
     A stacked result comes from the first step that makes NaN or infinity. A carried result comes
@@ -180,7 +182,9 @@ def _step_by_step(eqn: Equation, operands: list[Value], context: _Context) -> li
     return [*carry, *(max(each, key=severity) for each in zip(*stacked, strict=True))]
 
 
-def _apply(jaxpr: Jaxpr, eqn: Equation, operands: list[Value], context: _Context) -> list[Value]:
+def _apply(
+    jaxpr: Jaxpr, eqn: Equation, operands: list[Tracked], context: _Context
+) -> list[Tracked]:
     """Run an operation as a whole, and record the history of its results."""
     pairs = zip(eqn.invars, operands, strict=True)
     given = {atom: x for atom, x in pairs if not isinstance(atom, Literal)}
@@ -193,21 +197,21 @@ def _apply(jaxpr: Jaxpr, eqn: Equation, operands: list[Value], context: _Context
     if layer:
         _name_layer_of_casts(read, layer, is_first=layer[0] == time)
     is_cast = eqn.primitive.name == primitives.CONVERSION
-    leaves = [x.leaf for x in read if x.leaf]
-    leaf = leaves[0] if leaves and len(read) == 1 else None
+    inputs = [x.input for x in read if x.input]
+    only = inputs[0] if len(inputs) == len(read) == 1 else None
     scope = "/".join(name for name in re.split(r"\w+\(|\)|/", context.scope) if name)
     intended = frozenset[str]().union(*(x.nonfinite for x in operands if context.allows_infinities))
     before = first_values.earliest(_reaching(eqn, operands))
 
-    def result(array: Any) -> Value:
-        value = Value(array, None, leaf, layer, is_cotangent)
+    def result(array: Any) -> Tracked:
+        value = Tracked(array, None, only, layer, is_cotangent)
         if not value.nonfinite:
             return value
         value.origin = before
         if not before and not (intended and value.nonfinite <= intended | {"-inf"}):
             is_finite_cast = is_cast and not operands[0].nonfinite
             found = FirstNonfinite(
-                layer=layer[1] if layer else leaves[0].name if leaves else scope,
+                layer=layer[1] if layer else inputs[0].name if inputs else scope,
                 operation=eqn.primitive.name,
                 scope=scope,
                 backward=is_backward,
@@ -221,7 +225,7 @@ def _apply(jaxpr: Jaxpr, eqn: Equation, operands: list[Value], context: _Context
     return [result(array) for array in arrays]
 
 
-def _name_layer_of_casts(read: list[Value], layer: tuple[int, str], *, is_first: bool) -> None:
+def _name_layer_of_casts(read: list[Tracked], layer: tuple[int, str], *, is_first: bool) -> None:
     """Name the layer of the casts that made operands NaN or infinite, if this operation shows it.
 
     Layers cast their input before they read their parameters, in the operation that `is_first`. A
@@ -235,10 +239,10 @@ def _name_layer_of_casts(read: list[Value], layer: tuple[int, str], *, is_first:
                 origin.cast = None
 
 
-def _reaching(eqn: Equation, operands: list[Value]) -> list[Value]:
+def _reaching(eqn: Equation, operands: list[Tracked]) -> list[Tracked]:
     """Return the operands that may make a result NaN or infinite: of a selection, the selected."""
     if eqn.primitive.name != primitives.SELECTION:
         return operands
     chosen = np.asarray(operands[0].array)
     cases = ((i, x) for i, x in enumerate(operands[1:]) if x.nonfinite)  # never PRNG keys
-    return [x for i, x in cases if Value(np.asarray(x.array)[chosen == i]).nonfinite]
+    return [x for i, x in cases if Tracked(np.asarray(x.array)[chosen == i]).nonfinite]

@@ -61,7 +61,7 @@ class FirstNonfinite:
         return "\n".join(lines)
 
 
-class Leaf(NamedTuple):
+class Input(NamedTuple):
     """A floating-point array of the arguments."""
 
     position: int
@@ -79,12 +79,12 @@ class Origin:
 
 
 @dataclasses.dataclass
-class Value:
+class Tracked:
     """An array and its history."""
 
     array: Any
     origin: Origin | None = None  # what made its NaN and infinities; None if they are intended
-    leaf: Leaf | None = None  # the only argument that it was computed from, by a cast for example
+    input: Input | None = None  # the only argument that it was computed from, by a cast for example
     layer: tuple[int, str] | None = None  # when the last layer was read for it, and which
     is_cotangent: bool = False  # computed in the backward pass, and not only from residuals
     is_constant: bool = False  # a number or an array in the code
@@ -111,14 +111,14 @@ class Value:
         return float(np.asarray(self.array).item()) if is_number else None
 
 
-def earliest(values: Iterable[Value]) -> Origin | None:
+def earliest(values: Iterable[Tracked]) -> Origin | None:
     """Return the earliest origin of values that are not finite."""
     origins = (value.origin for value in values if value.nonfinite and value.origin)
     return min(origins, key=lambda origin: origin.time, default=None)
 
 
 def layer_of(
-    operands: list[Value], time: int, *, is_backward: bool
+    operands: list[Tracked], time: int, *, is_backward: bool
 ) -> tuple[tuple[int, str] | None, bool]:
     """Return the layer of an operation, and whether it computes a cotangent.
 
@@ -134,9 +134,9 @@ def layer_of(
     # A `custom_vjp` rule may first compute with residuals only, which come from the forward pass.
     is_cotangent = is_backward and len(forward) < len(operands)
     # If several arguments may be the model, take the first: parameters come before the batch.
-    read = sorted(x.leaf for x in operands if x.leaf and x.leaf.layer)
+    read = sorted(x.input for x in operands if x.input and x.input.layer)
     if read:
-        layers = [leaf.layer for leaf in read if leaf.layer[0] == read[0].layer[0]]
+        layers = [x.layer for x in read if x.layer[0] == read[0].layer[0]]
         shared = itertools.takewhile(lambda keys: len(set(keys)) == 1, zip(*layers, strict=False))
         return (time, "".join(keys[0] for keys in shared)), is_cotangent
     layers = forward if is_backward and forward else [x.layer for x in operands if x.layer]
