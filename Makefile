@@ -55,8 +55,8 @@ test: $(VENV)/test.installed
 test-all: $(VENV)/test.installed
 	$(PYTEST) -m ""
 
-# Compares the library with torch, and trains in FlowJAX and OTT, which are too large for the test
-# group.
+# Compares the library with torch, and trains in FlowJAX, OTT and Optimistix, which are too large for
+# the test group.
 oracles: $(VENV)/oracles.installed
 	$(PYTEST) -m "" tests/oracles
 

@@ -1,5 +1,7 @@
 """Training in half precision for JAX, around any Optax optimizer: small, exact, functional."""
 
+import typing as _typing
+
 from optax_lossscale import diagnostics, testing
 from optax_lossscale._guard import Rule, Spike, with_loss_scaling, with_skipping
 from optax_lossscale._loss_scale import (
@@ -75,3 +77,19 @@ __all__ = [
     "with_skipping",
     "with_stochastic_rounding",
 ]
+
+if (
+    not _typing.TYPE_CHECKING
+):  # for a type checker, each name that is not in this module is an error
+
+    def __getattr__(name: str) -> object:
+        """Raise an error that names what is called so elsewhere."""
+        here = {
+            "GradScaler": "It is `with_loss_scaling(optimizer)` here.",
+            "LossScaleOptimizer": "It is `with_loss_scaling(optimizer)` here.",
+            "DynamicScale": "It is `with_loss_scaling(optimizer)` here.",
+            "flax": "Import it: `import optax_lossscale.flax`.",
+            "keras": "Import it: `import optax_lossscale.keras`.",
+        }
+        remedy = f". {here[name]}" if name in here else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{remedy}")

@@ -128,14 +128,17 @@ def warn_of_half_precision(params: PyTree, inner_state: PyTree) -> None:
 
 def warn_of_outside(opt_state: PyTree, given: set[str]) -> None:
     """Warn if a state shows transformations outside the guard, once per corrected line."""
+    if isinstance(opt_state, GuardState):  # the usual case
+        return
     for path, _ in subtrees(opt_state, GuardState):
         for container in _containers(opt_state, path):
             if line := _belongs_inside(container):
+                unknown = _unknown_state(container)
                 warn_once(
-                    "Some transformations are outside the guard. If one of them is more than an "
-                    "identity, it sees scaled gradients, or changes on skipped steps. Write "
-                    f"`with_loss_scaling({line})`, or the same with `with_skipping`. To silence "
-                    "this warning, pass `loss_scale_state(opt_state)`.",
+                    f"Some transformations are outside the guard{unknown}. If one of them is more "
+                    "than an identity, it sees scaled gradients, or changes on skipped steps. "
+                    f"Write `with_loss_scaling({line})`, or the same with `with_skipping`. To "
+                    "silence this warning, pass `loss_scale_state(opt_state)`.",
                     given,
                 )
                 return
@@ -161,6 +164,7 @@ def _containers(tree: PyTree, path: KeyPath) -> Iterator[_Container]:
 
 
 _INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
+# What hands gradients and updates through unchanged.
 _HAND_THROUGH = (optax.MaskedState, optax.MultiTransformState, optax.MultiStepsState, *_INJECTED)
 
 
@@ -178,6 +182,8 @@ _INSIDE = {
     optax.contrib.ScheduleFreeState: "optax.contrib.schedule_free(inner, ...)",
     **dict.fromkeys(_INJECTED, "optax.inject_hyperparams(inner)(...)"),
 }
+# States of containers that hand everything through, each part to its own optimizer.
+_SPLIT = (optax.MultiTransformState, optax.contrib.SplitRealAndImaginaryState)
 
 
 def _belongs_inside(container: _Container) -> str | None:
@@ -189,7 +195,7 @@ def _belongs_inside(container: _Container) -> str | None:
     `optax.masked`     it is one of several groups, each of which has its own optimizer
     `optax.partition`  its other groups have no state
     a chain            its other members are groups without state, or not of Optax
-    others             they are not in `_INSIDE`
+    others             they only split the parameters, or are not of Optax
     =================  ==================================================================
     """
     node, members = container.node, container.members
@@ -202,7 +208,16 @@ def _belongs_inside(container: _Container) -> str | None:
     if _is_chain(node) and others and all(map(_is_of_optax, others)):
         is_more = jax.tree.leaves(others) or not _holds_groups(container)
         return "optax.chain(...)" if is_more else None
-    return _INSIDE.get(type(node))
+    if not _is_from(node, "optax") or isinstance(node, _SPLIT):
+        return None
+    return _INSIDE.get(type(node), "wrapper(inner, ...)")
+
+
+def _unknown_state(container: _Container) -> str:
+    """Return the class of a state whose wrapper is not known by name."""
+    node = container.node
+    is_known = not _is_from(node, "optax") or type(node) in {*_INSIDE, optax.MaskedState}
+    return "" if is_known else f" (one has the state {type(node).__name__})"
 
 
 def _is_chain(node: PyTree) -> bool:
@@ -227,7 +242,12 @@ def _is_of_optax(state: PyTree) -> bool:
     """Return whether a node is the state of a transformation, or of a chain of them."""
     if _is_chain(state):
         return all(_is_of_optax(child) for _, child in children(state)[0])
-    return type(state).__module__.startswith("optax")
+    return _is_from(state, "optax", "optax_lossscale")
+
+
+def _is_from(state: PyTree, *packages: str) -> bool:
+    """Return whether the class of a state is in one of these packages."""
+    return type(state).__module__.partition(".")[0] in packages
 
 
 def _half_dtypes(tree: PyTree) -> list[str]:

@@ -1,5 +1,6 @@
 """Every state of the core that a checkpoint holds, and finding one in any optimizer's state."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -102,6 +103,13 @@ class GuardState(NamedTuple):
 
 class Guard(Transformation[GuardState]):
     """An optimizer that applies or skips each step, as `applied` reads from its state."""
+
+    # How it was made. A copy with another `init` or `update` (`_replace`) does not have it.
+    call: str = ""  # pyright: ignore[reportGeneralTypeIssues]
+
+    def __repr__(self) -> str:
+        """Return the policy and the rules, which the functions close over."""
+        return self.call or super().__repr__()
 
 
 @public_state(needed=("values", "held", "consecutive_skipped"))
@@ -238,7 +246,12 @@ def applied(opt_state: PyTree) -> jax.Array:
       True
       False
     """
-    return find(LossScaleState, "opt_state", opt_state).consecutive_skipped == 0
+    return _is_zero(find(LossScaleState, "opt_state", opt_state).consecutive_skipped)
+
+
+@functools.partial(jax.jit, inline=True)  # op by op, the 0 would be copied to the device
+def _is_zero(count: jax.Array) -> jax.Array:
+    return count == 0
 
 
 def find(kind: type[Tree], argument: str, tree: PyTree, order: str = "") -> Tree:

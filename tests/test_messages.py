@@ -1,6 +1,8 @@
 """No message prints the numbers of an array, or grows with a tree."""
 
 import functools
+import importlib
+import sys
 import warnings
 
 import jax
@@ -169,3 +171,49 @@ def test_a_swap_is_answered_with_the_order_of_that_function(call, order):
     with pytest.raises((TypeError, ValueError)) as caught:
         call()
     assert order in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["GradScaler", "LossScaleOptimizer", "DynamicScale"])
+def test_a_name_of_another_system_is_answered_with_the_name_here(name):
+    with pytest.raises(AttributeError, match=rf"'{name}'\. It is `with_loss_scaling\(") as caught:
+        getattr(ols, name)
+    assert not hasattr(ols, "nothing")
+    assert "has no attribute" in str(caught.value)
+
+
+def test_a_rule_that_is_not_called_is_told_to_be():
+    for guard in (ols.with_skipping, functools.partial(ols.with_loss_scaling, loss_scale=8)):
+        with pytest.raises(TypeError, match=r"Call it: `Spike\(\)`\.$"):
+            guard(SGD, skip_if=ols.Spike)
+
+
+def test_a_missing_extra_is_named(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("optax_lossscale.flax")]:
+        monkeypatch.delitem(sys.modules, name)
+    for library in ("flax", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, library, None)  # as if it was not installed
+    with pytest.raises(ModuleNotFoundError, match=r"the extra `flax`: .*\.\[flax\]"):
+        importlib.import_module("optax_lossscale.flax")
+    with pytest.raises(ModuleNotFoundError, match=r"the extra `plot`: .*\.\[plot\]"):
+        diag.plot_gradient_exponents(diag.gradient_exponents(jnp.ones(3)))
+
+
+def test_another_missing_module_is_not_called_flax(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("optax_lossscale.flax")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "optax_lossscale._guard", None)
+    with pytest.raises(ModuleNotFoundError, match=r"optax_lossscale\._guard"):
+        importlib.import_module("optax_lossscale.flax")
+
+
+def test_a_guard_is_printed_with_its_policy_and_rules():
+    spike, own = ols.Spike(window=8), lambda *_, **__: False
+    assert repr(ols.with_skipping(SGD)) == "with_skipping(inner)"
+    assert repr(ols.with_skipping(SGD, spike)) == f"with_skipping(inner, skip_if={spike})"
+    rules = f"({spike}, function `{own.__qualname__}`)"
+    found = ols.with_loss_scaling(SGD, "dynamic", skip_if=[spike, own])
+    assert repr(found) == f"with_loss_scaling(inner, {ols.DynamicLossScale()}, skip_if={rules})"
+    assert (
+        repr(ols.with_loss_scaling(SGD, 8)) == f"with_loss_scaling(inner, {ols.FixedLossScale(8)})"
+    )
+    assert repr(found._replace(init=SGD.init)).startswith("Guard(init=<function")

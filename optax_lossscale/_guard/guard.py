@@ -27,6 +27,7 @@ from optax_lossscale._loss_scale import (
 )
 from optax_lossscale._state import Guard, GuardState, LossScaleState
 from optax_lossscale._support import checks, notes, tree
+from optax_lossscale._support.lines import GivenWarnings
 from optax_lossscale._support.tree import AxisName, PyTree
 
 
@@ -161,7 +162,7 @@ def _guard(
     if rules:  # a rule brings the check with it
         policy = checking(policy)
     is_one = isinstance(policy, FixedLossScale) and policy.scale == 1
-    warnings_given: set[str] = set()
+    warnings_given = GivenWarnings()
 
     def init_fn(params: optax.Params) -> GuardState:
         try:
@@ -205,7 +206,14 @@ def _guard(
             scale_state = scale_state._replace(loss_scale=jnp.ones_like(scale_state.loss_scale))
         return updates, GuardState(scale_state, decision.rule_states, inner_state)
 
-    return Guard(init_fn, update_fn)
+    guard = Guard(init_fn, update_fn)
+    name = "with_loss_scaling" if is_scaled else "with_skipping"
+    arguments = ["inner", *([tree.shown(policy)] if is_scaled else [])]
+    if rules:
+        shown = ", ".join(map(tree.shown, rules))
+        arguments.append(f"skip_if=({shown})" if rules[1:] else f"skip_if={shown}")
+    guard.call = f"{name}({', '.join(arguments)})"
+    return guard
 
 
 def _add_other_leaf(error: Exception, params: PyTree) -> None:

@@ -62,11 +62,14 @@ RuleLike: TypeAlias = Rule | Callable[..., Flag | bool]
 SkipIf: TypeAlias = RuleLike | Sequence[RuleLike] | None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class StatelessRule:
     """A function as a rule, which measures 1 if the function returns True."""
 
     function: Callable[..., Any]
+
+    def __repr__(self) -> str:
+        return tree.shown(self.function)
 
     def init(self, params: optax.Params) -> optax.EmptyState:
         del params
@@ -95,8 +98,11 @@ def as_rules(skip_if: SkipIf) -> tuple[Rule, ...]:
         elif callable(rule) and not isinstance(rule, (type, optax.MultiSteps)):
             rules.append(StatelessRule(rule))
         else:
-            is_policy = isinstance(rule, LossScale) and not isinstance(rule, type)
-            remedy = " Use `with_loss_scaling(inner, policy)`." if is_policy else ""
+            remedy = ""
+            if isinstance(rule, type) and isinstance(rule, Rule):
+                remedy = f" Call it: `{rule.__name__}()`."
+            elif isinstance(rule, LossScale) and not isinstance(rule, type):
+                remedy = " Use `with_loss_scaling(inner, policy)`."
             raise TypeError(
                 "`skip_if` must be a function of the gradients and parameters, an object with "
                 "`init`, `measure` and `judge`, or a sequence of these, got "

@@ -1,5 +1,6 @@
 """Scale losses, differentiate them, unscale their gradients, and check those."""
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
@@ -11,10 +12,10 @@ from optax_lossscale import _xla
 from optax_lossscale._loss_scale.agreement import agree
 from optax_lossscale._loss_scale.never_scaled import mark_if_traced, mark_scaled
 from optax_lossscale._order import warn_of_outside
-from optax_lossscale._state import GuardState, LossScaleState, find, loss_scale_of
+from optax_lossscale._state import LossScaleState, find, loss_scale_of
 from optax_lossscale._support import bounds, checks, tree
 from optax_lossscale._support.choose import all_true
-from optax_lossscale._support.lines import warn, warn_once
+from optax_lossscale._support.lines import GivenWarnings, warn, warn_once
 from optax_lossscale._support.tree import AxisName, KeyPath, PyTree, Tree, is_finite, is_inexact
 
 P = ParamSpec("P")
@@ -71,7 +72,8 @@ def scale_loss(loss: Tree, state: PyTree) -> Tree:
 
     Warns:
       UserWarning: If a loss is a float16 scalar: the backward pass then starts from the loss scale
-        in float16, which is infinite above 65504. Compute the loss in float32.
+        in float16, which is infinite above 65504. Compute the loss in float32. Once per message and
+        process, if the optimizer's state shows transformations outside the guard.
 
     Examples:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -81,7 +83,11 @@ def scale_loss(loss: Tree, state: PyTree) -> Tree:
     order = "`scale_loss(loss, state)` takes the loss first."
     found = find(LossScaleState, "state", state, order)
     mark_scaled()
+    warn_of_outside(state, _WARNED)
     return scaled(loss, loss_scale_of(found))
+
+
+_WARNED: set[str] = set()  # messages that `scale_loss` has given in this process
 
 
 def scaled(loss: Tree, loss_scale: jax.Array) -> Tree:
@@ -154,7 +160,10 @@ def value_and_grad(
     positions = checks.read_argnums(argnums) if transform is jax.value_and_grad else ()
     if argnums != 0:  # the default of every transform; Equinox's does not take the argument
         kwargs["argnums"] = argnums
-    warnings_given: set[str] = set()
+    # Closures hold no dict and no list, which cannot be hashed: see `GivenWarnings`.
+    names = ("has_aux", *kwargs)
+    differentiate = functools.partial(transform, has_aux=True, **kwargs)
+    warnings_given = GivenWarnings()
 
     def scaled_value_and_grad(
         state: PyTree, /, *args: P.args, **kwds: P.kwargs
@@ -162,8 +171,7 @@ def value_and_grad(
         order = "`loss_and_grads(opt_state, params, ...)` takes the state first."
         loss_scale = loss_scale_of(find(LossScaleState, "state", state, order))
         mark_scaled()
-        if not isinstance(state, GuardState):
-            warn_of_outside(state, warnings_given)
+        warn_of_outside(state, warnings_given)
 
         def scaled_loss(*args: P.args, **kwds: P.kwargs) -> tuple[Any, _Unscaled]:
             value = fun(*args, **kwds)
@@ -177,10 +185,10 @@ def value_and_grad(
             return result, _Unscaled(value)
 
         try:
-            differentiated = transform(scaled_loss, has_aux=True, **kwargs)
+            differentiated = differentiate(scaled_loss)
         except TypeError as error:
             raise TypeError(
-                f"`transform` must take a function and {', '.join(['has_aux', *kwargs])}, as "
+                f"`transform` must take a function and {', '.join(names)}, as "
                 f"`jax.value_and_grad` does, got {tree.shown(transform)}: {error}."
             ) from error
         by_position, by_name = _arguments_by_position(fun, args, kwds)

@@ -17,14 +17,17 @@ from optax_lossscale._precision.inside_autocast import hidden_storage
 from optax_lossscale._precision.matrix_products import Product, products_of, total_flops
 from optax_lossscale._precision.products import with_halves
 from optax_lossscale._precision.rule import (
-    UNCAST_SCOPE,
+    has_default_precision,
+    is_inside_autocast,
+    matmul_precision,
     reason_not_to_cast,
     reason_not_to_follow,
+    scope_of,
 )
 from optax_lossscale._precision.storage import lookups_in_half
 from optax_lossscale._support import checks, nnx
 from optax_lossscale._support.jaxprs import Jaxpr, evaluate, traced, without_constants
-from optax_lossscale._support.lines import is_own, source_of, warn_once
+from optax_lossscale._support.lines import GivenWarnings, is_own, source_of, warn_once
 from optax_lossscale._support.notes import add_note
 from optax_lossscale._support.tree import HALF, Leaf, is_in
 
@@ -87,8 +90,10 @@ def autocast(fun: Callable[P, Result], dtype: DTypeLike) -> Callable[P, Result]:
 
     Warns:
       UserWarning: Once, if less than half of the floating-point operations in products run in
-        `dtype` or a narrower one. The message names the line of the largest other product, and the
-        reason. Once, if `fun` closes over arrays in half precision, which `autocast` cannot read as
+        `dtype` or a narrower one. float16 does not count as narrower than bfloat16. Products that
+        the code keeps in float32 by their precision are left out, unless less than a tenth of all
+        operations is cast. The message names the line of the largest other product, and the reason.
+        Once, if `fun` closes over arrays in half precision, which `autocast` cannot read as
         float32. Once, if `fun` casts a stored argument back to half precision and looks up rows in
         it, as `nnx.Embed(param_dtype=jnp.bfloat16)` does: their gradients would be added in half
         precision.
@@ -117,7 +122,7 @@ def autocast(fun: Callable[P, Result], dtype: DTypeLike) -> Callable[P, Result]:
     )
     product_dtype = checks.read_half_or_float32(dtype)
     is_cast = product_dtype != jnp.float32
-    warnings_given: set[str] = set()
+    warnings_given = GivenWarnings()
 
     def edit(jaxpr: Jaxpr) -> Jaxpr:
         _warn_of_closed_over_halves(jaxpr, warnings_given)
@@ -127,7 +132,7 @@ def autocast(fun: Callable[P, Result], dtype: DTypeLike) -> Callable[P, Result]:
         return jaxpr
 
     def transform(call: Callable[..., Any]) -> Callable[..., Any]:
-        marked = call if is_cast else jax.named_call(call, name=UNCAST_SCOPE)
+        marked = jax.named_call(call, name=scope_of(product_dtype))  # for an outer `autocast`
         return _evaluated(edit, warnings_given, marked)
 
     return nnx.transformed(fun, transform, keep_dtypes=True)
@@ -224,10 +229,18 @@ def _warn_of_closed_over_halves(jaxpr: Jaxpr, given: set[str]) -> None:
 
 
 def _warn_of_products(jaxpr: Jaxpr, dtype: np.dtype, given: set[str]) -> None:
-    """Warn if most operations in products run in a wider dtype than `dtype`."""
+    """Warn if most operations in products run neither in `dtype` nor in a narrower one.
+
+    Products that the code keeps in float32 do not count, unless nearly all are kept: then the code
+    asks for exact products everywhere, as code for TPUs does.
+    """
     products = products_of(jaxpr)
-    others = [product for product in products if _itemsize(product) > dtype.itemsize]
+    others = [product for product in products if not _runs_in(dtype, product)]
     total, elsewhere = total_flops(products), total_flops(others)
+    if 10 * (total - elsewhere) >= total and not matmul_precision():
+        others = [product for product in others if not _is_kept_in_float32(product)]
+        total += total_flops(others) - elsewhere
+        elsewhere = total_flops(others)
     if 2 * elsewhere <= total:
         return
     largest = max(others, key=lambda product: product.flops)
@@ -242,12 +255,21 @@ def _warn_of_products(jaxpr: Jaxpr, dtype: np.dtype, given: set[str]) -> None:
     )
 
 
-def _itemsize(product: Product) -> int:
-    """Return the item size of the widest dtype that a product needs, forward or backward."""
+def _runs_in(dtype: np.dtype, product: Product) -> bool:
+    """Return whether a product runs in `dtype` or in a narrower one, forward and backward."""
     eqn = product.equations[0]
-    is_half = all(x.aval.dtype in HALF for x in eqn.invars[:2])
+    operands = [x.aval.dtype for x in eqn.invars[:2]]
+    # float16 has fewer exponents than bfloat16: it needs loss scaling, which bfloat16 does not.
+    if dtype == jnp.bfloat16 and jnp.float16 in operands:
+        return is_inside_autocast(np.dtype(jnp.float16), *product.equations)
+    is_half = all(operand in HALF for operand in operands)
     # The cotangent of a float32 result makes both backward products float32.
-    return eqn.outvars[0].aval.dtype.itemsize if is_half else product.itemsize
+    itemsize = eqn.outvars[0].aval.dtype.itemsize if is_half else product.itemsize
+    return itemsize <= dtype.itemsize
+
+
+def _is_kept_in_float32(product: Product) -> bool:
+    return product.dtype == "float32" and not has_default_precision(product.equations[0])
 
 
 def _reason(product: Product) -> str:

@@ -50,7 +50,8 @@ def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = N
         if is_nnx(leaf, "Module", "Metric"):
             raise TypeError(
                 f"`tree` must not hold a stateful flax.nnx object, got {type(leaf).__name__}. Only "
-                "the copy would be updated. Cast `nnx.state(model)`, and merge it."
+                "the copy would be updated. Cast `nnx.state(model)`, and merge it; of a model with "
+                "BatchNorm, cast only the parameters, `nnx.state(model, nnx.Param)`."
             )
         is_floating = isinstance(leaf, ARRAYS) and jnp.issubdtype(leaf.dtype, jnp.floating)
         if not is_floating or FP8_KEY in path:

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Set as AbstractSet
-from typing import Any
 
 import jax
 import numpy as np
@@ -14,8 +13,7 @@ from optax_lossscale._support import jaxprs, primitives
 from optax_lossscale._support.jaxprs import Atom, Equation, Jaxpr
 from optax_lossscale._support.lines import is_users
 
-# The named scope of an inner `autocast` to float32. No scope of a user has this name.
-UNCAST_SCOPE = "optax_lossscale.autocast_float32"
+AUTOCAST_SCOPE = "optax_lossscale.autocast"
 _KEPT_BY_INNER = "An inner `autocast` to float32 keeps it."
 _DEFAULT_PRECISION = (None, (jax.lax.Precision.DEFAULT, jax.lax.Precision.DEFAULT))
 _HALF_OR_FLOAT32 = frozenset(["float32", "float16", "bfloat16"])
@@ -23,7 +21,7 @@ _HALF_OR_FLOAT32 = frozenset(["float32", "float16", "bfloat16"])
 
 def reason_not_to_follow(eqn: Equation) -> str:
     """Return why products in the function of an equation are left alone; `""` if they are cast."""
-    if _is_uncast(eqn):
+    if is_inside_autocast(np.dtype(np.float32), eqn):
         return _KEPT_BY_INNER
     name = eqn.primitive.name
     if name in primitives.FOLLOWED:
@@ -48,18 +46,19 @@ def reason_not_to_follow(eqn: Equation) -> str:
 
 def reason_not_to_cast(eqn: Equation, *, has_fixed_operand: bool) -> str:
     """Return why a product is left alone; `""` if it is cast."""
-    if _is_uncast(eqn):
+    if is_inside_autocast(np.dtype(np.float32), eqn):
         return _KEPT_BY_INNER
-    precision = eqn.params.get("precision")
-    if precision not in _DEFAULT_PRECISION:
-        option: Any = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
-        where = f"`jax_default_matmul_precision` is {option!r}" if option else "its own argument"
-        return f"Its precision is not the default one ({where})."
     *operands, result = (x.aval.dtype.name for x in (*eqn.invars[:2], eqn.outvars[0]))
     is_float32 = "float32" in operands and result == "float32"
     if not is_float32 or not {*operands} <= _HALF_OR_FLOAT32:
         dtypes = " and ".join(sorted({*operands}, key=lambda name: name != "float32"))
-        return f"Its operands are {dtypes} and its result is {result}. Use float32 for all of them."
+        is_half = {*operands} == {result} and result in ("float16", "bfloat16")
+        remedy = "Leave out the layer's `dtype`" if is_half else "Use float32 for all of them"
+        return f"Its operands are {dtypes} and its result is {result}. {remedy}."
+    if not has_default_precision(eqn):
+        option = matmul_precision()
+        where = f"`jax_default_matmul_precision` is {option!r}" if option else "its own argument"
+        return f"Its precision is not the default one ({where})."
     _, rows, columns, contracted = sizes_of(eqn)
     if min(rows, columns, contracted) < SHORTEST:
         vmap = " Is there a `jax.vmap` around `autocast`? It hides the batch: put it inside."
@@ -75,8 +74,25 @@ def reason_not_to_cast(eqn: Equation, *, has_fixed_operand: bool) -> str:
     return ""
 
 
-def _is_uncast(eqn: Equation) -> bool:
-    return UNCAST_SCOPE in re.split(r"[/()]", str(eqn.source_info.name_stack))
+def has_default_precision(eqn: Equation) -> bool:
+    """Return whether the code does not ask for another precision of a product."""
+    return eqn.params.get("precision") in _DEFAULT_PRECISION
+
+
+def matmul_precision() -> str | None:
+    """Return the precision that JAX is set to, which every product without its own has."""
+    return jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_inside_autocast(dtype: np.dtype, *equations: Equation) -> bool:
+    """Return whether one of the equations belongs to an inner `autocast` to this dtype."""
+    stacks = (str(eqn.source_info.name_stack) for eqn in equations)
+    return any(scope_of(dtype) in re.split(r"[/()]", stack) for stack in stacks)
+
+
+def scope_of(dtype: np.dtype) -> str:
+    """Return the named scope of `autocast` to a dtype. No scope of a user has this name."""
+    return f"{AUTOCAST_SCOPE}_{dtype.name}"
 
 
 def is_fixed(atom: Atom, fixed: AbstractSet[Var]) -> bool:

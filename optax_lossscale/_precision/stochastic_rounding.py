@@ -13,7 +13,7 @@ from optax_lossscale._precision.rounding import array_seed, update_at_random
 from optax_lossscale._precision.wide_step import step_in_float32
 from optax_lossscale._state import MasterWeightsState, StochasticRoundingState
 from optax_lossscale._support import checks, tree
-from optax_lossscale._support.lines import warn_once
+from optax_lossscale._support.lines import GivenWarnings, warn_once
 from optax_lossscale._support.nnx import named_leaves
 from optax_lossscale._support.transformation import Transformation
 from optax_lossscale._support.tree import PyTree
@@ -86,7 +86,7 @@ def with_stochastic_rounding(
       2025.
     """
     inner = checks.read_optimizer("inner", inner)
-    warnings_given: set[str] = set()
+    warnings_given = GivenWarnings()
 
     def init_fn(params: optax.Params) -> StochasticRoundingState:
         _refuse_float16(params)

@@ -120,10 +120,10 @@ def require_extra_args(rule: Callable[..., object], *args: PyTree, **extra_args:
         pass
 
 
-def read_argnums(argnums: Any) -> Sequence[int]:
+def read_argnums(argnums: Any) -> tuple[int, ...]:
     """Return the positions in `argnums`, a number or a sequence of them."""
     is_several = isinstance(argnums, Sequence) and not isinstance(argnums, str)
-    positions = argnums if is_several else (argnums,)
+    positions: tuple[Any, ...] = (*argnums,) if is_several else (argnums,)
     for number in positions:
         if not isinstance(number, numbers.Integral):
             raise TypeError(

@@ -20,6 +20,18 @@ def warn(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
+class GivenWarnings(set[str]):
+    """The warnings that a function has given.
+
+    They are compared and hashed by identity, so that the functions that close over them can be
+    hashed: solvers such as Optimistix make pytrees of functions, and hash what those close over.
+    """
+
+    __eq__ = object.__eq__
+    __ne__ = object.__ne__
+    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
+
+
 def warn_once(message: str, given: set[str], key: str = "") -> None:
     """Warn unless `given` contains the message, or its `key` if it has one, and add it there.
 

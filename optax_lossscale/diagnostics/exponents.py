@@ -269,14 +269,21 @@ def plot_gradient_exponents(
 
     Raises:
       TypeError, ValueError: As for `suggest_loss_scale`, but an empty histogram is allowed.
+      ModuleNotFoundError: If matplotlib is not installed.
     """
     info = jnp.finfo(checks.read_float_dtype(dtype, most_bits=32))
     histogram = _histogram_of(exponents)
     if not (ax is None or hasattr(ax, "axvspan")):
         raise TypeError(f"`ax` must be matplotlib axes, got {tree.shown(ax)}. Use `plt.gca()`.")
     if ax is None:
-        from matplotlib.figure import Figure  # noqa: PLC0415 - matplotlib is an extra
-
+        try:
+            from matplotlib.figure import Figure  # noqa: PLC0415 - matplotlib is an extra
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "`plot_gradient_exponents` needs matplotlib, the extra `plot`: "
+                '`pip install ".[plot]"` in a checkout.',
+                name="matplotlib",
+            ) from error
         ax = Figure(figsize=(8, 3.5), layout="constrained").subplots()
     zero, seen = int(exponents.zero), EXPONENTS[histogram > 0]
     total = max(histogram.sum() + zero, 1)

@@ -1,5 +1,6 @@
 """Numbers to log: the state of loss scaling, and counts of nonfinite elements."""
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -62,7 +63,8 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
     spikes = [spike for guard in guards for _, spike in spikes_in(guard.rule_states)]
     for number, spike in enumerate(spikes):
         arrays = jax.tree.map(jnp.asarray, spike)
-        mean, deviation = spike_statistics(arrays)
+        with jax.transfer_guard("allow"):  # op by op, its constants are copied to the device
+            mean, deviation = spike_statistics(arrays)
         prefix = "spike_" if len(spikes) == 1 else f"spike_{number}_"
         found |= {
             f"{prefix}mean": mean,
@@ -97,7 +99,11 @@ def is_stalled(opt_state: PyTree, *, max_consecutive_skipped: int = 50) -> jax.A
       True
     """
     limit = checks.read_count("max_consecutive_skipped", max_consecutive_skipped, least=0)
-    return find(LossScaleState, "opt_state", opt_state).consecutive_skipped > limit
+    return _exceeds(find(LossScaleState, "opt_state", opt_state).consecutive_skipped, limit)
+
+
+# Op by op, the limit would be copied to the device.
+_exceeds = jax.jit(operator.gt, static_argnums=1, inline=True)
 
 
 class NonfiniteCounts(NamedTuple):

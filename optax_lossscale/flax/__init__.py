@@ -3,6 +3,15 @@
 For `flax.nnx`, pass `with_loss_scaling(...)` to `nnx.Optimizer`.
 """
 
-from optax_lossscale.flax.train_state import TrainState
+try:
+    from optax_lossscale.flax.train_state import TrainState
+except ModuleNotFoundError as error:
+    if error.name != "flax":
+        raise
+    raise ModuleNotFoundError(
+        '`optax_lossscale.flax` needs Flax, the extra `flax`: `pip install ".[flax]"` in a '
+        "checkout.",
+        name="flax",
+    ) from error
 
 __all__ = ["TrainState"]

@@ -226,6 +226,15 @@ def test_metrics_include_the_statistics_of_a_spike(run):
     assert spiked["spike_consecutive_skipped"] == 2
 
 
+def test_a_look_between_two_steps_copies_nothing_to_the_device():
+    tx = ols.with_skipping(SGD, SPIKE)
+    opt_state = trained(tx, [1.0, 1.5, NAN])
+    with jax.transfer_guard("disallow"):
+        assert not ols.applied(opt_state)
+        assert not diag.is_stalled(opt_state)
+        assert diag.metrics(opt_state)["spike_consecutive_skipped"].shape == ()
+
+
 def test_metrics_number_several_spikes_and_accept_stacked_states():
     tx = ols.with_skipping(SGD, (SPIKE, above_two, ols.Spike("grad_norm", window=8)))
     opt_state = trained(tx, [1e30, 3e30])

@@ -4,6 +4,7 @@ import functools
 import gc
 import operator
 import threading
+import warnings
 import weakref
 
 import jax
@@ -606,6 +607,66 @@ def test_it_can_be_exported_with_symbolic_sizes_which_count_as_large(params, x):
     assert "xf16>" in exported.mlir_module()
     report = precision_report(HALF, *given)
     assert report["float16"].flops == 3 * 2 * 8 * 32 * 32
+
+
+# -- what is warned about
+
+
+def layers(precisions, dtype=None):
+    """Return a function of equal layers with these precisions."""
+
+    def fun(x, w):
+        for precision in precisions:
+            y = x if dtype is None else x.astype(dtype)
+            x = jnp.dot(y, w if dtype is None else w.astype(dtype), precision=precision)
+        return x.astype(F32)
+
+    return fun
+
+
+KEPT = "highest"
+SQUARE = shape(32, 32)
+
+
+@pytest.mark.parametrize(
+    ("precisions", "share"),
+    [
+        ([None, KEPT], None),  # a last layer that is kept on purpose
+        ([None, *[KEPT] * 9], None),
+        ([None, *[KEPT] * 10], "9%"),
+        ([KEPT], "0%"),  # as in code for TPUs
+        ([KEPT] * 3, "0%"),
+        (["high"], "0%"),
+    ],
+)
+def test_products_that_the_code_keeps_do_not_count_unless_nearly_all_are_kept(precisions, share):
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        jax.eval_shape(ols.autocast(layers(precisions), BF16), SQUARE, SQUARE)
+        with jax.default_matmul_precision("highest"):
+            jax.eval_shape(ols.autocast(layers([None]), BF16), SQUARE, SQUARE)
+    *ours, by_setting = (str(warning.message) for warning in given)
+    assert "`jax_default_matmul_precision` is 'highest'" in by_setting
+    assert [text[: len(f"Only {share}")] for text in ours] == ([f"Only {share}"] if share else [])
+
+
+def test_a_layer_that_is_kept_by_a_context_does_not_count():
+    def fun(x, w):
+        with jax.default_matmul_precision("highest"):
+            y = x @ w
+        return y @ w
+
+    assert dtypes(ols.autocast(fun, BF16), SQUARE, SQUARE) == ["bfloat16", "float32"]
+
+
+@pytest.mark.parametrize("precision", [None, KEPT])
+def test_layers_in_float16_do_not_count_as_bfloat16(precision):
+    with pytest.warns(UserWarning, match=r"Only 0% .* float16 .* Leave out the layer's `dtype`"):
+        jax.eval_shape(ols.autocast(layers([precision], F16), BF16), SQUARE, SQUARE)
+    for layer, dtype in (F16, F16), (BF16, BF16), (BF16, F16):
+        jax.eval_shape(ols.autocast(layers([None], layer), dtype), SQUARE, SQUARE)
+    inner = ols.autocast(layers([precision and "default"]), F16)  # and an inner one decides
+    jax.eval_shape(ols.autocast(jax.jit(inner), BF16), SQUARE, SQUARE)
 
 
 # -- one in another, and float32

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
+from optax_lossscale._precision import AUTOCAST_SCOPE
 from optax_lossscale._support import checks, jaxprs, primitives
 from optax_lossscale._support.jaxprs import Atom, Equation, Jaxpr
 from optax_lossscale._support.lines import source_of
@@ -31,7 +32,8 @@ def first_nonfinite(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Fi
     Infinities in the code (`jnp.where(mask, scores, -jnp.inf)`) and negative ones in the arguments
     count as intended, unless the result is not finite only because of them. An operation that makes
     NaN from them is returned. If a cast makes a finite constant infinite (the -1e30 of a mask, in
-    float16), the cast is returned, with the constant. Write `jnp.finfo(x.dtype).min` for a mask.
+    float16), the cast is returned, with the constant. For a mask, write `jnp.finfo(x.dtype).min` in
+    a `jnp.where`.
 
     The search is much slower than a compiled call, which may also keep more digits between
     operations, and so overflow later. The search enters calls, `jax.checkpoint`, `jax.lax.cond` and
@@ -199,7 +201,8 @@ def _apply(
     is_cast = eqn.primitive.name == primitives.CONVERSION
     inputs = [x.input for x in read if x.input]
     only = inputs[0] if len(inputs) == len(read) == 1 else None
-    scope = "/".join(name for name in re.split(r"\w+\(|\)|/", context.scope) if name)
+    names = re.split(r"\w+\(|\)|/", context.scope)
+    scope = "/".join(name for name in names if name and not name.startswith(AUTOCAST_SCOPE))
     intended = frozenset[str]().union(*(x.nonfinite for x in operands if context.allows_infinities))
     before = first_values.earliest(_reaching(eqn, operands))
 

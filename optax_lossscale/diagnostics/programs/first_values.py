@@ -54,7 +54,8 @@ class FirstNonfinite:
         when = " in the backward pass" if self.backward else ""
         lines = [f"`{self.operation}`{when} is the first to make {counts}"]
         if self.constant is not None:
-            remedy = f"write `jnp.finfo(x.dtype).{'min' if self.constant < 0 else 'max'}`"
+            limit = f"`jnp.finfo(x.dtype).{'min' if self.constant < 0 else 'max'}`"
+            remedy = f"write {limit}, in a `jnp.where`: added to numbers, it may overflow too"
             lines.append(f"  constant: {self.constant:g} is beyond {self.dtype}; {remedy}")
         facts = {"layer": self.layer, "scope": self.scope, "source": self.source}
         lines += [f"  {name}: {fact}" for name, fact in facts.items() if fact]
