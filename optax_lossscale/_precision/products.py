@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from optax_lossscale._precision import edits, rule, storage
+from optax_lossscale._precision import edits, products_on_cpu, rule, storage
 from optax_lossscale._precision.residuals import with_fewer_residuals
 from optax_lossscale._support import jaxprs, primitives
 from optax_lossscale._support.jaxprs import Atom, Equation, Jaxpr
@@ -41,21 +41,26 @@ def with_halves(jaxpr: Jaxpr, dtype: np.dtype) -> Jaxpr:
 
     def edit(inner: Jaxpr) -> Jaxpr:
         in_float32 = storage.with_inputs_in_float32(inner)
-        return _Edit(in_float32, dtype, inner.invars, (False,) * len(inner.invars)).edited()
+        are_fixed, on_cpu = (False,) * len(inner.invars), products_on_cpu.is_default_device()
+        return _Edit(in_float32, dtype, inner.invars, are_fixed, on_cpu).edited()
 
     return edits.with_edit(edit, jaxpr)
 
 
 @edits.memoized
 def _with_halves(
-    jaxpr: Jaxpr, dtype: np.dtype, halves: Halves, are_fixed: tuple[bool, ...]
+    jaxpr: Jaxpr,
+    dtype: np.dtype,
+    halves: Halves,
+    are_fixed: tuple[bool, ...],
+    on_cpu: bool | None,
 ) -> Jaxpr:
     """Return a function with its products in `dtype`, or the same object if nothing changes."""
 
     def edit(inner: Jaxpr) -> Jaxpr:
         pairs = zip(inner.invars, halves, strict=True)
         inputs = [x if half is None else edits.variable_like(x, half) for x, half in pairs]
-        return _Edit(inner, dtype, inputs, are_fixed).edited()
+        return _Edit(inner, dtype, inputs, are_fixed, on_cpu).edited()
 
     return edits.with_edit(edit, jaxpr)
 
@@ -64,9 +69,14 @@ class _Edit:
     """One pass over the equations of a function, which is to take `inputs` instead of its own."""
 
     def __init__(
-        self, jaxpr: Jaxpr, dtype: np.dtype, inputs: Sequence[Atom], are_fixed: tuple[bool, ...]
+        self,
+        jaxpr: Jaxpr,
+        dtype: np.dtype,
+        inputs: Sequence[Atom],
+        are_fixed: tuple[bool, ...],
+        on_cpu: bool | None,  # as in `products_on_cpu`
     ) -> None:
-        self.jaxpr, self.dtype, self.inputs = jaxpr, dtype, inputs
+        self.jaxpr, self.dtype, self.inputs, self.on_cpu = jaxpr, dtype, inputs, on_cpu
         pairs = zip(jaxpr.invars, inputs, strict=True)
         self.halves: dict[Atom, Atom] = {wide: half for wide, half in pairs if wide is not half}
         self.converted: set[Atom] = set()
@@ -120,12 +130,13 @@ class _Edit:
         )
 
         def edit(jaxpr: Jaxpr) -> Jaxpr:
-            new = _with_halves(jaxpr, dtype, halves, are_fixed)
+            new = _with_halves(jaxpr, dtype, halves, are_fixed, self.on_cpu)
             if eqn.primitive.name != primitives.SCAN:
                 return new
-            has_products = _with_halves(jaxpr, dtype, (None,) * len(halves), are_fixed) is not jaxpr
-            operands = jaxprs.operands_of_scan(eqn)
-            return with_fewer_residuals(new, operands) if has_products else new
+            none = (None,) * len(halves)
+            if _with_halves(jaxpr, dtype, none, are_fixed, self.on_cpu) is jaxpr:
+                return new  # it has no product in half precision
+            return with_fewer_residuals(new, jaxprs.operands_of_scan(eqn))
 
         return edits.with_edited_functions(eqn, edit)
 
@@ -144,10 +155,11 @@ class _Edit:
         lhs, rhs, half = (edits.variable_like(x, self.dtype) for x in (*eqn.invars[:2], result))
         self.halves[result] = half
         params = eqn.params | {"preferred_element_type": self.dtype}
+        product = eqn.replace(invars=[lhs, rhs, *eqn.invars[2:]], outvars=[half], params=params)
         return [
             edits.conversion(eqn.invars[0], lhs, beside=eqn),
             edits.conversion(eqn.invars[1], rhs, beside=eqn),
-            eqn.replace(invars=[lhs, rhs, *eqn.invars[2:]], outvars=[half], params=params),
+            *products_on_cpu.product_of_matrices(product, is_default=self.on_cpu),
         ]
 
     def conversions(self, atoms: Iterable[Atom], beside: Equation) -> list[Equation]:

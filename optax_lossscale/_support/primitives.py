@@ -14,8 +14,8 @@ STOP_GRADIENT = "stop_gradient"
 WHILE = "while"
 
 # Matrix products and convolutions, and the block-scaled product of `jax.nn.scaled_matmul`.
-CONVOLUTION = "conv_general_dilated"
-PRODUCTS = frozenset(["dot_general", "ragged_dot_general", CONVOLUTION])
+PRODUCT, CONVOLUTION = "dot_general", "conv_general_dilated"
+PRODUCTS = frozenset([PRODUCT, "ragged_dot_general", CONVOLUTION])
 SCALED_PRODUCT = "scaled_matmul_wrapper"
 
 # These call a function once, with the operands. jax 0.12 renamed `closed_call` to `eval_jaxpr`.
