@@ -27,7 +27,7 @@ from tqdm import tqdm
 from benchmarks import page, report
 from benchmarks.cases import CASES, LeftOutError, Step, build, excused, select
 from benchmarks.contenders import CONTENDERS
-from benchmarks.hlo import compile_step
+from benchmarks.hlo import compile_step, for_another_platform
 from benchmarks.workloads import SIZES
 
 TARGETS = Path(__file__).with_name("targets")  # XLA's own description of a GPU
@@ -124,6 +124,8 @@ def place(step: Step, spread: str, devices: list[Any]) -> tuple[Step, Any]:
     arguments = jax.tree_util.tree_map_with_path(placed, (step.state, step.data))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, arguments)
     run = step.run
+    if not spread and devices[0].platform != "cpu":
+        run = for_another_platform()(run)
     if spread == "shard_map":
         specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
         run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)

@@ -1,5 +1,6 @@
 """Count what a compiled step does, from its program."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -9,6 +10,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+
+from optax_lossscale._precision import products_on_cpu
 
 _ARRAY = re.compile(r"\b([a-z]+\d*)(?:e\w+)?\[([\d,]*)\](\{[^}]*\})?")
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
@@ -53,6 +56,19 @@ class _Instruction(NamedTuple):
 
 
 _Program = dict[str, _Instruction]  # by name; the last one is the root
+
+
+@contextlib.contextmanager
+def for_another_platform() -> Iterator[None]:
+    """Trace programs for one device that is not here, which the types of its arrays do not show.
+
+    It is also a decorator.
+    """
+    before, products_on_cpu.enabled = products_on_cpu.enabled, False
+    try:
+        yield
+    finally:
+        products_on_cpu.enabled = before
 
 
 def compile_step(

@@ -179,10 +179,10 @@ found = {}
 for DTYPE in (jnp.bfloat16, jnp.float16):
     got = {}
     for context, make in contexts.items():
-        if DTYPE == jnp.bfloat16 or context in ("plain", "shard_map"):
+        if jnp.bfloat16 == DTYPE or context in ("plain", "shard_map"):
             fun, given = gradients(make, args)
             got[context] = jax.jit(fun)(given)
-    if DEVICES == 1 and DTYPE == jnp.bfloat16:
+    if DEVICES == 1 and jnp.bfloat16 == DTYPE:
         got["symbolic sizes"] = with_symbolic_batch(args)
         if hasattr(jax, "set_mesh"):  # since jax 0.7.1
             got["Explicit axes"] = under_an_explicit_mesh(args)

@@ -62,6 +62,7 @@ def assert_optaxs(contender, before, state, grads, steps):
     assert any(np.allclose(leaf, moment, rtol=1e-2) for leaf in moments)
 
 
+@pytest.mark.filterwarnings("ignore:Only 0%.*float16")  # `loss_fn` casts by hand
 @each_contender
 def test_the_training_step_is_optaxs(name):
     contender = CONTENDERS[name]
