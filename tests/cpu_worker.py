@@ -12,19 +12,14 @@ import sys
 import warnings
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export, lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
-DEVICES = int(sys.argv[1])
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", DEVICES)
-
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-from jax import export, lax  # noqa: E402
-from jax.sharding import AxisType  # noqa: E402
-from jax.sharding import PartitionSpec as P  # noqa: E402
-
-import optax_lossscale as ols  # noqa: E402
-from optax_lossscale._precision import products_on_cpu  # noqa: E402
+import optax_lossscale as ols
+from optax_lossscale._precision import products_on_cpu
 
 # As `jnp.einsum` writes them. The axis b is the batch, which devices share.
 FORMS = {
@@ -64,7 +59,7 @@ def spec(term):
 
 
 def mapped(form, *, check_vma):
-    mesh = jax.make_mesh((DEVICES,), ("b",), axis_types=(AxisType.Auto,))
+    mesh = jax.make_mesh((jax.device_count(),), ("b",), axis_types=(AxisType.Auto,))
     specs = tuple(map(spec, form.replace("->", ",").split(",")))
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)
@@ -75,27 +70,23 @@ def mapped(form, *, check_vma):
 
 
 def in_pmap(form):
-    def fun(x, y, g):
-        terms = form.replace("->", ",").split(",")
-        places = [term.find("b") if "b" in term else None for term in terms]
-        parts = [
-            array
-            if place is None
-            else jnp.moveaxis(array, place, 0).reshape(DEVICES, -1, *np.delete(array.shape, place))
-            for array, place in zip((x, y, g), places, strict=True)
-        ]
+    places = [
+        term.find("b") if "b" in term else None for term in form.replace("->", ",").split(",")
+    ]
 
-        def local(*args):
-            turned = [
-                array if place is None else jnp.moveaxis(array, 0, place)
-                for array, place in zip(args, places, strict=True)
-            ]
-            return loss(form, *turned)
+    def split(array, place):
+        """Return the part of each device, first."""
+        if place is None:
+            return array
+        first = jnp.moveaxis(array, place, 0)
+        return first.reshape(jax.device_count(), -1, *first.shape[1:])
 
-        axes = tuple(None if place is None else 0 for place in places)
-        return jnp.sum(jax.pmap(local, in_axes=axes)(*parts))
+    def local(*parts):
+        pairs = zip(parts, places, strict=True)
+        return loss(form, *(x if at is None else jnp.moveaxis(x, 0, at) for x, at in pairs))
 
-    return fun
+    axes = tuple(None if place is None else 0 for place in places)
+    return lambda *args: jnp.sum(jax.pmap(local, in_axes=axes)(*map(split, args, places)))
 
 
 def scanned(form):
@@ -128,18 +119,18 @@ SHARED = {
 }
 
 
-def gradients(make, args):
+def gradients(make, args, dtype):
     """Return the gradients of every form in one context, from one program."""
-    losses = {form: ols.autocast(make(form), DTYPE) for form in args}
+    losses = {form: ols.autocast(make(form), dtype) for form in args}
 
     def all_gradients(args):
         return {form: jax.grad(fun, argnums=(0, 1))(*args[form]) for form, fun in losses.items()}
 
-    return all_gradients, args
+    return jax.jit(all_gradients)
 
 
 def with_symbolic_batch(args):
-    fun, _ = gradients(ONE["plain"], args)
+    fun = gradients(ONE["plain"], args, "bfloat16")
     (n,) = export.symbolic_shape("n")
     shapes = {
         form: [
@@ -148,7 +139,7 @@ def with_symbolic_batch(args):
         ]
         for form in args
     }
-    return export.export(jax.jit(fun))(shapes).call(args)
+    return export.export(fun)(shapes).call(args)
 
 
 def under_an_explicit_mesh(args):
@@ -162,7 +153,7 @@ def under_an_explicit_mesh(args):
         for form, each in args.items()
     }
     with jax.set_mesh(mesh):
-        return jax.jit(gradients(ONE["plain"], args)[0])(placed)
+        return gradients(ONE["plain"], args, "bfloat16")(placed)
 
 
 def error(got, exact):
@@ -170,24 +161,29 @@ def error(got, exact):
     return max(np.linalg.norm(np.asarray(a, np.float64) - b) / np.linalg.norm(b) for a, b in pairs)
 
 
-products_on_cpu.enabled = "--off" not in sys.argv
-warnings.simplefilter("ignore")  # some products are narrow, and pmap warns in jax 0.7
-args = {form: arrays(form) for form in FORMS.values()}
-exact = {form: exact_gradients(form, *each) for form, each in args.items()}
-contexts = SHARED | ONE if DEVICES == 1 else SHARED
-found = {}
-for DTYPE in (jnp.bfloat16, jnp.float16):
+def main(devices, *options):
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", int(devices))
+    products_on_cpu.enabled = "--off" not in options
+    warnings.simplefilter("ignore")  # some products are narrow, and pmap warns in jax 0.7
+    args = {form: arrays(form) for form in FORMS.values()}
+    exact = {form: exact_gradients(form, *each) for form, each in args.items()}
+    is_one = jax.device_count() == 1
     got = {}
-    for context, make in contexts.items():
-        if jnp.bfloat16 == DTYPE or context in ("plain", "shard_map"):
-            fun, given = gradients(make, args)
-            got[context] = jax.jit(fun)(given)
-    if DEVICES == 1 and jnp.bfloat16 == DTYPE:
+    for context, make in (SHARED | ONE if is_one else SHARED).items():
+        got[f"{context}, bfloat16"] = gradients(make, args, "bfloat16")(args)
+        if context in ("plain", "shard_map"):
+            got[f"{context}, float16"] = gradients(make, args, "float16")(args)
+    if is_one:
         got["symbolic sizes"] = with_symbolic_batch(args)
         if hasattr(jax, "set_mesh"):  # since jax 0.7.1
             got["Explicit axes"] = under_an_explicit_mesh(args)
-    for context, grads in got.items():
-        for name, form in FORMS.items():
-            key = f"{name}, {context}, {jnp.dtype(DTYPE).name}"
-            found[key] = error(grads[form], exact[form])
-sys.stdout.write(json.dumps(found))
+    return {
+        f"{name}, {context}": error(grads[form], exact[form])
+        for context, grads in got.items()
+        for name, form in FORMS.items()
+    }
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(main(*sys.argv[1:])))

@@ -5,13 +5,13 @@ For `flax.nnx`, pass `with_loss_scaling(...)` to `nnx.Optimizer`.
 
 try:
     from optax_lossscale.flax.train_state import TrainState
-except ModuleNotFoundError as error:
-    if error.name != "flax":
+except ModuleNotFoundError as _error:
+    if _error.name != "flax":
         raise
     raise ModuleNotFoundError(
         '`optax_lossscale.flax` needs Flax, the extra `flax`: `pip install ".[flax]"` in a '
         "checkout.",
         name="flax",
-    ) from error
+    ) from _error
 
 __all__ = ["TrainState"]
