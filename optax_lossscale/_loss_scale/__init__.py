@@ -1,6 +1,7 @@
 """Policies, scaling and differentiating. Other folders import from here."""
 
 from optax_lossscale._loss_scale.agreement import agree
+from optax_lossscale._loss_scale.differentiate import differentiated, grad, value_and_grad
 from optax_lossscale._loss_scale.inside import scale_inside
 from optax_lossscale._loss_scale.never_scaled import warn_if_never_scaled
 from optax_lossscale._loss_scale.policies import (
@@ -15,12 +16,10 @@ from optax_lossscale._loss_scale.policies import (
 )
 from optax_lossscale._loss_scale.scale import (
     all_finite,
-    grad,
     loss_scale_state,
     scale_loss,
     unscale_and_check,
     unscaled,
-    value_and_grad,
 )
 
 __all__ = [
@@ -32,6 +31,7 @@ __all__ = [
     "all_finite",
     "as_loss_scale",
     "checking",
+    "differentiated",
     "grad",
     "init",
     "loss_scale_state",

@@ -1,6 +1,6 @@
 """Casting, and storing in half precision. Other folders import from here."""
 
-from optax_lossscale._precision.autocast import autocast
+from optax_lossscale._precision.autocast import autocast, autocast_except
 from optax_lossscale._precision.bfloat16_state import with_bfloat16_state
 from optax_lossscale._precision.cast import cast
 from optax_lossscale._precision.masters import master_weights, with_master_weights
@@ -12,6 +12,7 @@ __all__ = [
     "AUTOCAST_SCOPE",
     "Product",
     "autocast",
+    "autocast_except",
     "cast",
     "master_weights",
     "products_of",

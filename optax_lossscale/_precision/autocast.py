@@ -120,26 +120,34 @@ def autocast(fun: Callable[P, Result], dtype: DTypeLike) -> Callable[P, Result]:
     checks.require_function(
         "fun", fun, "Give the loss function or the model itself, not its result."
     )
-    product_dtype = checks.read_half_or_float32(dtype)
-    is_cast = product_dtype != jnp.float32
-    warnings_given = GivenWarnings()
+    return autocast_except(frozenset(), fun, checks.read_half_or_float32(dtype), GivenWarnings())
+
+
+def autocast_except(
+    kept: frozenset[str], fun: Callable[P, Result], dtype: np.dtype, given: set[str] | None
+) -> Callable[P, Result]:
+    """Return `autocast(fun, dtype)`, except that products on `kept` lines stay in float32.
+
+    A line is the `source_of` a product, `""` if no user's line makes it. `given` has the warnings
+    that were given; if it is None, none is.
+    """
 
     def edit(jaxpr: Jaxpr) -> Jaxpr:
-        _warn_of_closed_over_halves(jaxpr, warnings_given)
-        jaxpr = with_halves(jaxpr, product_dtype)
-        if is_cast:
-            _warn_of_products(jaxpr, product_dtype, warnings_given)
+        _warn_of_closed_over_halves(jaxpr, given)
+        jaxpr = with_halves(jaxpr, dtype, kept)
+        if dtype != jnp.float32:
+            _warn_of_products(jaxpr, dtype, given)
         return jaxpr
 
     def transform(call: Callable[..., Any]) -> Callable[..., Any]:
-        marked = jax.named_call(call, name=scope_of(product_dtype))  # for an outer `autocast`
-        return _evaluated(edit, warnings_given, marked)
+        marked = jax.named_call(call, name=scope_of(dtype))  # for an outer `autocast`
+        return _evaluated(edit, given, marked)
 
     return nnx.transformed(fun, transform, keep_dtypes=True)
 
 
 def _evaluated(
-    edit: Callable[[Jaxpr], Jaxpr], given: set[str], fun: Callable[..., Any]
+    edit: Callable[[Jaxpr], Jaxpr], given: set[str] | None, fun: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Return a function that traces `fun`, edits its jaxpr and evaluates it.
 
@@ -198,7 +206,7 @@ def _note_about_dtypes() -> Generator[None]:
         raise
 
 
-def _warn_of_lookups(jaxpr: Jaxpr, given: set[str]) -> None:
+def _warn_of_lookups(jaxpr: Jaxpr, given: set[str] | None) -> None:
     """Warn about tables whose gradients would be added in half precision."""
     for path in lookups_in_half(jaxpr):
         source = source_of(*path)
@@ -212,7 +220,7 @@ def _warn_of_lookups(jaxpr: Jaxpr, given: set[str]) -> None:
         )
 
 
-def _warn_of_closed_over_halves(jaxpr: Jaxpr, given: set[str]) -> None:
+def _warn_of_closed_over_halves(jaxpr: Jaxpr, given: set[str] | None) -> None:
     """Warn about arrays that cannot be read as float32, if there are any."""
     halves = [x for x in constants_of(jaxpr) if is_in(x, *HALF)]
     if not halves:
@@ -228,7 +236,7 @@ def _warn_of_closed_over_halves(jaxpr: Jaxpr, given: set[str]) -> None:
     )
 
 
-def _warn_of_products(jaxpr: Jaxpr, dtype: np.dtype, given: set[str]) -> None:
+def _warn_of_products(jaxpr: Jaxpr, dtype: np.dtype, given: set[str] | None) -> None:
     """Warn if most operations in products run neither in `dtype` nor in a narrower one.
 
     Products that the code keeps in float32 do not count, unless nearly all are kept: then the code

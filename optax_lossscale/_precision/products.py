@@ -16,10 +16,9 @@ No other type changes: what calls and loops return, carry, and take as constants
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
@@ -27,40 +26,44 @@ from optax_lossscale._precision import edits, products_on_cpu, rule, storage
 from optax_lossscale._precision.residuals import with_fewer_residuals
 from optax_lossscale._support import jaxprs, primitives
 from optax_lossscale._support.jaxprs import Atom, Equation, Jaxpr
+from optax_lossscale._support.lines import source_of
 
 # For each input of a function, the half-precision dtype that it is given in, or None for its own.
 Halves: TypeAlias = tuple[np.dtype | None, ...]
+_FLOAT32 = np.dtype(np.float32)
 
 
-def with_halves(jaxpr: Jaxpr, dtype: np.dtype) -> Jaxpr:
-    """Return a traced program with its products in `dtype`; float32 casts none.
+class Rules(NamedTuple):
+    """How the products of a program are edited, the same in all of its functions."""
+
+    dtype: np.dtype  # float32 casts none
+    kept: frozenset[str]  # lines of the user's whose products stay in float32
+    on_cpu: bool | None  # as in `products_on_cpu`
+
+
+def with_halves(jaxpr: Jaxpr, dtype: np.dtype, kept: frozenset[str] = frozenset()) -> Jaxpr:
+    """Return a traced program with its products in `dtype`, except on `kept` lines.
 
     Inputs that are stored in half precision are converted to float32 where they are used. The same
     object is returned if nothing changes.
     """
+    rules = Rules(dtype, kept, products_on_cpu.is_default_device())
 
     def edit(inner: Jaxpr) -> Jaxpr:
         in_float32 = storage.with_inputs_in_float32(inner)
-        are_fixed, on_cpu = (False,) * len(inner.invars), products_on_cpu.is_default_device()
-        return _Edit(in_float32, dtype, inner.invars, are_fixed, on_cpu).edited()
+        return _Edit(in_float32, rules, inner.invars, (False,) * len(inner.invars)).edited()
 
     return edits.with_edit(edit, jaxpr)
 
 
 @edits.memoized
-def _with_halves(
-    jaxpr: Jaxpr,
-    dtype: np.dtype,
-    halves: Halves,
-    are_fixed: tuple[bool, ...],
-    on_cpu: bool | None,
-) -> Jaxpr:
-    """Return a function with its products in `dtype`, or the same object if nothing changes."""
+def _with_halves(jaxpr: Jaxpr, rules: Rules, halves: Halves, are_fixed: tuple[bool, ...]) -> Jaxpr:
+    """Return an edited function that takes these halves, or the same object if nothing changes."""
 
     def edit(inner: Jaxpr) -> Jaxpr:
         pairs = zip(inner.invars, halves, strict=True)
         inputs = [x if half is None else edits.variable_like(x, half) for x, half in pairs]
-        return _Edit(inner, dtype, inputs, are_fixed, on_cpu).edited()
+        return _Edit(inner, rules, inputs, are_fixed).edited()
 
     return edits.with_edit(edit, jaxpr)
 
@@ -69,14 +72,9 @@ class _Edit:
     """One pass over the equations of a function, which is to take `inputs` instead of its own."""
 
     def __init__(
-        self,
-        jaxpr: Jaxpr,
-        dtype: np.dtype,
-        inputs: Sequence[Atom],
-        are_fixed: tuple[bool, ...],
-        on_cpu: bool | None,  # as in `products_on_cpu`
+        self, jaxpr: Jaxpr, rules: Rules, inputs: Sequence[Atom], are_fixed: tuple[bool, ...]
     ) -> None:
-        self.jaxpr, self.dtype, self.inputs, self.on_cpu = jaxpr, dtype, inputs, on_cpu
+        self.jaxpr, self.rules, self.inputs = jaxpr, rules, inputs
         pairs = zip(jaxpr.invars, inputs, strict=True)
         self.halves: dict[Atom, Atom] = {wide: half for wide, half in pairs if wide is not half}
         self.converted: set[Atom] = set()
@@ -122,7 +120,8 @@ class _Edit:
         return {x: self.halves[x] for x in variables if x in self.halves}
 
     def with_edited_functions(self, eqn: Equation, taken: Mapping[Atom, Atom]) -> Equation:
-        dtype = np.dtype(jnp.float32) if rule.reason_not_to_follow(eqn) else self.dtype
+        is_followed = not rule.reason_not_to_follow(eqn)
+        rules = self.rules if is_followed else self.rules._replace(dtype=_FLOAT32)
         are_fixed = rule.fixed_inputs(eqn, self.fixed)
         halves = tuple(
             taken[x].aval.dtype if not isinstance(x, Literal) and x in taken else None
@@ -130,11 +129,10 @@ class _Edit:
         )
 
         def edit(jaxpr: Jaxpr) -> Jaxpr:
-            new = _with_halves(jaxpr, dtype, halves, are_fixed, self.on_cpu)
+            new = _with_halves(jaxpr, rules, halves, are_fixed)
             if eqn.primitive.name != primitives.SCAN:
                 return new
-            none = (None,) * len(halves)
-            if _with_halves(jaxpr, dtype, none, are_fixed, self.on_cpu) is jaxpr:
+            if _with_halves(jaxpr, rules, (None,) * len(halves), are_fixed) is jaxpr:
                 return new  # it has no product in half precision
             return with_fewer_residuals(new, jaxprs.operands_of_scan(eqn))
 
@@ -147,19 +145,21 @@ class _Edit:
         its own operands: with shared conversions, the cotangents of several uses would be summed in
         half precision.
         """
+        dtype, kept, on_cpu = self.rules
+        if kept and source_of(eqn) in kept:
+            return [rule.with_highest_precision(eqn)]
         has_fixed_operand = any(rule.is_fixed(x, self.fixed) for x in eqn.invars[:2])
-        is_cast = self.dtype != jnp.float32
-        if not is_cast or rule.reason_not_to_cast(eqn, has_fixed_operand=has_fixed_operand):
+        if dtype == _FLOAT32 or rule.reason_not_to_cast(eqn, has_fixed_operand=has_fixed_operand):
             return [eqn]
         (result,) = eqn.outvars
-        lhs, rhs, half = (edits.variable_like(x, self.dtype) for x in (*eqn.invars[:2], result))
+        lhs, rhs, half = (edits.variable_like(x, dtype) for x in (*eqn.invars[:2], result))
         self.halves[result] = half
-        params = eqn.params | {"preferred_element_type": self.dtype}
+        params = eqn.params | {"preferred_element_type": dtype}
         product = eqn.replace(invars=[lhs, rhs, *eqn.invars[2:]], outvars=[half], params=params)
         return [
             edits.conversion(eqn.invars[0], lhs, beside=eqn),
             edits.conversion(eqn.invars[1], rhs, beside=eqn),
-            *products_on_cpu.product_of_matrices(product, is_default=self.on_cpu),
+            *products_on_cpu.product_of_matrices(product, is_default=on_cpu),
         ]
 
     def conversions(self, atoms: Iterable[Atom], beside: Equation) -> list[Equation]:

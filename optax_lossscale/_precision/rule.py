@@ -79,6 +79,14 @@ def has_default_precision(eqn: Equation) -> bool:
     return eqn.params.get("precision") in _DEFAULT_PRECISION
 
 
+def with_highest_precision(eqn: Equation) -> Equation:
+    """Return a product as `precision="highest"` makes it, unless it has a precision of its own."""
+    if not has_default_precision(eqn):
+        return eqn
+    highest = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
+    return eqn.replace(params=eqn.params | {"precision": highest})
+
+
 def matmul_precision() -> str | None:
     """Return the precision that JAX is set to, which every product without its own has."""
     return jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]

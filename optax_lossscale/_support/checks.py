@@ -55,6 +55,14 @@ def read_scale(name: str, value: object) -> float:
     return number
 
 
+def read_positive(name: str, value: object) -> float:
+    """Return `value` as a positive Python float."""
+    number = read_number(name, value)
+    if number <= 0:
+        raise ValueError(f"`{name}` must be positive, got {value}.")
+    return number
+
+
 def read_bool(name: str, value: object) -> bool:
     """Return `value` as a Python bool."""
     if not isinstance(value, (bool, np.bool_)):
@@ -292,6 +300,14 @@ def read_half_or_float32(dtype: DTypeLike | None) -> np.dtype:
         raise TypeError(
             f"`dtype` must be float16, bfloat16 or float32, got {shown(dtype)}. {remedy}"
         )
+    return read
+
+
+def read_half(dtype: DTypeLike | None) -> np.dtype:
+    """Return a half-precision dtype."""
+    read = read_half_or_float32(dtype)
+    if read == jnp.float32:
+        raise TypeError(f"`dtype` must be float16 or bfloat16, got {shown(dtype)}.")
     return read
 
 

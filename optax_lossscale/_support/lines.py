@@ -32,12 +32,12 @@ class GivenWarnings(set[str]):
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
 
 
-def warn_once(message: str, given: set[str], key: str = "") -> None:
-    """Warn unless `given` contains the message, or its `key` if it has one, and add it there.
+def warn_once(message: str, given: set[str] | None, key: str = "") -> None:
+    """Warn unless `given` is None or contains the message, or its `key`, and add it there.
 
     A warning that is turned into an error is not added, so that the next call raises too.
     """
-    if (key or message) not in given:
+    if given is not None and (key or message) not in given:
         warn(message)
         given.add(key or message)
 

@@ -72,6 +72,30 @@ def named_leaves(tree: PyTree) -> list[tuple[str, KeyPath, Leaf]]:
     ]
 
 
+def taken_apart(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
+    """Return a tree with the states of its objects, and a function that makes a copy from it.
+
+    Objects of `flax.nnx` are modules, variables, random streams and the like. Two that share a
+    variable share its copy.
+    """
+    if not _holds_objects(tree):
+        return tree, lambda parts: parts
+    nnx = sys.modules["flax.nnx"]
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_object)
+    places = [i for i, leaf in enumerate(leaves) if _is_object(leaf)]
+    graph, state = nnx.split([leaves[place] for place in places])
+    rest = [None if i in places else leaf for i, leaf in enumerate(leaves)]
+
+    def join(parts: PyTree) -> PyTree:
+        state, leaves = parts
+        leaves = list(leaves)
+        for place, node in zip(places, nnx.merge(graph, state), strict=True):
+            leaves[place] = node
+        return treedef.unflatten(leaves)
+
+    return (state, rest), join
+
+
 def _holds_objects(tree: PyTree) -> bool:
     """Return whether there are modules, variables, random streams or other objects in a tree."""
     is_imported = "flax.nnx" in sys.modules

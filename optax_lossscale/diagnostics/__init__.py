@@ -16,13 +16,20 @@ from optax_lossscale.diagnostics.health import LossScaleStalledError, check_heal
 from optax_lossscale.diagnostics.logs import NonfiniteCounts, is_stalled, metrics, nonfinite_report
 from optax_lossscale.diagnostics.programs.first import FirstNonfinite, first_nonfinite
 from optax_lossscale.diagnostics.programs.precision import MatrixProducts, precision_report
+from optax_lossscale.diagnostics.programs.search import (
+    LineError,
+    PrecisionSearch,
+    precision_search,
+)
 
 __all__ = [
     "FirstNonfinite",
     "GradientExponents",
+    "LineError",
     "LossScaleStalledError",
     "MatrixProducts",
     "NonfiniteCounts",
+    "PrecisionSearch",
     "check_health",
     "first_nonfinite",
     "gradient_exponents",
@@ -31,5 +38,6 @@ __all__ = [
     "nonfinite_report",
     "plot_gradient_exponents",
     "precision_report",
+    "precision_search",
     "suggest_loss_scale",
 ]
