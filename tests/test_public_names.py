@@ -90,9 +90,11 @@ TOP_LEVEL = {
 DIAGNOSTICS = {
     "FirstNonfinite": None,
     "GradientExponents": "(histogram, zero, flushed, subnormal, overflow, size)",
+    "LineError": "(error, flops)",
     "LossScaleStalledError": None,
     "MatrixProducts": "(count, flops, source)",
     "NonfiniteCounts": "(nan, inf, size)",
+    "PrecisionSearch": "(error, array, lines, keep, error_kept, dtype, tolerance)",
     "check_health": "(opt_state, *, max_consecutive_skipped=50, policy=None)",
     "first_nonfinite": "(fun, *args, **kwargs)",
     "gradient_exponents": f"(grads, *, dtype={FLOAT16}, loss_scale=1.0)",
@@ -101,6 +103,10 @@ DIAGNOSTICS = {
     "nonfinite_report": "(grads)",
     "plot_gradient_exponents": f"(exponents, ax=None, *, dtype={FLOAT16})",
     "precision_report": "(fun, *args, **kwargs)",
+    "precision_search": (
+        "(fun, *args, dtype=<class 'jax.numpy.bfloat16'>, argnums=0, has_aux=False, "
+        "transform=value_and_grad, tolerance=0.05, progress=None, **kwargs)"
+    ),
     "suggest_loss_scale": f"(exponents, *, headroom=4, dtype={FLOAT16})",
 }
 

@@ -189,6 +189,9 @@ def diagnose(opt_state: optax.OptState, params: Params, x: jax.Array) -> None:
     assert_type(found, diagnostics.FirstNonfinite | None)
     if found:
         assert_type((found.layer, found.operation, found.nan), tuple[str, str | None, int])
+    found = diagnostics.precision_search(loss_fn, params, x=x)
+    assert_type(found, diagnostics.PrecisionSearch)
+    assert_type(found.lines, Mapping[str, diagnostics.LineError])
     products = diagnostics.precision_report(loss_fn, params, x=x)
     assert_type(products, Mapping[str, diagnostics.MatrixProducts])
     exponents = diagnostics.gradient_exponents(params, dtype=jnp.bfloat16, loss_scale=x)

@@ -152,7 +152,8 @@ def precision_search(
     Examples:
       >>> import jax, jax.numpy as jnp, optax_lossscale as ols
       >>> keys = jax.random.split(jax.random.key(0), 3)
-      >>> params = {"angles": 30 * jax.random.normal(keys[0], (16, 32)), "head": jnp.ones((32, 8))}
+      >>> angles = 30 * jax.random.normal(keys[0], (16, 32))
+      >>> params = {"angles": angles, "head": jnp.ones((32, 8))}
       >>> def loss_fn(params, x):
       ...     features = jnp.sin(x @ params["angles"])
       ...     return jnp.mean((features @ params["head"] - x[:, :8]) ** 2)
