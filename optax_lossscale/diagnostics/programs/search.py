@@ -191,6 +191,7 @@ def _search(
     tolerance: float,
     progress: Callable[[Iterable[str]], Iterable[str]],
 ) -> PrecisionSearch:
+    lines, shares = _lines(program, lambda kept: autocast_except(kept, fun, dtype, None), dtype)
     with jax.default_matmul_precision("highest"):
         loss, exact = program.gradient(autocast_except(frozenset(), fun, _FLOAT32, None))
     if not all(np.isfinite(array).all() for array in (*loss, *exact.values())):
@@ -199,7 +200,6 @@ def _search(
             "operation that makes the first NaN or infinity."
         )
     loss_scale = _loss_scale_for(exact.values()) if dtype == jnp.float16 else 1.0
-    lines, shares = _lines(program, lambda kept: autocast_except(kept, fun, dtype, None), dtype)
 
     def error(kept: Iterable[str], given: set[str] | None = None) -> tuple[float, str]:
         half = autocast_except(frozenset(kept), fun, dtype, given)
