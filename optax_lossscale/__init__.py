@@ -78,9 +78,8 @@ __all__ = [
     "with_stochastic_rounding",
 ]
 
-if (
-    not _typing.TYPE_CHECKING
-):  # for a type checker, each name that is not in this module is an error
+# For a type checker, each name that is not in this module stays an error.
+if not _typing.TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         """Raise an error that names what is called so elsewhere."""

@@ -33,7 +33,7 @@ Halves: TypeAlias = tuple[np.dtype | None, ...]
 _FLOAT32 = np.dtype(np.float32)
 
 
-class Rules(NamedTuple):
+class Casting(NamedTuple):
     """How the products of a program are edited, the same in all of its functions."""
 
     dtype: np.dtype  # float32 casts none
@@ -47,23 +47,25 @@ def with_halves(jaxpr: Jaxpr, dtype: np.dtype, kept: frozenset[str] = frozenset(
     Inputs that are stored in half precision are converted to float32 where they are used. The same
     object is returned if nothing changes.
     """
-    rules = Rules(dtype, kept, products_on_cpu.is_default_device())
+    casting = Casting(dtype, kept, products_on_cpu.is_default_device())
 
     def edit(inner: Jaxpr) -> Jaxpr:
         in_float32 = storage.with_inputs_in_float32(inner)
-        return _Edit(in_float32, rules, inner.invars, (False,) * len(inner.invars)).edited()
+        return _Edit(in_float32, casting, inner.invars, (False,) * len(inner.invars)).edited()
 
     return edits.with_edit(edit, jaxpr)
 
 
 @edits.memoized
-def _with_halves(jaxpr: Jaxpr, rules: Rules, halves: Halves, are_fixed: tuple[bool, ...]) -> Jaxpr:
+def _with_halves(
+    jaxpr: Jaxpr, casting: Casting, halves: Halves, are_fixed: tuple[bool, ...]
+) -> Jaxpr:
     """Return an edited function that takes these halves, or the same object if nothing changes."""
 
     def edit(inner: Jaxpr) -> Jaxpr:
         pairs = zip(inner.invars, halves, strict=True)
         inputs = [x if half is None else edits.variable_like(x, half) for x, half in pairs]
-        return _Edit(inner, rules, inputs, are_fixed).edited()
+        return _Edit(inner, casting, inputs, are_fixed).edited()
 
     return edits.with_edit(edit, jaxpr)
 
@@ -72,9 +74,9 @@ class _Edit:
     """One pass over the equations of a function, which is to take `inputs` instead of its own."""
 
     def __init__(
-        self, jaxpr: Jaxpr, rules: Rules, inputs: Sequence[Atom], are_fixed: tuple[bool, ...]
+        self, jaxpr: Jaxpr, casting: Casting, inputs: Sequence[Atom], are_fixed: tuple[bool, ...]
     ) -> None:
-        self.jaxpr, self.rules, self.inputs = jaxpr, rules, inputs
+        self.jaxpr, self.casting, self.inputs = jaxpr, casting, inputs
         pairs = zip(jaxpr.invars, inputs, strict=True)
         self.halves: dict[Atom, Atom] = {wide: half for wide, half in pairs if wide is not half}
         self.converted: set[Atom] = set()
@@ -121,7 +123,7 @@ class _Edit:
 
     def with_edited_functions(self, eqn: Equation, taken: Mapping[Atom, Atom]) -> Equation:
         is_followed = not rule.reason_not_to_follow(eqn)
-        rules = self.rules if is_followed else self.rules._replace(dtype=_FLOAT32)
+        casting = self.casting if is_followed else self.casting._replace(dtype=_FLOAT32)
         are_fixed = rule.fixed_inputs(eqn, self.fixed)
         halves = tuple(
             taken[x].aval.dtype if not isinstance(x, Literal) and x in taken else None
@@ -129,10 +131,10 @@ class _Edit:
         )
 
         def edit(jaxpr: Jaxpr) -> Jaxpr:
-            new = _with_halves(jaxpr, rules, halves, are_fixed)
+            new = _with_halves(jaxpr, casting, halves, are_fixed)
             if eqn.primitive.name != primitives.SCAN:
                 return new
-            if _with_halves(jaxpr, rules, (None,) * len(halves), are_fixed) is jaxpr:
+            if _with_halves(jaxpr, casting, (None,) * len(halves), are_fixed) is jaxpr:
                 return new  # it has no product in half precision
             return with_fewer_residuals(new, jaxprs.operands_of_scan(eqn))
 
@@ -145,7 +147,7 @@ class _Edit:
         its own operands: with shared conversions, the cotangents of several uses would be summed in
         half precision.
         """
-        dtype, kept, on_cpu = self.rules
+        dtype, kept, on_cpu = self.casting
         if kept and source_of(eqn) in kept:
             return [rule.with_highest_precision(eqn)]
         has_fixed_operand = any(rule.is_fixed(x, self.fixed) for x in eqn.invars[:2])

@@ -45,9 +45,9 @@ def is_default_device() -> bool | None:
 
 
 def product_of_matrices(eqn: Equation, *, is_default: bool | None) -> list[Equation]:
-    """Return equations that compute the same as a product, which is the last of its own if alone.
+    """Return a product as transposes, reshapes and a product of matrices, where XLA:CPU needs it.
 
-    `is_default` is the result of `is_default_device`.
+    Elsewhere it is returned alone. `is_default` is the result of `is_default_device`.
     """
     if eqn.primitive.name != primitives.PRODUCT or not _is_on_one_cpu(eqn, is_default=is_default):
         return [eqn]

@@ -77,7 +77,7 @@ def _is_repeated(repeated: frozenset[str], primitive: Any, params: Mapping[str, 
 
 
 def _keeping_least(body: Jaxpr, keeping: Jaxpr, repeating: Jaxpr, operands: ScanOperands) -> Jaxpr:
-    """Return the form of a body to use: as it is, or in a checkpoint with one of the policies.
+    """Return a body unchanged, or in a checkpoint with the better policy if that keeps less.
 
     Elementary functions are repeated if that saves more than two bytes for each result. A float32
     result needs four bytes. Repeating it saves all four if it is computed from a product that is
