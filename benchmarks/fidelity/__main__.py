@@ -2,9 +2,9 @@
 
     python -m benchmarks.fidelity --pages docs
 
-Each part of the pages is measured anew: `fidelity` of evidence.md, `edge` of why.md, `memory`,
-`state` and `optimizers` of bfloat16_state.md, `parameters`, `rounding` and `continued` of
-master_weights.md, `spikes` of skipping.md, and `reinforce` of recipes.md.
+Each part of the pages is measured anew: `fidelity` and `sensitive` of evidence.md, `edge` of
+why.md, `memory`, `state` and `optimizers` of bfloat16_state.md, `parameters`, `rounding` and
+`continued` of master_weights.md, `spikes` of skipping.md, and `reinforce` of recipes.md.
 """
 
 import shutil
@@ -14,7 +14,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from benchmarks import page, reinforcement, spikes
-from benchmarks.fidelity import edge, parameters, report, rounding, state, training
+from benchmarks.fidelity import edge, parameters, report, rounding, sensitive, state, training
 from benchmarks.fidelity.tasks import all_tasks
 
 
@@ -27,6 +27,7 @@ def fidelity(*, quick: bool) -> page.Report:
 # The page of each part, and what measures it.
 PARTS: dict[str, tuple[str, Callable[..., page.Report]]] = {
     "fidelity": ("evidence", fidelity),
+    "sensitive": ("evidence", sensitive.measure),
     "parameters": ("master_weights", parameters.measure),
     "edge": ("why", edge.measure),
     "memory": ("bfloat16_state", state.memory),

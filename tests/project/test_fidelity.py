@@ -1,5 +1,6 @@
 """`make fidelity`: the pages show the stored measurements, and these can be reproduced."""
 
+import functools
 import json
 import math
 import re
@@ -8,12 +9,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optax_lossscale as ols
 from benchmarks import page, reinforcement, spikes
 from benchmarks.fidelity import __main__ as command
-from benchmarks.fidelity import report, rounding, state, tasks, training
+from benchmarks.fidelity import report, rounding, sensitive, state, tasks, training
 from examples import reinforce
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -146,6 +148,49 @@ def test_the_page_estimates_the_cost_of_rounding_as_the_measurement_does():
     exec(re.search(r"^def cost_of_rounding.*?(?=\n\n\n)", text, re.MULTILINE | re.DOTALL)[0], names)  # noqa: S102
     by_page, ours = names["cost_of_rounding"](params, momentum), rounding.estimate(params, momentum)
     assert by_page == ours == 8 * 2.0**-7 * 2 / 4
+
+
+# --- docs/evidence.md: which lines need float32
+
+
+@pytest.mark.parametrize("name", sensitive.PROGRAMS)
+def test_precision_search_names_the_lines_that_are_kept_and_no_others(name):
+    program = sensitive.PROGRAMS[name]()
+    found = sensitive.search(program)
+    assert found.error > 0.3
+    assert found.error_kept < 0.03
+    assert {line for line in found.lines if "precision=precision" in line} == set(found.keep)
+
+    def gradient(way):
+        half, precision = sensitive.WAYS[way]
+        loss = functools.partial(program.loss, precision=precision)
+        loss = ols.autocast(loss, jnp.bfloat16) if half else loss
+        options = {"xla_allow_excess_precision": False}
+        params = program.init(jax.random.key(0))
+        return jax.jit(jax.grad(loss), compiler_options=options)(params, program.x)
+
+    exact, kept = gradient(FLOAT32), gradient(sensitive.KEPT)
+    off = optax.tree.norm(optax.tree.sub(kept, exact)) / optax.tree.norm(exact)
+    assert off < 0.03
+
+
+def test_the_page_shows_the_stored_search_and_keeping_the_lines_learns_as_float32_does():
+    stored = json.loads((DOCS / "sensitive.json").read_text())
+    text = (DOCS / "evidence.md").read_text()
+    assert page.replaced(text, "sensitive", sensitive.block(stored)) == text
+    assert list(stored["programs"]) == list(sensitive.PROGRAMS)
+    for found in stored["programs"].values():
+        assert all("precision=precision" in line for line in found["kept"])
+        exact, half, kept = (np.mean(found["losses"][way]) for way in sensitive.WAYS)
+        assert half > 3 * exact
+        assert abs(kept - exact) < 0.01 * (half - exact)
+
+
+@pytest.mark.exhaustive
+def test_a_short_search_and_training_of_the_sensitive_programs_has_every_row():
+    numbers = sensitive.measure(quick=True).numbers["programs"]
+    for found in numbers.values():
+        assert np.isfinite([*found["losses"].values()]).all()
 
 
 # --- docs/recipes.md: two policies that should agree
