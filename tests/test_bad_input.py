@@ -92,6 +92,14 @@ def plot(**arguments):
     return diag.plot_gradient_exponents(exponents_of(), **arguments)
 
 
+def square(x):
+    return jnp.sum(x @ x)
+
+
+def search(fun, *args, **options):
+    return diag.precision_search(fun, *args or (ONE,), **options)
+
+
 def traced(call):
     return lambda: jax.jit(call)(8.0)
 
@@ -166,6 +174,7 @@ def rows(name, *calls):
 TABLE = {
     # -- numbers
     "TypeError: `{}` must be a Python number": lambda: [
+        *calls(search, "tolerance", "x", None, fun=jnp.sum),
         *calls(FixedLossScale, "scale", None, "x", True, 1j, [1], jnp.float32(4)),
         *calls(DynamicLossScale, "initial_scale min_scale max_scale", "x"),
         *calls(DynamicLossScale, "growth_factor backoff_factor", "x"),
@@ -334,7 +343,8 @@ TABLE = {
         *calls(ols.with_bfloat16_state, "keep", "bias", inner=SGD),
         *calls((ols.value_and_grad, ols.grad), "fun", None),
         *calls(ols.autocast, "fun", PARAMS, dtype="float16"),
-        *calls((diag.precision_report, diag.first_nonfinite), "fun", PARAMS),
+        *calls((diag.precision_report, diag.first_nonfinite, search), "fun", PARAMS),
+        *calls(search, "transform progress", 3, fun=jnp.sum),
         *rows("fun", lambda: diag.precision_report(np.asarray, ONE)),
         *rows("fun", lambda: diag.precision_report(lambda x: ONE[x > 0], ONE)),
     ],
@@ -412,6 +422,18 @@ TABLE = {
     ],
     "TypeError: `{}` must be float16, bfloat16 or float32": lambda: [
         *calls(ols.autocast, "dtype", "float64", float, fun=jnp.sum)
+    ],
+    "TypeError: `{}` must be float16 or bfloat16": lambda: [
+        *calls(search, "dtype", jnp.float32, fun=jnp.sum),
+    ],
+    "ValueError: `{}` must be positive": lambda: [
+        *calls(search, "tolerance", 0, -0.1, fun=jnp.sum),
+    ],
+    "ValueError: `{}` must have a finite loss and gradient in float32": lambda: [
+        *calls(search, "fun", lambda x: jnp.sum(x) * NAN, lambda x: jnp.sqrt(jnp.sum(x) * 0)),
+    ],
+    "TypeError: `{}` must have products that `autocast(fun, bfloat16)` casts": lambda: [
+        *rows("fun", lambda: search(ols.autocast(square, jnp.bfloat16), jnp.eye(16))),
     ],
     "TypeError: `dtype` must be float16, bfloat16 or float32, got {}. fp8 needs a scale": lambda: [
         ("'float8_e4m3fn'", lambda: ols.autocast(jnp.sum, "float8_e4m3fn"))
@@ -545,6 +567,7 @@ TABLE = {
         *rows("exponents", traced(lambda n: diag.suggest_loss_scale(exponents_of(zero=n)))),
         *rows("exponents", traced(diag.plot_gradient_exponents)),
         *rows("args", traced(lambda n: diag.first_nonfinite(jnp.sin, n))),
+        *rows("args", traced(lambda n: search(jnp.sin, n))),
         *rows("grad_fn", traced(lambda n: assert_scaled_once(constant([ONE, n]), scale_state()))),
     ],
     "TypeError: `{}` must be a GradientExponents": lambda: calls(

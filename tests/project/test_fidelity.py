@@ -153,6 +153,7 @@ def test_the_page_estimates_the_cost_of_rounding_as_the_measurement_does():
 # --- docs/evidence.md: which lines need float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sensitive.PROGRAMS)
 def test_precision_search_names_the_lines_that_are_kept_and_no_others(name):
     program = sensitive.PROGRAMS[name]()

@@ -145,9 +145,9 @@ def precision_search(
 
     Raises:
       TypeError: If `fun`, `transform` or `progress` is not a function, `dtype` is not half
-        precision, or an argument is traced.
-      ValueError: If `tolerance` is not positive, the loss or the gradient in float32 is not
-        finite, or `autocast` would cast no product of `fun`.
+        precision, an argument is traced, or `autocast` would cast no product of `fun`.
+      ValueError: If `tolerance` is not positive, or the loss or the gradient in float32 is not
+        finite.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax_lossscale as ols
@@ -292,7 +292,7 @@ def _lines(
     cast = {line: n - stays.get(line, 0) for line, n in flops(products).items()}
     shares = {line: n / total_flops(products) for line, n in cast.items() if n}
     if products and not shares:
-        raise ValueError(
+        raise TypeError(
             f"`fun` must have products that `autocast(fun, {dtype})` casts, and none of its "
             f"{len(products)} is. Perhaps it is wrapped by `autocast` already: give the loss "
             "before. `precision_report` counts its products."
