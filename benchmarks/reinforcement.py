@@ -10,7 +10,7 @@ import numpy as np
 
 import optax_lossscale as ols
 from benchmarks.fidelity.training import FLOAT16, FLOAT32, SCALED
-from benchmarks.page import Report, environment, interval, items
+from benchmarks.page import Report, interval, items
 from examples import reinforce
 
 FORMATS = jnp.float32, jnp.bfloat16, jnp.float16
@@ -61,8 +61,7 @@ def summary(results: dict[str, Any]) -> str:
             sign = "" if way == FLOAT32 else "+"
             cells[f"at rate {rate},"] = f"{end.mean:{sign}.1f} ± {end.margin:.1f} % and {gap:.1e}"
         rows.append(items(way, cells))
-    about = f"{len(right)} seeds, {results['steps']} steps. {results['environment']}."
-    return "\n".join(rows) + f"\n\n{about}"
+    return "\n".join(rows) + f"\n\n{len(right)} seeds, {results['steps']} steps."
 
 
 def measure(*, quick: bool) -> Report:
@@ -72,6 +71,5 @@ def measure(*, quick: bool) -> Report:
     for rate, way in itertools.product(rates, WAYS):
         runs[f"{rate:g}"][way] = [train(way, steps, rate, seed) for seed in range(seeds)]
     params, _ = reinforce.train(*WAYS[FLOAT32], steps)
-    about = environment("jax", "jaxlib", "optax")
-    results = {"environment": about, "steps": steps, "gaps": gaps(params), "runs": runs}
+    results = {"steps": steps, "gaps": gaps(params), "runs": runs}
     return Report(summary(results), results)

@@ -7,8 +7,9 @@ why.md, `memory`, `state` and `optimizers` of bfloat16_state.md, `parameters`, `
 `continued` of master_weights.md, `spikes` of skipping.md, and `reinforce` of recipes.md.
 """
 
+import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tqdm import tqdm
@@ -23,6 +24,8 @@ def fidelity(*, quick: bool) -> page.Report:
     results = training.measure(all_tasks(quick=quick), seeds=2 if quick else 4)
     return page.Report(report.block(results), results, {"training": report.draw(results)})
 
+
+VERSIONS = "versions"  # of what was installed as a part was measured
 
 # The page of each part, and what measures it.
 PARTS: dict[str, tuple[str, Callable[..., page.Report]]] = {
@@ -57,7 +60,33 @@ def main(argv: Sequence[str] | None = None) -> None:
             shutil.copy(f"docs/{name}.md", file)
         found = measure(quick=args.quick)
         page.publish(found, part, file)
+        record(part, args.pages)
         print(f"{found.text}\n\nWritten to {file}\n")
+
+
+def record(part: str, pages: Path) -> None:
+    """Store when and with what a part was measured, and list that of all parts on a page."""
+    stored, listed = pages / f"{VERSIONS}.json", pages / f"{PARTS['fidelity'][0]}.md"
+    for file in (stored, listed):
+        if not file.exists():
+            shutil.copy(f"docs/{file.name}", file)
+    of_parts = json.loads(stored.read_text())
+    of_parts[part] = page.environment("jax", "jaxlib", "optax", "flax", "scikit-learn")
+    page.publish(page.Report(versions(of_parts), of_parts), VERSIONS, listed)
+
+
+def versions(of_parts: Mapping[str, str]) -> str:
+    """Return the dates and versions of all parts, and by part where versions differ."""
+    measured: dict[str, dict[str, str]] = {}  # dates of parts, by what was installed
+    for part, environment in of_parts.items():
+        date, _, installed = environment.partition(", ")
+        measured.setdefault(installed, {})[part] = date
+    lines = []
+    for installed, dates in measured.items():
+        parts = f" ({', '.join(dates)})" if len(measured) > 1 else ""
+        first, last = min(dates.values()), max(dates.values())
+        lines.append(f"{first} to {last}{parts}, {installed}.")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -51,11 +51,10 @@ def span(values: Sequence[float]) -> str:
 
 
 def notes(results: Results) -> str:
-    """Describe the intervals, the machine and the versions."""
+    """Describe the intervals."""
     return (
         f"Means with 95 % confidence intervals over {len(results['tasks'][0]['runs'][FLOAT32])} "
-        "seeds; beside float32, differences from it. "
-        f"{results['environment']}."
+        "seeds; beside float32, differences from it."
     )
 
 

@@ -13,7 +13,7 @@ import optax_lossscale as ols
 from benchmarks.fidelity.state import autoencoder
 from benchmarks.fidelity.tasks import Task
 from benchmarks.fidelity.training import fit
-from benchmarks.page import Report, environment, interval, items, table
+from benchmarks.page import Report, interval, items, table
 
 BFLOAT16_STEP = 2.0**-7  # between 1 and 2
 
@@ -91,8 +91,7 @@ def wander(*, quick: bool) -> Report:
         ax.grid(alpha=0.3)
     axes[0].set_ylabel("distance in bfloat16 steps")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
-    about = environment("jax", "jaxlib", "optax")
-    notes = f"{size['weights']} weights, {size['steps']:,} steps; mean of the last tenth. {about}."
+    notes = f"{size['weights']} weights, {size['steps']:,} steps; mean of the last tenth."
     return Report(f"{table(['optimizer', *WAYS], rows)}\n\n{notes}", {}, {"rounding": figure})
 
 
@@ -131,9 +130,8 @@ def going_on(*, quick: bool) -> Report:
         more = ["{:+.2f} ± {:.2f}".format(*cell) for cell in cells]
         rows.append(items(f"rate {rate:.0e}", dict(zip(ends, more, strict=True))))
         print(rows[-1], flush=True)
-    about = environment("jax", "jaxlib", "optax", "scikit-learn")
     size = f"AdamW on a small autoencoder: {steps:,} steps, then as many"
-    notes = f"The estimate is {100 * added / loss:+.2f}. {size}; {len(seeds)} seeds. {about}."
+    notes = f"The estimate is {100 * added / loss:+.2f}. {size}; {len(seeds)} seeds."
     return Report("\n".join(rows) + f"\n\n{notes}")
 
 

@@ -17,7 +17,7 @@ from sklearn.datasets import load_digits
 import optax_lossscale as ols
 from benchmarks.fidelity.tasks import Params, init_layers, perceptron
 from benchmarks.fidelity.training import BFLOAT16, FLOAT32, fit
-from benchmarks.page import Report, environment, interval, table
+from benchmarks.page import Report, interval, table
 
 STEPS = 400
 KEPT = "kept"
@@ -142,18 +142,14 @@ def measure(*, quick: bool) -> Report:
             "errors": [found.error, found.error_kept],
             "losses": {w: [train(program, w, seed, steps) for seed in range(seeds)] for w in WAYS},
         }
-    about = environment("jax", "jaxlib", "optax", "scikit-learn")
-    numbers = {"environment": about, "steps": steps, "programs": programs}
+    numbers = {"steps": steps, "programs": programs}
     return Report(block(numbers), numbers)
 
 
 def block(results: dict[str, Any]) -> str:
-    """Return the table and how it was measured, as Markdown."""
+    """Return the table and what it shows, as Markdown."""
     steps, programs = results["steps"], results["programs"]
-    note = (
-        f"Mean loss of the last {steps // 10} of {steps} steps, with 95 % confidence intervals. "
-        f"{results['environment']}."
-    )
+    note = f"Mean loss of the last {steps // 10} of {steps} steps, with 95 % confidence intervals."
     return f"{table(HEAD, [_row(*each) for each in programs.items()])}\n\n{note}"
 
 

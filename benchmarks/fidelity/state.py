@@ -12,7 +12,7 @@ from sklearn.datasets import load_digits
 import optax_lossscale as ols
 from benchmarks.fidelity.tasks import Task, all_tasks, supervised
 from benchmarks.fidelity.training import facts, fit
-from benchmarks.page import Report, compared, environment, interval, items, table
+from benchmarks.page import Report, compared, interval, items, table
 
 Wrap = Callable[[Any], Any]
 
@@ -103,10 +103,9 @@ def measure(*, quick: bool) -> Report:
         }
         title, *found = compared(facts(task), ends)
         rows.append(items(title.partition(":")[0], dict(zip(WAYS, found, strict=True))))
-    about = environment("jax", "jaxlib", "optax", "scikit-learn")
     sizes = "; ".join(f"{task.name} {task.steps:,} steps" for task, _ in trainings)
     listed = "\n".join(rows)
-    return Report(f"{listed}\n\n{len(seeds)} seeds. {about}. {sizes}.")
+    return Report(f"{listed}\n\n{len(seeds)} seeds. {sizes}.")
 
 
 # Optimizers by name, at learning rates that work.

@@ -11,7 +11,6 @@ from tqdm import tqdm
 
 import optax_lossscale as ols
 from benchmarks.fidelity.tasks import Params, Task
-from benchmarks.page import environment
 
 # The dtype of the forward and backward passes, and the loss scale. `None` neither scales nor
 # checks. The default growth interval is 2000 finite steps, longer than these runs. With 25, the
@@ -101,7 +100,6 @@ def measure(tasks: Sequence[Task], seeds: int) -> dict[str, Any]:
                 runs[way].append(train(seed))
         stored.append({**facts(task), "runs": runs})
     return {
-        "environment": environment("jax", "jaxlib", "optax", "flax", "scikit-learn"),
         "loss_scale": WAYS[SCALED][1].get_config(),
         "tasks": stored,
     }

@@ -106,6 +106,21 @@ def test_float16_failed_or_not_as_the_page_says_and_scaling_is_close_to_float32(
         assert abs(lost.mean) < near
 
 
+def test_versions_are_stored_for_each_part_and_listed_once(tmp_path):
+    text = (DOCS / "evidence.md").read_text()
+    stored = json.loads((DOCS / "versions.json").read_text())
+    assert set(stored) <= set(command.PARTS)
+    assert page.replaced(text, "versions", command.versions(stored)) == text
+    assert "jax 0." not in (DOCS / "master_weights.md").read_text()
+
+    command.record("edge", tmp_path)
+    again = json.loads((tmp_path / "versions.json").read_text())
+    assert again == {**stored, "edge": again["edge"]}
+    assert f"jax {jax.__version__}" in again["edge"]
+    several = command.versions({"edge": "2026-01-02, jax 2", "state": "2026-01-01, jax 1"})
+    assert "(edge), jax 2.\n2026-01-01" in several
+
+
 def test_the_interval_is_students():
     # With one degree of freedom, the 97.5 % quantile is 12.706.
     assert page.interval([1.0, 3.0]) == pytest.approx((2, 12.706205))
