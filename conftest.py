@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from sybil import Example, Sybil
 from sybil.evaluators.python import PythonEvaluator
@@ -123,11 +122,14 @@ def _as_if_nothing_was_scaled() -> Iterator[None]:
 
 def _define_a_program(namespace: dict[str, Any]) -> None:
     """Define what README's blocks expect of the reader's program."""
+
+    def loss_fn(params: dict[str, jax.Array], batch: jax.Array) -> jax.Array:
+        return jnp.mean((batch @ params["w"]) ** 2)
+
     namespace |= {
         "jax": jax,
-        "jnp": jnp,
-        "optax": optax,
-        "loss_fn": lambda params, batch: jnp.mean((batch @ params["w"]) ** 2),
+        "loss_fn": loss_fn,
+        "float32_loss_fn": loss_fn,
         "params": {"w": jnp.ones((64, 64))},
         "batch": jnp.ones((8, 64)),
     }

@@ -10,6 +10,7 @@ import weakref
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from arrays import normal, shape
 from jax import export, lax
@@ -693,3 +694,19 @@ def test_autocast_to_float32_casts_nothing(params, x):
     assert_same_bits(ols.autocast(mlp, F32)(params, x), mlp(params, x))
     given = str(jax.make_jaxpr(mlp)(PARAMS, X))
     assert str(jax.make_jaxpr(ols.autocast(mlp, "float32"))(PARAMS, X)) == given
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+def test_the_products_of_muon_run_in_half_precision():
+    muon = optax.contrib.muon(1e-3)
+    half_update = ols.autocast(muon.update, BF16)
+    params = normal({"a": shape(64, 64), "b": shape(32, 64)})
+    step = jax.tree.map(jnp.tanh, params), muon.init(params), params
+    (products,) = precision_report(half_update, *step).items()
+    assert (products[0], products[1].count) == ("bfloat16", 30)
+    (exact, _), (half, _) = jax.jit(muon.update)(*step), jax.jit(half_update)(*step)
+    off = optax.tree.norm(optax.tree.sub(half, exact)) / optax.tree.norm(exact)
+    assert 0.005 < off < 0.025  # docs/recipes.md
+    tx = ols.with_skipping(optax.GradientTransformationExtraArgs(muon.init, half_update))
+    assert dtypes(tx.update, step[0], tx.init(params), params) == ["bfloat16"]
