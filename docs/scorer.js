@@ -1,4 +1,4 @@
-// How the search names and counts results: a section is shown with its page's title, and each place once.
+// How the search names and counts results: a section is shown with its page's title, and each place once. The changelog comes last.
 var Scorer = {
   objNameMatch: 11,
   objPartialMatch: 6,
@@ -9,7 +9,8 @@ var Scorer = {
   term: 5,
   partialTerm: 2,
   score: (result) => {
-    const [page, , anchor, , score, , kind] = result;
+    const [page, , anchor, , found, , kind] = result;
+    const score = page === "changelog" ? found - 1000 : found;
     if (kind !== "index") {
       if (kind === "title" && !result[1].includes(" > ")) result[2] = "";
       return score;

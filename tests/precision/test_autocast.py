@@ -707,6 +707,6 @@ def test_the_products_of_muon_run_in_half_precision():
     assert (products[0], products[1].count) == ("bfloat16", 30)
     (exact, _), (half, _) = jax.jit(muon.update)(*step), jax.jit(half_update)(*step)
     off = optax.tree.norm(optax.tree.sub(half, exact)) / optax.tree.norm(exact)
-    assert 0.005 < off < 0.025  # docs/recipes.md
+    assert 0.015 < off < 0.03  # docs/recipes.md
     tx = ols.with_skipping(optax.GradientTransformationExtraArgs(muon.init, half_update))
     assert dtypes(tx.update, step[0], tx.init(params), params) == ["bfloat16"]

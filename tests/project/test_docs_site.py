@@ -71,14 +71,22 @@ def test_a_public_name_leads_to_its_source_and_code_can_be_copied(site):
 
 # What people type, and the pages that answer it.
 SEARCHED = {
-    "mixed precision, automatic mixed precision, autocast, half precision, cast": "casting why",
-    "amp": "casting migration/torch",
+    "mixed precision, automatic mixed precision, autocast, half precision, cast":
+        "casting why index",
+    "amp": "casting migration/torch index",
     "gradscaler, torch, pytorch": "migration/torch",
     "fp16, bf16, t4, v100, compute capability, half_dtype, tpu": "install",
     "loss is nan, nan, nan loss, loss does not decrease, stuck, falls to 1": "diagnostics",
     "overflow": "diagnostics",
     "underflow": "diagnostics why",
+    "loss explodes, training unstable, exploding gradients, diverges, inf loss, loss inf":
+        "diagnostics",
+    "vanishing gradients, gradients are zero, bf16 nan": "diagnostics",
     "loss spike, skip bad batch, skip step": "skipping",
+    "stop training early, reset loss scale, loss scale 1":
+        "diagnostics skipping logging checkpoints api/policies",
+    "warmup": "skipping diagnostics order",
+    "gradient norm": "logging skipping",
     "out of memory, optimizer state, mu_dtype, 8-bit, 8-bit adam, memory": "bfloat16_state",
     "bitsandbytes, flashoptim, grampax": "comparison bfloat16_state",
     "stochastic rounding, torchao, torchtitan": "master_weights",
@@ -86,7 +94,7 @@ SEARCHED = {
     "preferred_element_type": "casting",
     "remat, checkpoint_dots, checkpoint_name, activation memory, offload, pinned_host": "recipes",
     "gradient clipping, weight decay, schedule": "order",
-    "learning rate": "order logging",
+    "learning rate": "order logging diagnostics",
     "gradient accumulation, accumulate, microbatch, batch size": "accumulation",
     "ema, moving average, exponential moving average, schedule_free": "averages",
     "checkpoint, resume, orbax": "checkpoints",
@@ -95,6 +103,8 @@ SEARCHED = {
         "distributed sharded",
     "jit, equinox, haiku, numpyro": "jax",
     "flax, nnx, batchnorm, dropout, only=nnx.Param": "flax",
+    "compute_dtype, param_dtype, dtype float16": "flax casting",
+    "param_dtype, stored in bfloat16, store parameters": "flax casting",
     "keras, stateless_call": "migration/keras",
     "mindspore": "migration/mindspore",
     "jmp": "migration/jmp",
@@ -104,11 +114,17 @@ SEARCHED = {
     "fp8, qwix, fp8directdotgeneralop, te.autocast": "flax",
     "attention, cudnn, flash attention, embedding, ctc_loss, covariance, one-hot": "casting",
     "precision highest": "casting",
+    "which layer needs float32, sensitive layers, accuracy, worse than float32, polygraphy":
+        "diagnostics",
     "speed, overhead, how fast, cost": "performance",
+    "amx, cpu, xeon, slow on cpu": "performance install",
+    "benchmark, profiling, compile time": "performance",
+    "no speedup, not faster, slow": "performance install",
     "rl, ppo, dreamer, rollout, rewards": "recipes",
     "gan, several losses": "several_losses",
     "gradient penalty, wgan": "gradient_penalty",
-    "adafactor, muon, lion": "bfloat16_state",
+    "adafactor, lion": "bfloat16_state",
+    "muon": "recipes casting",
     "lbfgs, line search": "recipes",
     "deepspeed, lightning, hugging face, accelerate": "comparison",
     "why loss scaling, do i need loss scaling": "why",
@@ -117,9 +133,7 @@ SEARCHED = {
     "migrate": "migration/index",
     "kaggle, colab, notebook": "install tutorial",
     "7b, llama, how much memory": "install",
-    "param_dtype, stored in bfloat16, store parameters": "flax casting",
     "reduceonplateau, reducelronplateau, scheduler.step, lr scheduler": "migration/torch",
-    "no speedup, not faster, slow": "performance install",
     "custom policy, own loss scale, custom rule": "api/policies api/guards skipping",
     "run tests, make test": "index",
     "losscalestate fields, lossscalestate fields, growth_count": "jax checkpoints",
@@ -128,8 +142,15 @@ SEARCHED = {
         "order diagnostics",
     "hyperparameter search, sweep, vmap learning rates": "recipes",
     "brax, tunix, flowjax, ott, trainer": "trainers",
+    "pinn, per-example gradients, dp-sgd, optimistix, neural ode, diffrax": "trainers",
     "npz, savez, v2 dtype": "checkpoints",
     "quantization, int8": "comparison",
+    "inject_hyperparams": "diagnostics logging order migration/keras",
+    "multi_transform": "fine_tuning several_losses",
+    "donate": "jax distributed master_weights",
+    "vmap": "casting jax recipes",
+    "x64": "casting install",
+    "license, citation, contribute": "index install",
 }  # fmt: skip
 
 
@@ -153,6 +174,9 @@ def test_what_is_searched_for_is_among_the_first_three_results(site):
     titles = {word: [title for _, title in results] for word, results in found.items()}
     twice = [word for word, names in titles.items() if any(map(operator.eq, names, names[1:]))]
     assert twice == []
+    pages = {word: [page for page, _ in results] for word, results in found.items()}
+    assert any("changelog" in places for places in pages.values())
+    assert [word for word, places in pages.items() if "changelog" in places[:-1]] == []
 
 
 def sidebar(page):
