@@ -2,9 +2,9 @@
 
     python -m benchmarks.fidelity --pages docs
 
-Each part of the pages is measured anew: `fidelity` and `sensitive` of evidence.md, `edge` of
-why.md, `memory`, `state` and `optimizers` of bfloat16_state.md, `parameters`, `rounding` and
-`continued` of master_weights.md, `spikes` of skipping.md, and `reinforce` of recipes.md.
+Each part of the pages is measured anew: `fidelity` and `sensitive` of evidence.md, `gain` and
+`edge` of why.md, `memory`, `state` and `optimizers` of bfloat16_state.md, `parameters`, `rounding`
+and `continued` of master_weights.md, `spikes` of skipping.md, and `reinforce` of recipes.md.
 """
 
 import json
@@ -15,7 +15,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from benchmarks import page, reinforcement, spikes
-from benchmarks.fidelity import edge, parameters, report, rounding, sensitive, state, training
+from benchmarks.fidelity import edge, gain, parameters, report, rounding, sensitive, state, training
 from benchmarks.fidelity.tasks import all_tasks
 
 
@@ -32,6 +32,7 @@ PARTS: dict[str, tuple[str, Callable[..., page.Report]]] = {
     "fidelity": ("evidence", fidelity),
     "sensitive": ("evidence", sensitive.measure),
     "parameters": ("master_weights", parameters.measure),
+    "gain": ("why", gain.measure),
     "edge": ("why", edge.measure),
     "memory": ("bfloat16_state", state.memory),
     "state": ("bfloat16_state", state.measure),

@@ -71,7 +71,7 @@ def test_the_readme_is_short_and_a_page_explains_the_minimal_example():
 
 
 FIRST_SCREEN = (
-    "Mixed-precision training (AMP) for JAX", "half the memory", "*Not released yet.",
+    "Mixed-precision training (AMP) for JAX", "half the memory", "*Not released yet:",
     "not yet run on", "| you have | take | change | what you gain |", "A100", "T4, V100", "| TPU |",
     "AMX", "small layers", "**bfloat16** (bf16)", "(docs/casting.md)", "`torch.autocast`",
     "import jax.numpy as jnp", "have a `dtype`, leave it out", "with_skipping",

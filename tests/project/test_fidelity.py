@@ -15,7 +15,7 @@ import pytest
 import optax_lossscale as ols
 from benchmarks import page, reinforcement, spikes
 from benchmarks.fidelity import __main__ as command
-from benchmarks.fidelity import report, rounding, sensitive, state, tasks, training
+from benchmarks.fidelity import gain, report, rounding, sensitive, state, tasks, training
 from examples import reinforce
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -163,6 +163,34 @@ def test_the_page_estimates_the_cost_of_rounding_as_the_measurement_does():
     exec(re.search(r"^def cost_of_rounding.*?(?=\n\n\n)", text, re.MULTILINE | re.DOTALL)[0], names)  # noqa: S102
     by_page, ours = names["cost_of_rounding"](params, momentum), rounding.estimate(params, momentum)
     assert by_page == ours == 8 * 2.0**-7 * 2 / 4
+
+
+# --- docs/why.md: what half precision gains
+
+
+def test_the_page_shows_the_stored_gain_the_same_loss_in_fewer_bytes():
+    text = (DOCS / "why.md").read_text()
+    stored = json.loads((DOCS / "gain.json").read_text())
+    assert page.replaced(text, "gain", gain.block(stored)) == text
+    losses = np.array([stored["losses"][way] for way in gain.WAYS])
+    assert losses.shape == (2, gain.POINTS)
+    np.testing.assert_allclose(*losses, rtol=0.01)
+    before, after = (stored["megabytes"][way] for way in gain.WAYS)
+    assert all(after[name] < 0.7 * before[name] for name in before)
+
+
+@pytest.mark.slow
+def test_the_bytes_of_the_gain_are_those_of_today():
+    stored = json.loads((DOCS / "gain.json").read_text())["megabytes"]
+    assert gain.megabytes(gain.FLOAT32) == pytest.approx(stored[gain.FLOAT32], rel=0.2)
+    assert gain.megabytes(gain.BFLOAT16) == pytest.approx(stored[gain.BFLOAT16], rel=0.05)
+
+
+@pytest.mark.exhaustive
+def test_a_short_run_measures_the_gain():
+    found = gain.measure(quick=True)
+    assert list(found.pictures) == ["gain"]
+    assert np.isfinite([*found.numbers["losses"].values()]).all()
 
 
 # --- docs/evidence.md: which lines need float32
