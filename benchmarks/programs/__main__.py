@@ -6,7 +6,9 @@ FOLDER holds checkouts or Git directories of the programs' repositories, which o
 which are no part of this one: `FOLDER/owner+name/repo`, `FOLDER/owner+name`, `FOLDER/owner/name` or
 `FOLDER/name`. Nothing is downloaded: the command names the checkouts that it misses, and the table
 says that their programs were not run. The functions of `drivers.py` and `kinds.py` make each
-program small and give it data that needs no download. They need what the programs import beyond
+program small and give it data that needs no download. `sensitive.py` searches the first step of
+each for lines that need float32; the table has a column for them once a program was searched.
+The programs need what the programs import beyond
 the group `test`: `clu`, `diffrax`, `distrax`, `dm-pix`, `draccus`, `einops`, `gin-config`,
 `gymnax<0.0.9`, `haliax>=1.4.dev0`, `jmp`, `jraph`, `ml_collections`, `scipy`, `tabulate`.
 
@@ -29,6 +31,7 @@ import numpy as np
 from benchmarks import page
 from benchmarks.programs.listed import PROGRAMS
 from benchmarks.programs.memory import table as memory_table
+from benchmarks.programs.sensitive import cell, search_alone
 from benchmarks.programs.source import RESULTS, Program, commit, find, library, read
 from benchmarks.programs.training import EXACT, WAYS, Result, distance, train_alone
 
@@ -42,6 +45,7 @@ OWN = (
     *("loss: float32", "theirs", "ours"),
     *("gradient off, %: theirs", "ours"),
 )
+SEARCHED = "needs float32"  # a column, once a program was searched
 LEGEND = """\
 *masters*: bfloat16 parameters with masters in remainders, and moments in bfloat16. *half*: the
 share of the products' operations in half precision. *gradient off*: the relative error of the first
@@ -73,6 +77,15 @@ def measure(program: Program, folder: Path) -> dict[str, Result]:
         found[name] = result
         print(f"  {name}: {result}", flush=True)
     return found
+
+
+def search(program: Program, folder: Path) -> dict[str, Any]:
+    """Search the lines of a program that need float32, in a process of its own."""
+    server = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(1, mp_context=server) as pool:
+        found = pool.submit(search_alone, program, folder).result()
+    print(f"  {found}", flush=True)
+    return found._asdict()
 
 
 def link(program: Program, sha: str) -> str:
@@ -157,6 +170,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "library": library(),
             "environment": page.environment(*PACKAGES),
             "ways": {way: result._asdict() for way, result in ways.items()},
+            "search": search(program, args.folder),
         }
         args.results.write_text(page.as_json(results))
     text = table(results["programs"])
@@ -182,8 +196,13 @@ def table(programs: Mapping[str, Any]) -> str:
             body.append(row(program, ways_of(programs[name]), programs[name]["commit"]))
         else:
             body.append([link(program, "HEAD"), NOT_RUN, *[""] * (len(HEAD) - 2)])
+    head, texts_at = HEAD, [0]
+    if any("search" in found for found in programs.values()):
+        head, texts_at = (*HEAD, SEARCHED), [0, len(HEAD)]
+        for name, cells in zip(PROGRAMS, body, strict=True):
+            cells.append(cell(programs.get(name, {}).get("search")))
     notes = [note(program) for program in PROGRAMS.values() if program.reason]
-    texts = [LEGEND, page.table(HEAD, body), "\n".join(notes), beside_their_own(programs)]
+    texts = [LEGEND, page.table(head, body, texts_at), "\n".join(notes), beside_their_own(programs)]
     return "\n\n".join(filter(None, [*texts, " ".join(about(programs)) if programs else ""]))
 
 

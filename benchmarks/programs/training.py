@@ -180,6 +180,13 @@ def distance(gradient: list[np.ndarray], exact: list[np.ndarray]) -> float:
     return math.sqrt(apart / sum(np.sum(abs(e) ** 2) for e in exact))
 
 
+def as_names(library: Library) -> contextlib.AbstractContextManager[Any]:
+    """Give the changed lines the names `ols`, `half` and `stored`, which a user would write."""
+    way = library.way
+    names: dict[str, Any] = {"ols": library, "half": way.half, "stored": way.stored}
+    return mock.patch.multiple(builtins, create=True, **names)
+
+
 def train_alone(program: Program, folder: Path, way: Way) -> tuple[Result, list[np.ndarray]]:
     """Train a program in a process of its own: programs import and set what they like."""
     jax.config.update("jax_num_cpu_devices", program.devices)
@@ -197,13 +204,8 @@ def train(
 ) -> tuple[Result, list[np.ndarray]]:
     """Change a program, train it, and return what is found and its first gradient."""
     library = library or Library(way)
-    # The changed lines say `ols`, `half` and `stored`. A user's would import and write them.
-    names: dict[str, Any] = {"ols": library, "half": way.half, "stored": way.stored}
     final, error = None, ""
-    with (
-        tempfile.TemporaryDirectory() as root,
-        mock.patch.multiple(builtins, create=True, **names),
-    ):
+    with tempfile.TemporaryDirectory() as root, as_names(library):
         lines = extract(program, folder, Path(root))
         try:
             with contextlib.redirect_stdout(io.StringIO()):

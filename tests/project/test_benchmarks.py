@@ -19,7 +19,7 @@ from benchmarks import aot, attention, cases, guards, page, run, workloads
 from benchmarks.contenders import CONTENDERS, Keras
 from benchmarks.page import version
 from benchmarks.programs import __main__ as programs
-from benchmarks.programs import memory, training
+from benchmarks.programs import memory, sensitive, training
 from benchmarks.programs.source import RESULTS, Program, change, library
 
 pytestmark = pytest.mark.filterwarnings("default:::(jmp|mpx|jaxamp|equinox|keras)")
@@ -218,6 +218,29 @@ for _ in range(20):
 """
 
 
+WAVES = """\
+import jax, jax.numpy as jnp, optax
+keys = jax.random.split(jax.random.key(0), 2)
+tx = optax.sgd(0.001)
+params = {'waves': 30 * jax.random.normal(keys[0], (16, 32)), 'last': jnp.ones((32, 8)) / 6}
+opt_state = tx.init(params)
+@jax.jit
+def step(params, opt_state, x):
+  def loss_fn(params):
+    angles = x @ params['waves']
+    return jnp.mean((jnp.sin(angles) @ params['last'] - x[:, :8]) ** 2), x
+  grads, _ = jax.grad(loss_fn, has_aux=True)(params)
+  updates, opt_state = tx.update(grads, opt_state)
+  return optax.apply_updates(params, updates), opt_state
+for _ in range(3):
+  params, opt_state = step(params, opt_state, jax.random.normal(keys[1], (64, 16)))
+"""
+WAVES_CHANGES = (
+    "«ols|jax».grad(«ols.autocast(»loss_fn«, half)», has_aux=True)(«opt_state, »params",
+    "«ols.with_loss_scaling(»optax.sgd(0.001)«)»",
+)
+
+
 def train_lines(source):
     path = source.root / source.file
     path.write_text(path.read_text().replace("HALF = False", f"HALF = {source.own}"))
@@ -248,6 +271,7 @@ def public(tmp_path):
     folder = tmp_path / "someone/lines"
     folder.mkdir(parents=True)
     (folder / "train.py").write_text(PUBLIC)
+    (folder / "waves.py").write_text(WAVES)
     user = "-c", "user.name=Someone", "-c", "user.email=someone@example.org"
     for command in (["init"], ["add", "."], [*user, "commit", "--message=All"]):
         subprocess.run(["git", "-C", folder, *command], check=True, capture_output=True)  # noqa: S603, S607
@@ -288,6 +312,23 @@ def test_a_public_program_is_changed_and_trained_in_each_way(public):
     assert np.isnan(training.distance(none, exact))
 
 
+@pytest.mark.integration
+def test_the_lines_of_a_public_program_that_need_float32_are_named(public):
+    found = sensitive.search(LINES, public)
+    assert (found.named, found.missing) == ([], "")
+    assert found.error == found.error_kept < 0.05
+    assert sensitive.cell(found._asdict()) == "none"
+    waves = LINES._replace(file="waves.py", changes=WAVES_CHANGES, settings={})
+    named = sensitive.search(waves, public)
+    assert named.named == ["waves.py:9"]  # executed, not imported
+    assert named.error > 0.3
+    assert named.error_kept < 0.03
+    assert sensitive.cell(named._asdict()) == "`waves.py:9`"
+    failing = sensitive.search(LINES._replace(run=lambda _: 1 / 0), public)
+    assert failing.missing == "ZeroDivisionError: division by zero"
+    assert sensitive.cell(failing._asdict()) == sensitive.cell(None) == "not searched"
+
+
 def result(**fields):
     known = {"lines": 5, "flops": {"bfloat16": 3, "float32": 1}, "final": 0.5, "steps": 20}
     return training.Result(**known | fields)
@@ -297,13 +338,15 @@ def test_the_command_keeps_results_and_writes_them_to_the_page(public, monkeypat
     ways = {way: result(held=4.0, distance=0.01) for way in training.WAYS}
     monkeypatch.setattr(programs, "PROGRAMS", {"lines": LINES})
     monkeypatch.setattr(programs, "measure", lambda *_: ways)
+    found = sensitive.Found(0.3, 0.01, ["x @ w"])
+    monkeypatch.setattr(programs, "search", lambda *_: found._asdict())
     (public / "evidence.md").write_text(
         "\n".join(["Before", *page.comments(programs.PART, programs.COMMAND), "After"])
     )
     results = public / "results.json"
     programs.main([str(public), f"--results={results}", f"--pages={public}"])
     written = (public / "evidence.md").read_text()
-    assert "0.5 † | 1 |" in written
+    assert "0.5 † | 1 | `x @ w` |" in written
     assert "- † Lines, masters: lines need digits." in written
     assert "(1 programs), it runs 75 to 75 % of the operations" in written
     assert f"optax_lossscale at {library()}." in written

@@ -1,0 +1,134 @@
+"""Which lines of a public program need float32, by `precision_search` of its first step."""
+
+import contextlib
+import io
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import optax_lossscale as ols
+from benchmarks.programs.source import Program, Source, extract
+from benchmarks.programs.training import Library, Way, as_names
+
+WAY = Way("float32")
+
+
+class Found(NamedTuple):
+    """What the search finds in a program.
+
+    Attributes:
+      error: Of the first gradient, with all products in bfloat16.
+      error_kept: The same with the named lines in float32.
+      named: The code of the lines to keep.
+      missing: Why it could not be searched, if it could not.
+    """
+
+    error: float | None = None
+    error_kept: float | None = None
+    named: list[str] = []  # noqa: RUF012 (never changed)
+    missing: str = ""
+
+
+class Recorder(Library):
+    """Trains in float32, and records the loss function of the first step with its arguments.
+
+    A program differentiates inside its compiled step, where arguments have no values. So the
+    function is recorded as a jaxpr, and the arrays leave the step by a callback.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(WAY)
+        self.loss: jax.extend.core.ClosedJaxpr | None = None
+        self.arrays: list[jax.Array] = []
+
+    def autocast(self, fun: Callable[..., Any], dtype: str) -> Callable[..., Any]:
+        """Leave the function alone: the search takes the loss before `autocast`."""
+        del dtype
+        return fun
+
+    def value_and_grad(self, fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """Differentiate as the library does, and record the first call."""
+        differentiate = super().value_and_grad(fun, **options)
+
+        def recorded(state: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.loss is None:
+                self.record(fun, args, kwargs, has_aux=options.get("has_aux", False))
+            return differentiate(state, *args, **kwargs)
+
+        return recorded
+
+    def record(self, fun: Callable[..., Any], args: Any, kwargs: Any, *, has_aux: bool) -> None:
+        """Record a loss function of its arrays, those of the first argument first."""
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        at = [n for n, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+
+        def loss(arrays: list[jax.Array]) -> Any:
+            filled = [*leaves]
+            for n, array in zip(at, arrays, strict=True):
+                filled[n] = array
+            args, kwargs = jax.tree.unflatten(structure, filled)
+            value = fun(*args, **kwargs)
+            return value[0] if has_aux else value
+
+        self.loss = jax.make_jaxpr(loss)([leaves[n] for n in at])
+        self.parameters = sum(n < len(jax.tree.leaves(args[0])) for n in at)
+        arrays = [*(leaves[n] for n in at), *self.loss.consts]
+        jax.debug.callback(self.keep, arrays)
+
+    def keep(self, arrays: list[jax.Array]) -> None:
+        """Keep the arrays of the first step."""
+        self.arrays = self.arrays or [jnp.asarray(array) for array in arrays]
+
+    def search(self) -> Found:
+        """Search the recorded function."""
+        if self.loss is None or not self.arrays:
+            return Found(missing="no step was recorded")
+        jaxpr, given = self.loss.jaxpr, len(self.loss.in_avals)
+        floats = [
+            n for n in range(self.parameters) if jnp.issubdtype(self.arrays[n].dtype, jnp.inexact)
+        ]
+
+        def loss(params: list[jax.Array], arrays: list[jax.Array]) -> Any:
+            filled = [*arrays]
+            for n, array in zip(floats, params, strict=True):
+                filled[n] = array
+            return jax.core.eval_jaxpr(jaxpr, filled[given:], *filled[:given])[0]
+
+        params = [self.arrays[n] for n in floats]
+        found = ols.diagnostics.precision_search(loss, params, self.arrays)
+        named = [line.partition(": ")[2] or line for line in found.keep]
+        return Found(found.error, found.error_kept, named)
+
+
+def search_alone(program: Program, folder: Path) -> Found:
+    """Train a program in float32 in a process of its own, and search its first step."""
+    jax.config.update("jax_num_cpu_devices", program.devices)
+    return search(program, folder)
+
+
+def search(program: Program, folder: Path) -> Found:
+    """Train a program in float32, and search its first step."""
+    library = Recorder()
+    with tempfile.TemporaryDirectory() as root, as_names(library):
+        extract(program, folder, Path(root))
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                program.run(Source(Path(root), program.file, library, WAY.half, WAY.stored))
+            jax.effects_barrier()
+            return library.search()
+        except Exception as raised:  # noqa: BLE001 (an error is a result)
+            return Found(missing=f"{type(raised).__name__}: {raised}".partition("\n")[0])
+
+
+def cell(found: Mapping[str, Any] | None) -> str:
+    """Return the cell of a program in the table."""
+    if found is None:
+        return "not searched"
+    read = Found(**found)
+    if read.missing:
+        return "not searched"
+    return ", ".join(f"`{line}`" for line in read.named) or "none"
