@@ -24,7 +24,7 @@ help:
 # Says how long it takes before it starts. `make -q` finds out whether anything must be installed.
 demo:
 	@$(MAKE) -s -q $(VENV)/examples.installed || \
-	  echo "Installs 0.9 GB into $(VENV), then trains a word model: one to two minutes in all"
+	  echo "Installs 0.9 GB into $(VENV), then trains a word model: about three minutes in all"
 	@$(MAKE) -s $(VENV)/examples.installed
 	$(RUN) examples/word_model.py --output output/word_model.png
 

@@ -262,8 +262,19 @@ def test_a_module_of_equinox_is_searched():
 @pytest.mark.slow
 def test_a_loss_without_products_and_a_gradient_of_zeros_have_no_error():
     assert precision_search(lambda w: jnp.sum(w**2), jnp.ones(3)).error == 0
-    found = precision_search(lambda w, x: jnp.sum(x @ w) * 0.0, jnp.ones((16, 8)), X)
-    assert found.error == 0
+    for dtype in (jnp.bfloat16, jnp.float16):
+        loss_fn = lambda w, x: jnp.sum(x @ w) * 0.0  # noqa: E731
+        assert precision_search(loss_fn, jnp.ones((16, 8)), X, dtype=dtype).error == 0
+
+
+@pytest.mark.slow
+def test_no_line_is_blamed_for_an_underflow():
+    tiny = lambda params, x: 1e-7 * plain(params, x)  # noqa: E731
+    params = fourier_params()
+    grads = jax.grad(ols.autocast(tiny, jnp.float16))(params, X)
+    assert (grads["angles"] == 0).mean() > 0.5
+    found = precision_search(tiny, params, X, dtype=jnp.float16)
+    assert (found.keep, found.error < 0.01) == ((), True)
 
 
 @pytest.mark.slow
