@@ -128,8 +128,16 @@ CONTEXTS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("context", CONTEXTS)
+SEVERAL = "shard_map", "remat", "scan", "custom_jvp"
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in SEVERAL else pytest.mark.exhaustive)
+        for name in CONTEXTS
+    ],
+)
 def test_the_line_is_named_in_each_context(context):
     fun, options = CONTEXTS[context]
     found = precision_search(fun, fourier_params(), X, **options)

@@ -172,14 +172,20 @@ def train_state(create, tx):
     )
 
 
+class Arrays(nnx.Module):
+    def __init__(self, arrays):
+        for name, array in arrays.items():
+            setattr(self, name, nnx.Param(array))
+
+
 def of_nnx():
     def start(params):
-        model = nnx.Dict({name: nnx.Param(array) for name, array in params.items()})
+        model = Arrays(params)
         return model, nnx.Optimizer(model, GUARD, wrt=nnx.Param)
 
     def step(training, grads):
         model, optimizer = training
-        optimizer.update(model, nnx.state(nnx.Dict(jax.tree.map(nnx.Param, grads))))
+        optimizer.update(model, nnx.state(Arrays(grads)))
         return training
 
     return start, step, lambda training: (nnx.state(training[0]), training[1].opt_state)

@@ -196,8 +196,13 @@ def test_a_short_run_measures_the_gain():
 # --- docs/evidence.md: which lines need float32
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sensitive.PROGRAMS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "codebook" else pytest.mark.exhaustive)
+        for name in sensitive.PROGRAMS
+    ],
+)
 def test_precision_search_names_the_lines_that_are_kept_and_no_others(name):
     program = sensitive.PROGRAMS[name]()
     found = sensitive.search(program)
