@@ -46,6 +46,8 @@ OWN = (
     *("gradient off, %: theirs", "ours"),
 )
 SEARCHED = "needs float32"  # a column, once a program was searched
+SEARCH_LEGEND = """\
+*needs float32*: the lines that `precision_search` names, and the error of the worst array."""
 LEGEND = """\
 *masters*: bfloat16 parameters with masters in remainders, and moments in bfloat16. *half*: the
 share of the products' operations in half precision. *gradient off*: the relative error of the first
@@ -196,13 +198,13 @@ def table(programs: Mapping[str, Any]) -> str:
             body.append(row(program, ways_of(programs[name]), programs[name]["commit"]))
         else:
             body.append([link(program, "HEAD"), NOT_RUN, *[""] * (len(HEAD) - 2)])
-    head, texts_at = HEAD, [0]
+    head, texts_at, legend = HEAD, [0], LEGEND
     if any("search" in found for found in programs.values()):
-        head, texts_at = (*HEAD, SEARCHED), [0, len(HEAD)]
+        head, texts_at, legend = (*HEAD, SEARCHED), [0, len(HEAD)], f"{LEGEND}\n{SEARCH_LEGEND}"
         for name, cells in zip(PROGRAMS, body, strict=True):
             cells.append(cell(programs.get(name, {}).get("search")))
     notes = [note(program) for program in PROGRAMS.values() if program.reason]
-    texts = [LEGEND, page.table(head, body, texts_at), "\n".join(notes), beside_their_own(programs)]
+    texts = [legend, page.table(head, body, texts_at), "\n".join(notes), beside_their_own(programs)]
     return "\n\n".join(filter(None, [*texts, " ".join(about(programs)) if programs else ""]))
 
 

@@ -77,11 +77,20 @@ class Recorder(Library):
         self.loss = jax.make_jaxpr(loss)([leaves[n] for n in at])
         self.parameters = sum(n < len(jax.tree.leaves(args[0])) for n in at)
         arrays = [*(leaves[n] for n in at), *self.loss.consts]
-        jax.debug.callback(self.keep, arrays)
+        self.keys = {
+            n: jax.random.key_impl(array)
+            for n, array in enumerate(arrays)
+            if jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+        }
+        data = [jax.random.key_data(a) if n in self.keys else a for n, a in enumerate(arrays)]
+        jax.debug.callback(self.keep, data)
 
-    def keep(self, arrays: list[jax.Array]) -> None:
-        """Keep the arrays of the first step."""
-        self.arrays = self.arrays or [jnp.asarray(array) for array in arrays]
+    def keep(self, data: list[jax.Array]) -> None:
+        """Keep the arrays of the first step. Random keys leave it as their data."""
+        if not self.arrays:
+            self.arrays = [jnp.asarray(array) for array in data]
+            for n, implementation in self.keys.items():
+                self.arrays[n] = jax.random.wrap_key_data(data[n], impl=implementation)
 
     def search(self) -> Found:
         """Search the recorded function."""
@@ -125,10 +134,9 @@ def search(program: Program, folder: Path) -> Found:
 
 
 def cell(found: Mapping[str, Any] | None) -> str:
-    """Return the cell of a program in the table."""
-    if found is None:
-        return "not searched"
-    read = Found(**found)
-    if read.missing:
-        return "not searched"
-    return ", ".join(f"`{line}`" for line in read.named) or "none"
+    """Return the cell of a program in the table. It is empty if it was not searched."""
+    read = Found(**found) if found else Found()
+    if read.error is None:
+        return ""
+    named = ", ".join(f"`{line}`" for line in read.named) or "none"
+    return f"{named} ({100 * read.error:.2g} %)"
