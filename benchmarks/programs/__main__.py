@@ -7,7 +7,7 @@ which are no part of this one: `FOLDER/owner+name/repo`, `FOLDER/owner+name`, `F
 `FOLDER/name`. Nothing is downloaded: the command names the checkouts that it misses, and the table
 says that their programs were not run. The functions of `drivers.py` and `kinds.py` make each
 program small and give it data that needs no download. `sensitive.py` searches the first step of
-each for lines that need float32; the table has a column for them once a program was searched.
+each for lines that need float32.
 The programs need what the programs import beyond
 the group `test`: `clu`, `diffrax`, `distrax`, `dm-pix`, `draccus`, `einops`, `gin-config`,
 `gymnax<0.0.9`, `haliax>=1.4.dev0`, `jmp`, `jraph`, `ml_collections`, `scipy`, `tabulate`.
@@ -38,20 +38,18 @@ from benchmarks.programs.training import EXACT, WAYS, Result, distance, train_al
 COMMAND = "python -m benchmarks.programs"
 PART, PAGE = "programs", "evidence"
 SHOWN = "float32", "autocast", "masters"
-HEAD = ("program", "half, %", *SHOWN, "gradient off, %")
+HEAD = ("program", "half, %", *SHOWN, "gradient off, %", "needs float32")
 OWN = (
     "program",
     *("their setting", "half, %: theirs", "ours"),
     *("loss: float32", "theirs", "ours"),
     *("gradient off, %: theirs", "ours"),
 )
-SEARCHED = "needs float32"  # a column, once a program was searched
-SEARCH_LEGEND = """\
-*needs float32*: the lines that `precision_search` names, and the error of the worst array."""
 LEGEND = """\
 *masters*: bfloat16 parameters with masters in remainders, and moments in bfloat16. *half*: the
 share of the products' operations in half precision. *gradient off*: the relative error of the first
-gradient against float32 from the same stored weights, with `autocast`/with bfloat16 parameters."""
+gradient against float32 from the same stored weights, with `autocast`/with bfloat16 parameters.
+*needs float32*: the lines that `precision_search` names, and the error of the worst array."""
 MEMORY = """\
 Temporary memory of the gradient on an H100, as XLA's compiler counts it, by what the backward pass
 keeps."""
@@ -195,16 +193,15 @@ def table(programs: Mapping[str, Any]) -> str:
     body: list[list[str]] = []
     for name, program in PROGRAMS.items():
         if name in programs:
-            body.append(row(program, ways_of(programs[name]), programs[name]["commit"]))
+            found = programs[name]
+            cells = row(program, ways_of(found), found["commit"])
+            body.append([*cells, cell(found.get("search"))])
         else:
             body.append([link(program, "HEAD"), NOT_RUN, *[""] * (len(HEAD) - 2)])
-    head, texts_at, legend = HEAD, [0], LEGEND
-    if any("search" in found for found in programs.values()):
-        head, texts_at, legend = (*HEAD, SEARCHED), [0, len(HEAD)], f"{LEGEND}\n{SEARCH_LEGEND}"
-        for name, cells in zip(PROGRAMS, body, strict=True):
-            cells.append(cell(programs.get(name, {}).get("search")))
+    columns_of_text = 0, len(HEAD) - 1
     notes = [note(program) for program in PROGRAMS.values() if program.reason]
-    texts = [legend, page.table(head, body, texts_at), "\n".join(notes), beside_their_own(programs)]
+    shown = page.table(HEAD, body, columns_of_text)
+    texts = [LEGEND, shown, "\n".join(notes), beside_their_own(programs)]
     return "\n\n".join(filter(None, [*texts, " ".join(about(programs)) if programs else ""]))
 
 

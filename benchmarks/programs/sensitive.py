@@ -43,7 +43,9 @@ class Recorder(Library):
     def __init__(self) -> None:
         super().__init__(WAY)
         self.loss: jax.extend.core.ClosedJaxpr | None = None
-        self.arrays: list[jax.Array] = []
+        self.arrays: list[jax.Array] = []  # the loss function's, then those that it closes over
+        self.differentiable = 0  # the first of them
+        self.keys: dict[int, Any] = {}  # which are random keys, and their kinds
 
     def autocast(self, fun: Callable[..., Any], dtype: str) -> Callable[..., Any]:
         """Leave the function alone: the search takes the loss before `autocast`."""
@@ -62,21 +64,22 @@ class Recorder(Library):
         return recorded
 
     def record(self, fun: Callable[..., Any], args: Any, kwargs: Any, *, has_aux: bool) -> None:
-        """Record a loss function of its arrays, those of the first argument first."""
+        """Record a loss function of its arrays, those to differentiate first."""
         leaves, structure = jax.tree.flatten((args, kwargs))
         at = [n for n, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+        first = len(jax.tree.leaves(args[0]))
+        params = [n for n in at if n < first and jnp.issubdtype(leaves[n].dtype, jnp.inexact)]
+        order = [*params, *(n for n in at if n not in params)]
 
-        def loss(arrays: list[jax.Array]) -> Any:
-            filled = [*leaves]
-            for n, array in zip(at, arrays, strict=True):
-                filled[n] = array
-            args, kwargs = jax.tree.unflatten(structure, filled)
+        def loss(*arrays: jax.Array) -> Any:
+            filled = dict(enumerate(leaves)) | dict(zip(order, arrays, strict=True))
+            args, kwargs = jax.tree.unflatten(structure, filled.values())
             value = fun(*args, **kwargs)
             return value[0] if has_aux else value
 
-        self.loss = jax.make_jaxpr(loss)([leaves[n] for n in at])
-        self.parameters = sum(n < len(jax.tree.leaves(args[0])) for n in at)
-        arrays = [*(leaves[n] for n in at), *self.loss.consts]
+        self.loss = jax.make_jaxpr(loss)(*(leaves[n] for n in order))
+        self.differentiable = len(params)
+        arrays = [*(leaves[n] for n in order), *self.loss.consts]
         self.keys = {
             n: jax.random.key_impl(array)
             for n, array in enumerate(arrays)
@@ -97,18 +100,13 @@ class Recorder(Library):
         if self.loss is None or not self.arrays:
             return Found(missing="no step was recorded")
         jaxpr, given = self.loss.jaxpr, len(self.loss.in_avals)
-        floats = [
-            n for n in range(self.parameters) if jnp.issubdtype(self.arrays[n].dtype, jnp.inexact)
-        ]
 
-        def loss(params: list[jax.Array], arrays: list[jax.Array]) -> Any:
-            filled = [*arrays]
-            for n, array in zip(floats, params, strict=True):
-                filled[n] = array
-            return jax.core.eval_jaxpr(jaxpr, filled[given:], *filled[:given])[0]
+        def loss(params: list[jax.Array], rest: list[jax.Array]) -> Any:
+            arrays = [*params, *rest]
+            return jax.core.eval_jaxpr(jaxpr, arrays[given:], *arrays[:given])[0]
 
-        params = [self.arrays[n] for n in floats]
-        found = ols.diagnostics.precision_search(loss, params, self.arrays)
+        params, rest = self.arrays[: self.differentiable], self.arrays[self.differentiable :]
+        found = ols.diagnostics.precision_search(loss, params, rest)
         named = [line.partition(": ")[2] or line for line in found.keep]
         return Found(found.error, found.error_kept, named)
 

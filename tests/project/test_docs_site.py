@@ -103,7 +103,7 @@ SEARCHED = {
         "distributed sharded",
     "jit, equinox, haiku, numpyro": "jax",
     "flax, nnx, batchnorm, dropout, only=nnx.Param": "flax",
-    "compute_dtype, param_dtype, dtype float16": "flax casting",
+    "compute_dtype, dtype float16": "flax casting",
     "param_dtype, stored in bfloat16, store parameters": "flax casting",
     "keras, stateless_call": "migration/keras",
     "mindspore": "migration/mindspore",

@@ -206,9 +206,8 @@ def _search(
         return _worst(program.gradient(half, loss_scale)[1], exact)
 
     whole, array = error((), GivenWarnings())
-    is_fine = whole <= tolerance
     alone: dict[str, float] = {}
-    for line in progress([*shares]) if not is_fine else ():
+    for line in progress([*shares]) if whole > tolerance else ():
         others = lines - {line}
         alone[line] = error(others)[0] if others else whole
     kept: list[str] = []
