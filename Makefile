@@ -39,7 +39,7 @@ aot:
 	.venv-aot/bin/python -m pytest -m "" tests/project/test_compiled.py
 	.venv-aot/bin/python -m benchmarks.aot --output output/aot $(AOT)
 
-# For the inner loop: takes under a minute, and covers all but a few branches of the package.
+# For the inner loop: takes a minute and a half, and covers all but a few branches of the package.
 quick: $(VENV)/test.installed
 	$(QUICKLY) --ignore=tests/project --ignore=tests/oracles tests
 
