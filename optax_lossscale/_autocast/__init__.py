@@ -4,6 +4,7 @@ from optax_lossscale._autocast.autocast import autocast, autocast_except
 from optax_lossscale._autocast.edits import is_move, propagated
 from optax_lossscale._autocast.inside import refuse_hidden_storage
 from optax_lossscale._autocast.matrix_products import Product, products_of, total_flops
+from optax_lossscale._autocast.messages import reason_of
 from optax_lossscale._autocast.what_is_cast import AUTOCAST_SCOPE
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "is_move",
     "products_of",
     "propagated",
+    "reason_of",
     "refuse_hidden_storage",
     "total_flops",
 ]

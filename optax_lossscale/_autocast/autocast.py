@@ -4,7 +4,7 @@ A function is traced, its jaxpr is edited, and the edited jaxpr is evaluated.
 """
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -12,30 +12,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from optax_lossscale._autocast.edits import constants_of
+from optax_lossscale._autocast import messages
 from optax_lossscale._autocast.inside import hidden_storage
-from optax_lossscale._autocast.matrix_products import Product, products_of, total_flops
 from optax_lossscale._autocast.products import with_halves
-from optax_lossscale._autocast.stored_arguments import lookups_in_half
-from optax_lossscale._autocast.what_is_cast import (
-    has_default_precision,
-    is_inside_autocast,
-    matmul_precision,
-    reason_not_to_cast,
-    reason_not_to_follow,
-    scope_of,
-)
+from optax_lossscale._autocast.what_is_cast import scope_of
 from optax_lossscale._support import checks, nnx
 from optax_lossscale._support.jaxprs import Jaxpr, evaluate, traced, without_constants
-from optax_lossscale._support.lines import GivenWarnings, is_own, source_of, warn_once
+from optax_lossscale._support.lines import GivenWarnings, is_own, line_key
 from optax_lossscale._support.notes import add_note
-from optax_lossscale._support.tree import HALF, Leaf, is_in
+from optax_lossscale._support.tree import HALF, Leaf
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
 
-def autocast(fun: Callable[P, Result], dtype: DTypeLike) -> Callable[P, Result]:
+def autocast(
+    fun: Callable[P, Result], dtype: DTypeLike, *, keep: Iterable[str] = ()
+) -> Callable[P, Result]:
     """Return `fun` with its matrix products and convolutions in half precision.
 
     `autocast` is to JAX what `torch.autocast` is to PyTorch. The code of the model does not change.
@@ -55,8 +48,9 @@ def autocast(fun: Callable[P, Result], dtype: DTypeLike) -> Callable[P, Result]:
       3-D coordinates stay in float32.
     - Its operands are float32 or half precision, and at least one is float32. Its result is
       float32.
-    - Its precision is the default one. To keep a product in float32, use JAX's own settings:
-      `precision="highest"`, or `with jax.default_matmul_precision("highest"):`.
+    - Its precision is the default one, and its line is not in `keep`. To keep a product in float32
+      in the code, use JAX's own settings: `precision="highest"`, or
+      `with jax.default_matmul_precision("highest"):`.
     - Neither operand is computed only from constants in the code, as an identity, a triangle of
       ones or a Fourier matrix is.
 
@@ -75,6 +69,12 @@ def autocast(fun: Callable[P, Result], dtype: DTypeLike) -> Callable[P, Result]:
         precision.
       dtype: `jnp.float16`, `jnp.bfloat16`, or `jnp.float32`, which casts no product. If one
         `autocast` is inside another, the inner one decides.
+      keep: Lines whose products stay in float32, at `precision="highest"`: the `keep` of
+        `precision_search`, or other lines as it and `precision_report` write them,
+        `file:line: code`. A line is recognized by its file's name and its code, not by its number
+        or its folder, so edits elsewhere, a restart or another machine change nothing. Code of
+        several lines is one statement. Lines in a notebook have only their code. Lines that look
+        the same are kept together.
 
     Returns:
       A function with the same signature. Each call traces `fun` once. Results are float32. An
@@ -83,16 +83,21 @@ def autocast(fun: Callable[P, Result], dtype: DTypeLike) -> Callable[P, Result]:
       through.
 
     Raises:
-      TypeError: If `fun` cannot be called, or `dtype` is not one of these three.
+      TypeError: If `fun` cannot be called, `dtype` is not one of these three, or `keep` is not an
+        iterable of strings.
       ValueError: If `fun` has half-precision arguments and updates an optimizer that stores arrays
         in half precision: `with_master_weights`, `with_stochastic_rounding` or
         `with_bfloat16_state`.
 
     Warns:
       UserWarning: Once, if less than half of the floating-point operations in products run in
-        `dtype` or a narrower one. float16 does not count as narrower than bfloat16. Products that
-        the code keeps in float32 by their precision are left out, unless less than a tenth of all
-        operations is cast. The message names the line of the largest other product, and the reason.
+        `dtype` or a narrower one. float16 does not count as narrower than bfloat16. Products of
+        lines in `keep` are left out, and those that the code keeps in float32 by their precision,
+        unless less than a tenth of all operations is cast. The message names the line of the
+        largest other product, and the reason.
+        Once, if a line in `keep` makes no product.
+        Once, if `dtype` is float16 and `fun` itself computes a power, a sum or an exponential in
+        float16, as layers made with `dtype=jnp.float16` do: these overflow where float32 would not.
         Once, if `fun` closes over arrays in half precision, which `autocast` cannot read as
         float32. Once, if `fun` casts a stored argument back to half precision and looks up rows in
         it, as `nnx.Embed(param_dtype=jnp.bfloat16)` does: their gradients would be added in half
@@ -120,41 +125,41 @@ def autocast(fun: Callable[P, Result], dtype: DTypeLike) -> Callable[P, Result]:
     checks.require_function(
         "fun", fun, "Give the loss function or the model itself, not its result."
     )
-    return autocast_except(frozenset(), fun, checks.read_half_or_float32(dtype), GivenWarnings())
+    dtype = checks.read_half_or_float32(dtype)
+    lines = frozenset(map(line_key, checks.read_strings("keep", keep)))
+    return autocast_except(lines, fun, dtype, GivenWarnings())
 
 
 def autocast_except(
-    kept: frozenset[str], fun: Callable[P, Result], dtype: np.dtype, given: set[str] | None
+    keep: frozenset[str], fun: Callable[P, Result], dtype: np.dtype, given: GivenWarnings
 ) -> Callable[P, Result]:
-    """Return `autocast(fun, dtype)`, except that products on `kept` lines stay in float32.
+    """Return `autocast(fun, dtype)`, except that products on the lines in `keep` stay in float32.
 
-    A line is the `source_of` a product, `""` if no user's line makes it. `given` has the warnings
-    that were given; if it is None, none is.
+    They are given by their keys, as `line_key` returns them. `given` has the warnings that were
+    given.
     """
 
-    def edit(jaxpr: Jaxpr) -> Jaxpr:
-        _warn_of_closed_over_halves(jaxpr, given)
-        jaxpr = with_halves(jaxpr, dtype, kept)
-        if dtype != jnp.float32:
-            _warn_of_products(jaxpr, dtype, given)
-        return jaxpr
+    def edited(jaxpr: Jaxpr) -> Jaxpr:
+        in_half = with_halves(jaxpr, dtype, keep)
+        messages.warn_of_program(jaxpr, in_half, dtype, keep, given)
+        return in_half
 
     def transform(call: Callable[..., Any]) -> Callable[..., Any]:
         marked = jax.named_call(call, name=scope_of(dtype))  # for an outer `autocast`
-        return _evaluated(edit, given, marked)
+        return _evaluated(edited, given, marked)
 
     return nnx.transformed(fun, transform, keep_dtypes=True)
 
 
 def _evaluated(
-    edit: Callable[[Jaxpr], Jaxpr], given: set[str] | None, fun: Callable[..., Any]
+    edited: Callable[[Jaxpr], Jaxpr], given: GivenWarnings, fun: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Return a function that traces `fun`, edits its jaxpr and evaluates it.
 
     `fun` reads arrays in half precision as float32. `given` has the warnings that were given.
     """
 
-    def run(*args: Any) -> Any:
+    def evaluated(*args: Any) -> Any:
         as_stored: dict[int, Leaf] = {}  # NumPy arrays by the `id` of the array that `fun` reads
 
         def numpy_in_float32(leaf: Leaf) -> Leaf:
@@ -171,14 +176,14 @@ def _evaluated(
         if as_stored or any(map(_is_half, jax.tree.leaves(args))):
             with hidden_storage(), _note_about_dtypes():
                 jaxpr, arrays, join = traced(call, args, _is_jax_array)
-            _warn_of_lookups(jaxpr, given)
+            messages.warn_of_lookups(jaxpr, given)
         else:
             jaxpr, arrays, join = traced(call, args, _is_jax_array)
-        jaxpr = edit(jaxpr)
+        jaxpr = edited(jaxpr)
         results = join(evaluate(without_constants(jaxpr), jaxpr.consts, *arrays))
         return jax.tree.map(lambda x: as_stored.get(id(x), x), results)
 
-    return run
+    return evaluated
 
 
 def _is_jax_array(leaf: Leaf) -> bool:
@@ -204,86 +209,3 @@ def _note_about_dtypes() -> Generator[None]:
                 "make the layer in float32, and store its parameters with `cast`.",
             )
         raise
-
-
-def _warn_of_lookups(jaxpr: Jaxpr, given: set[str] | None) -> None:
-    """Warn about tables whose gradients would be added in half precision."""
-    for path in lookups_in_half(jaxpr):
-        source = source_of(*path)
-        warn_once(
-            "`fun` casts an argument that is stored in half precision back to it, and looks up "
-            f"rows{source and f', at {source}'}. Their gradients would be added in half precision. "
-            "Give that layer `dtype=jnp.float32`, or make its parameters in float32 and then store "
-            "them: `nnx.update(model, ols.cast(nnx.state(model, nnx.Param), jnp.bfloat16))`.",
-            given,
-            key="lookups",
-        )
-
-
-def _warn_of_closed_over_halves(jaxpr: Jaxpr, given: set[str] | None) -> None:
-    """Warn about arrays that cannot be read as float32, if there are any."""
-    halves = [x for x in constants_of(jaxpr) if is_in(x, *HALF)]
-    if not halves:
-        return
-    largest = max(halves, key=np.size)
-    arrays = f"{len(halves)} arrays in half precision, the largest" if halves[1:] else "an array,"
-    warn_once(
-        f"`fun` closes over {arrays} {jax.typeof(largest).str_short()}. `autocast` cannot read "
-        "closed-over arrays as float32, so computations with them run in half precision. Pass them "
-        "as arguments. `functools.partial` closes over its arguments too.",
-        given,
-        key="closed over",
-    )
-
-
-def _warn_of_products(jaxpr: Jaxpr, dtype: np.dtype, given: set[str] | None) -> None:
-    """Warn if most operations in products run neither in `dtype` nor in a narrower one.
-
-    Products that the code keeps in float32 do not count, unless nearly all are kept: then the code
-    asks for exact products everywhere, as code for TPUs does.
-    """
-    products = products_of(jaxpr)
-    others = [product for product in products if not _runs_in(dtype, product)]
-    total, elsewhere = total_flops(products), total_flops(others)
-    if 10 * (total - elsewhere) >= total and not matmul_precision():
-        others = [product for product in others if not _is_kept_in_float32(product)]
-        total += total_flops(others) - elsewhere
-        elsewhere = total_flops(others)
-    if 2 * elsewhere <= total:
-        return
-    largest = max(others, key=lambda product: product.flops)
-    source = largest.source()
-    warn_once(
-        f"Only {1 - elsewhere / total:.0%} of the floating-point operations in the matrix products "
-        f"of `fun` run in {dtype} or in a narrower dtype. The largest other product runs in "
-        f"{largest.dtype}{source and f', at {source}'}. {_reason(largest)} "
-        "`diagnostics.precision_report(autocast(fun, dtype), ...)` counts all products.",
-        given,
-        key="products",
-    )
-
-
-def _runs_in(dtype: np.dtype, product: Product) -> bool:
-    """Return whether a product runs in `dtype` or in a narrower one, forward and backward."""
-    eqn = product.equations[0]
-    operands = [x.aval.dtype for x in eqn.invars[:2]]
-    # float16 has fewer exponents than bfloat16: it needs loss scaling, which bfloat16 does not.
-    if dtype == jnp.bfloat16 and jnp.float16 in operands:
-        return is_inside_autocast(np.dtype(jnp.float16), *product.equations)
-    is_half = all(operand in HALF for operand in operands)
-    # The cotangent of a float32 result makes both backward products float32.
-    itemsize = eqn.outvars[0].aval.dtype.itemsize if is_half else product.itemsize
-    return itemsize <= dtype.itemsize
-
-
-def _is_kept_in_float32(product: Product) -> bool:
-    return product.dtype == "float32" and not has_default_precision(product.equations[0])
-
-
-def _reason(product: Product) -> str:
-    """Return why a product does not run in half precision."""
-    eqn, *around = product.equations
-    # If no other reason applies, one operand is fixed.
-    return next(filter(None, map(reason_not_to_follow, around)), None) or reason_not_to_cast(
-        eqn, has_fixed_operand=True
-    )

@@ -26,7 +26,7 @@ from optax_lossscale._autocast import edits, products_on_cpu, stored_arguments, 
 from optax_lossscale._autocast.residuals import with_fewer_residuals
 from optax_lossscale._support import jaxprs, primitives
 from optax_lossscale._support.jaxprs import Atom, Equation, Jaxpr
-from optax_lossscale._support.lines import source_of
+from optax_lossscale._support.lines import line_key, source_of
 
 # For each input of a function, the half-precision dtype that it is given in, or None for its own.
 Halves: TypeAlias = tuple[np.dtype | None, ...]
@@ -37,23 +37,23 @@ class Casting(NamedTuple):
     """How the products of a program are edited, the same in all of its functions."""
 
     dtype: np.dtype  # float32 casts none
-    kept: frozenset[str]  # lines of the user's whose products stay in float32
+    keep: frozenset[str]  # the keys of lines whose products stay in float32
     on_cpu: bool | None  # as in `products_on_cpu`
 
 
-def with_halves(jaxpr: Jaxpr, dtype: np.dtype, kept: frozenset[str] = frozenset()) -> Jaxpr:
-    """Return a traced program with its products in `dtype`, except on `kept` lines.
+def with_halves(jaxpr: Jaxpr, dtype: np.dtype, keep: frozenset[str]) -> Jaxpr:
+    """Return a traced program with its products in `dtype`, except on the lines with these keys.
 
     Inputs that are stored in half precision are converted to float32 where they are used. The same
     object is returned if nothing changes.
     """
-    casting = Casting(dtype, kept, products_on_cpu.is_default_device())
+    casting = Casting(dtype, keep, products_on_cpu.is_default_device())
 
-    def edit(inner: Jaxpr) -> Jaxpr:
+    def cast(inner: Jaxpr) -> Jaxpr:
         in_float32 = stored_arguments.with_inputs_in_float32(inner)
         return _Edit(in_float32, casting, inner.invars, (False,) * len(inner.invars)).edited()
 
-    return edits.with_edit(edit, jaxpr)
+    return edits.with_edit(cast, jaxpr)
 
 
 @edits.memoized
@@ -62,12 +62,12 @@ def _with_halves(
 ) -> Jaxpr:
     """Return an edited function that takes these halves, or the same object if nothing changes."""
 
-    def edit(inner: Jaxpr) -> Jaxpr:
+    def cast(inner: Jaxpr) -> Jaxpr:
         pairs = zip(inner.invars, halves, strict=True)
         inputs = [x if half is None else edits.variable_like(x, half) for x, half in pairs]
         return _Edit(inner, casting, inputs, are_fixed).edited()
 
-    return edits.with_edit(edit, jaxpr)
+    return edits.with_edit(cast, jaxpr)
 
 
 class _Edit:
@@ -123,14 +123,16 @@ class _Edit:
 
     def with_edited_functions(self, eqn: Equation, taken: Mapping[Atom, Atom]) -> Equation:
         is_followed = not what_is_cast.reason_not_to_follow(eqn)
-        casting = self.casting if is_followed else self.casting._replace(dtype=_FLOAT32)
+        casting = self.casting._replace(keep=self.keep_inside(eqn))
+        if not is_followed:
+            casting = casting._replace(dtype=_FLOAT32)
         are_fixed = what_is_cast.fixed_inputs(eqn, self.fixed)
         halves = tuple(
             taken[x].aval.dtype if not isinstance(x, Literal) and x in taken else None
             for x in jaxprs.inputs_of_functions(eqn)
         )
 
-        def edit(jaxpr: Jaxpr) -> Jaxpr:
+        def cast(jaxpr: Jaxpr) -> Jaxpr:
             new = _with_halves(jaxpr, casting, halves, are_fixed)
             if eqn.primitive.name != primitives.SCAN:
                 return new
@@ -138,7 +140,18 @@ class _Edit:
                 return new  # it has no product in half precision
             return with_fewer_residuals(new, jaxprs.operands_of_scan(eqn))
 
-        return edits.with_edited_functions(eqn, edit)
+        return edits.with_edited_functions(eqn, cast)
+
+    def keep_inside(self, eqn: Equation) -> frozenset[str]:
+        """Return the lines to keep in the functions of an equation.
+
+        There, products without a line of the user's belong to the line of the equation.
+        """
+        keep = self.casting.keep
+        line = line_key(source_of(eqn)) if keep else ""
+        if not line:
+            return keep
+        return keep | {""} if line in keep else keep - {""}
 
     def edited_product(self, eqn: Equation) -> list[Equation]:
         """Return conversions of the operands, and the product, whose result has a half.
@@ -147,13 +160,11 @@ class _Edit:
         its own operands: with shared conversions, the cotangents of several uses would be summed in
         half precision.
         """
-        dtype, kept, on_cpu = self.casting
-        if kept and source_of(eqn) in kept:
+        dtype, keep, on_cpu = self.casting
+        if keep and line_key(source_of(eqn)) in keep:
             return [what_is_cast.with_highest_precision(eqn)]
-        has_fixed_operand = any(what_is_cast.is_fixed(x, self.fixed) for x in eqn.invars[:2])
-        if dtype == _FLOAT32 or what_is_cast.reason_not_to_cast(
-            eqn, has_fixed_operand=has_fixed_operand
-        ):
+        is_fixed = any(what_is_cast.is_fixed(x, self.fixed) for x in eqn.invars[:2])
+        if dtype == _FLOAT32 or what_is_cast.reason_not_to_cast(eqn, has_fixed_operand=is_fixed):
             return [eqn]
         (result,) = eqn.outvars
         lhs, rhs, half = (edits.variable_like(x, dtype) for x in (*eqn.invars[:2], result))

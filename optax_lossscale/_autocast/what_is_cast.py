@@ -1,4 +1,4 @@
-"""The rule of `autocast`: which matrix products run in half precision, and why others do not."""
+"""Which matrix products `autocast` casts, and why it leaves others alone."""
 
 import re
 from collections.abc import Set as AbstractSet
@@ -54,6 +54,8 @@ def reason_not_to_cast(eqn: Equation, *, has_fixed_operand: bool) -> str:
         dtypes = " and ".join(sorted({*operands}, key=lambda name: name != "float32"))
         is_half = {*operands} == {result} and result in ("float16", "bfloat16")
         remedy = "Leave out the layer's `dtype`" if is_half else "Use float32 for all of them"
+        if result == "float32" and {*operands} <= _HALF_OR_FLOAT32:
+            remedy = "So both backward products are float32: leave the operands in float32"
         return f"Its operands are {dtypes} and its result is {result}. {remedy}."
     if not has_default_precision(eqn):
         option = matmul_precision()

@@ -6,7 +6,7 @@
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -113,6 +113,18 @@ def require_keep(value: object) -> None:
     """Raise if `keep` is neither a function nor None."""
     if value is not None:
         require_function("keep", value, 'For example `lambda path: "norm" in path`.')
+
+
+def read_strings(name: str, values: Any) -> tuple[str, ...]:
+    """Return the strings of an iterable, which is not a string itself."""
+    is_iterable = isinstance(values, Iterable) and not isinstance(values, str)
+    strings = (*values,) if is_iterable else (None,)
+    if not all(isinstance(each, str) for each in strings):
+        raise TypeError(
+            f"`{name}` must be an iterable of lines, such as `precision_search(...).keep`, got "
+            f"{shown(values)}."
+        )
+    return strings
 
 
 def require_extra_args(rule: Callable[..., object], *args: PyTree, **extra_args: PyTree) -> None:

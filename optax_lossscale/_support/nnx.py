@@ -80,20 +80,26 @@ def taken_apart(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     """
     if not _holds_objects(tree):
         return tree, lambda parts: parts
-    nnx = sys.modules["flax.nnx"]
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_object)
-    places = [i for i, leaf in enumerate(leaves) if _is_object(leaf)]
-    graph, state = nnx.split([leaves[place] for place in places])
-    rest = [None if i in places else leaf for i, leaf in enumerate(leaves)]
+    parts = _Parts(tree, _is_object)
+    return (parts.state, parts.rest), lambda given: parts.joined(*given)[0]
 
-    def join(parts: PyTree) -> PyTree:
-        state, leaves = parts
-        leaves = list(leaves)
-        for place, node in zip(places, nnx.merge(graph, state), strict=True):
-            leaves[place] = node
-        return treedef.unflatten(leaves)
 
-    return (state, rest), join
+class _Parts:
+    """A tree in two parts: the state of the chosen objects, and all other leaves."""
+
+    def __init__(self, tree: PyTree, is_chosen: Callable[[PyTree], bool]) -> None:
+        leaves, self.treedef = jax.tree.flatten(tree, is_leaf=_is_object)
+        self.places = [i for i, leaf in enumerate(leaves) if _is_object(leaf) and is_chosen(leaf)]
+        self.objects = [leaves[place] for place in self.places]
+        self.graph, self.state = sys.modules["flax.nnx"].split(self.objects)
+        self.rest = [None if i in self.places else leaf for i, leaf in enumerate(leaves)]
+
+    def joined(self, state: PyTree, rest: Sequence[PyTree]) -> tuple[PyTree, list[PyTree]]:
+        """Return a tree with copies of the objects, and these."""
+        leaves, copies = [*rest], sys.modules["flax.nnx"].merge(self.graph, state)
+        for place, copy in zip(self.places, copies, strict=True):
+            leaves[place] = copy
+        return self.treedef.unflatten(leaves), copies
 
 
 def _holds_objects(tree: PyTree) -> bool:
@@ -120,7 +126,7 @@ def transformed(
     """
 
     @functools.wraps(fun, updated=())
-    def run(*args: P.args, **kwargs: P.kwargs) -> Result:
+    def transformed(*args: P.args, **kwargs: P.kwargs) -> Result:
         def call(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Result:
             return fun(*args, **kwargs)
 
@@ -129,7 +135,7 @@ def transformed(
         on_objects = lambda call: _with_same_dtypes(transform(call))  # noqa: E731
         return _on_arrays(on_objects if keep_dtypes else transform, call)(args, kwargs)
 
-    return run
+    return transformed
 
 
 def _on_arrays(transform: Callable[[_Function], _Function], fun: _Function) -> _Function:
@@ -143,27 +149,22 @@ def _on_arrays(transform: Callable[[_Function], _Function], fun: _Function) -> _
 
     nnx = sys.modules["flax.nnx"]
 
-    def run(*args: PyTree) -> PyTree:
-        leaves, treedef = jax.tree.flatten(args, is_leaf=_is_object)
-        places = [i for i, leaf in enumerate(leaves) if _is_object(leaf) and not _may_write(leaf)]
-        graph, state = nnx.split([leaves[place] for place in places])
-        rest = [None if place in places else leaf for place, leaf in enumerate(leaves)]
-        arrays, state_def = jax.tree.flatten(state)
+    def on_arrays(*args: PyTree) -> PyTree:
+        parts = _Parts(args, lambda leaf: not _may_write(leaf))
+        arrays, state_def = jax.tree.flatten(parts.state)
 
-        def with_read_objects(arrays: Sequence[Leaf], rest: list[PyTree]) -> PyTree:
-            objects = nnx.merge(graph, state_def.unflatten(arrays))
-            for place, node in zip(places, objects, strict=True):
-                rest[place] = node
-            result = fun(*treedef.unflatten(rest))
-            new_graph, new_state = nnx.split(objects)
-            is_same = map(operator.is_, jax.tree.leaves(new_state), arrays)
-            if new_graph != graph or not all(is_same):
-                nnx.update([leaves[place] for place in places], new_state)  # raises Flax's error
+        def with_read_objects(arrays: Sequence[Leaf], rest: Sequence[PyTree]) -> PyTree:
+            args, objects = parts.joined(state_def.unflatten(arrays), rest)
+            result = fun(*args)
+            graph, state = nnx.split(objects)
+            is_same = map(operator.is_, jax.tree.leaves(state), arrays)
+            if graph != parts.graph or not all(is_same):
+                nnx.update(parts.objects, state)  # raises Flax's error
             return result
 
-        return split_inputs(transform(merge_inputs(with_read_objects)))(arrays, rest)
+        return split_inputs(transform(merge_inputs(with_read_objects)))(arrays, parts.rest)
 
-    return run
+    return on_arrays
 
 
 def _with_same_dtypes(fun: _Function) -> _Function:
@@ -172,7 +173,7 @@ def _with_same_dtypes(fun: _Function) -> _Function:
     Its results are what it wrote into its arguments, and the results of the function that it calls.
     """
 
-    def run(*given: PyTree) -> PyTree:
+    def written_as_given(*given: PyTree) -> PyTree:
         leaves = jax.tree_util.tree_leaves_with_path(given)
         dtypes = {path: x.dtype for path, x in leaves if _is_floating(x)}
         written, results = fun(*given)
@@ -182,7 +183,7 @@ def _with_same_dtypes(fun: _Function) -> _Function:
 
         return jax.tree_util.tree_map_with_path(as_given, written), results
 
-    return run
+    return written_as_given
 
 
 def _is_floating(leaf: Leaf) -> bool:

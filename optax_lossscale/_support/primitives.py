@@ -41,6 +41,8 @@ LOOPS_AND_CALLBACKS = frozenset([WHILE, "eig", "eigh", "schur", "svd", "pure_cal
 # What runs a function several times.
 LOOPS = frozenset([SCAN, WHILE])
 
+SUMS = frozenset(["cumsum", "reduce_sum"])
+
 # These only move elements, if the result is as large as the operands: see `edits.is_move`.
 MOVES = frozenset(
     [

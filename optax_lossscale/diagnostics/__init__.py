@@ -16,11 +16,8 @@ from optax_lossscale.diagnostics.health import LossScaleStalledError, check_heal
 from optax_lossscale.diagnostics.logs import NonfiniteCounts, is_stalled, metrics, nonfinite_report
 from optax_lossscale.diagnostics.programs.first import FirstNonfinite, first_nonfinite
 from optax_lossscale.diagnostics.programs.precision import MatrixProducts, precision_report
-from optax_lossscale.diagnostics.programs.search import (
-    LineError,
-    PrecisionSearch,
-    precision_search,
-)
+from optax_lossscale.diagnostics.programs.search import precision_search
+from optax_lossscale.diagnostics.programs.search_result import LineError, PrecisionSearch
 
 __all__ = [
     "FirstNonfinite",

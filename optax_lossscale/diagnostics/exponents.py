@@ -215,7 +215,7 @@ def suggest_loss_scale(
       2097152.0
     """
     headroom = checks.read_count("headroom", headroom, least=0)
-    info = jnp.finfo(checks.read_float_dtype(dtype, most_bits=32))
+    dtype = checks.read_float_dtype(dtype, most_bits=32)
     histogram = _histogram_of(exponents)
     if not histogram.any():
         remedy = "Count float32 gradients, before they are rounded to float16."
@@ -224,8 +224,15 @@ def suggest_loss_scale(
         raise ValueError(
             f"`exponents` must count at least one finite number other than zero, got none. {remedy}"
         )
-    largest = int(EXPONENTS[histogram > 0][-1])
-    power = int(info.maxexp) - 1 - largest - headroom
+    return fitting_loss_scale(int(EXPONENTS[histogram > 0][-1]), headroom, dtype)
+
+
+def fitting_loss_scale(largest: int, headroom: int = 4, dtype: DTypeLike = jnp.float16) -> float:
+    """Return the loss scale for gradients whose largest magnitude has this exponent.
+
+    Warn if the power of two that fits is out of bounds.
+    """
+    power = int(jnp.finfo(dtype).maxexp) - 1 - largest - headroom
     within = min(max(power, -126), 126)
     if power != within:
         warn(

@@ -1,99 +1,39 @@
 """Find by measurement which lines of a function need float32."""
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from optax_lossscale._autocast import Product, autocast_except, products_of, total_flops
+from optax_lossscale._autocast import (
+    AUTOCAST_SCOPE,
+    Product,
+    autocast_except,
+    reason_of,
+    total_flops,
+)
 from optax_lossscale._loss_scale import differentiated
-from optax_lossscale._support import checks, jaxprs, nnx
-from optax_lossscale._support.lines import GivenWarnings, source_of
-from optax_lossscale._support.tree import Leaf, PyTree, is_inexact, split
-from optax_lossscale.diagnostics.exponents import EXPONENTS, GradientExponents, suggest_loss_scale
-from optax_lossscale.diagnostics.reports import Report
+from optax_lossscale._support import checks
+from optax_lossscale._support.lines import LIBRARY, GivenWarnings, Silence, line_key
+from optax_lossscale._support.tree import Leaf, is_inexact
+from optax_lossscale.diagnostics.exponents import fitting_loss_scale
+from optax_lossscale.diagnostics.programs.runs import Program, arrays_of
+from optax_lossscale.diagnostics.programs.search_result import (
+    LineError,
+    LineErrors,
+    PrecisionSearch,
+)
 
 _FLOAT32 = np.dtype(np.float32)
-_LIBRARY = "products that only installed packages make"
-_HOW_TO_KEEP = (
-    'Keep a line in float32 with `precision="highest"` in its product, or with\n'
-    '`with jax.default_matmul_precision("highest"):` around it, which works around a call of\n'
-    "somebody else's layer, too."
+_MOST_ALONE = 16  # of more lines, halves are measured first
+_NUMPY = (
+    "The code needs the values of NumPy's arrays, so they were passed through. Products of two of\n"
+    "them are NumPy's, which this does not see."
 )
-_WHAT_IT_IS = (
-    "This is the error of one gradient, for one batch and one set of parameters. It need not harm\n"
-    "training."
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class LineError:
-    """What one line costs in exactness, from `precision_search`.
-
-    Attributes:
-      error: The error of the gradient if only the products of this line run in half precision.
-      flops: Their share of the floating-point operations in the function's products, from 0 to 1.
-    """
-
-    error: float
-    flops: float
-
-
-class LineErrors(Report[LineError]):
-    """Errors by line."""
-
-    def __repr__(self) -> str:
-        """Return the table, with the largest error first."""
-        rows = sorted(self.items(), key=lambda item: -item[1].error)
-        return "\n".join(f"  {x.error:8.2g}  {x.flops:5.1%}  {line}" for line, x in rows)
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class PrecisionSearch:
-    """Which lines need float32, from `precision_search`. It prints as a table.
-
-    Attributes:
-      error: The error of the gradient with all products in half precision.
-      array: The array of the gradient with this error, as a key path.
-      lines: The error of each line alone in half precision, and its share of the operations. Empty
-        if `error` is within the tolerance.
-      keep: The lines that must stay in float32, the most sensitive first: keys of `lines`.
-      error_kept: The error with these lines in float32. It equals `error` if there are none.
-      dtype: The half precision, as text.
-      tolerance: The largest error that was allowed.
-    """
-
-    error: float
-    array: str
-    lines: Mapping[str, LineError]
-    keep: tuple[str, ...]
-    error_kept: float
-    dtype: str
-    tolerance: float
-
-    def __repr__(self) -> str:
-        """Return the table."""
-        where = f" (worst in `{self.array}`)" if self.array else ""
-        text = [
-            f"With all products in {self.dtype}, the gradient is off by {self.error:.2g}{where}."
-        ]
-        if not self.lines:
-            text.append(f"No line needs float32 for a tolerance of {self.tolerance:g}.")
-        else:
-            text += [f"Each line alone in {self.dtype}: error, share of the operations, line", ""]
-            text += [repr(self.lines), "", "Lines to keep in float32:", ""]
-            text += [f"  {line}" for line in self.keep]
-            text += [
-                "",
-                f"With these in float32, it is off by {self.error_kept:.2g}.",
-                _HOW_TO_KEEP,
-            ]
-        return "\n".join([*text, _WHAT_IT_IS])
 
 
 def precision_search(
@@ -109,25 +49,30 @@ def precision_search(
 ) -> PrecisionSearch:
     """Find the lines of a loss function whose matrix products must stay in float32.
 
-    `autocast` casts by a rule, and no rule can tell a codebook's distances, random Fourier features
-    or a covariance from a layer. What goes wrong there stays finite, so no other diagnostic shows
-    it. This function measures it: it compares the gradients of `autocast(fun, dtype)` with those in
-    float32, first with all products in half precision, then with each line alone in half precision.
-    Then it keeps the most sensitive lines in float32, one after the other, until the error is
-    within the tolerance.
+    No rule can tell a codebook's distances, random Fourier features or a covariance from a layer.
+    What goes wrong there stays finite, so no other diagnostic shows it. This function measures it:
+    it compares the gradients of `autocast(fun, dtype)` with those in float32, first with all
+    products in half precision, then with each line alone in half precision. Of more than 16 lines,
+    halves are measured first, and only those above the tolerance are looked into. Then it keeps the
+    most sensitive lines in float32, one after the other, until the error is within the tolerance.
+    `autocast(fun, dtype, keep=found.keep)` trains with them.
 
-    The error is that of the worst array of the gradient: the norm of the difference, divided by the
-    norm in float32 plus .03 of the typical size. The typical size is the root mean square over all
-    arrays, times the square root of the array's size, so that an array whose true gradient is zero
-    blames no line. An array whose norm is below a six-hundredth of the typical size is not seen.
+    The error is a root mean square over the arrays of the gradient. Each array has an error: the
+    norm of the difference, divided by the norm in float32 plus .03 of the typical size. The typical
+    size is the root mean square over all arrays, times the square root of the array's size, so that
+    an array whose true gradient is zero blames no line. One wrong array among many is diluted (one
+    that is 140 % wrong is seen among 780 arrays, 21 % among 16), so the text also names the worst
+    array, and says so if its error is above .5.
 
     It is for one batch and one set of parameters, which may be trained. An error in the first
-    gradient need not harm training. All runs see the same random numbers.
+    gradient need not harm training. All runs see the same random numbers of JAX.
 
     Args:
       fun: The loss function before `autocast`.
-      *args: The arguments of `fun`, any pytrees. Only arrays of JAX are compiled over; everything
-        else is passed through. No argument is changed: modules of `flax.nnx` are copied.
+      *args: The arguments of `fun`, any pytrees. Arrays of JAX, and those of NumPy with a
+        floating-point or complex dtype, are compiled over, as in a compiled step; everything else
+        is passed through. If `fun` needs the values of NumPy's arrays, they are passed through too,
+        and the text says so. No argument is changed: modules of `flax.nnx` are copied.
       dtype: `jnp.bfloat16` or `jnp.float16`. In float16, gradients are computed at the loss scale
         that `suggest_loss_scale` finds for those of float32, so that no underflow is blamed on a
         line.
@@ -141,11 +86,13 @@ def precision_search(
 
     Returns:
       A `PrecisionSearch`, which prints as a table. It takes two compilations if no line needs
-      float32, and otherwise at most one more for each line and for each line that is kept.
+      float32. Otherwise, it takes at most one more for each of up to 16 lines, and one for each
+      line that is kept; 17 for one sensitive line among 100.
 
     Raises:
       TypeError: If `fun`, `transform` or `progress` is not a function, `dtype` is not half
-        precision, an argument is traced, or `autocast` would cast no product of `fun`.
+        precision, an argument is traced, or `autocast` would cast no product of `fun`; the message
+        says why.
       ValueError: If `tolerance` is not positive, or the loss or the gradient in float32 is not
         finite.
 
@@ -169,31 +116,107 @@ def precision_search(
         checks.require_function("progress", progress, "For example `tqdm.tqdm`.")
     checks.require_values("args", (args, kwargs), "Call it outside of `jax.jit`.")
     given = GivenWarnings()  # about the loss, which is the same in all runs
-    parts, join_objects = nnx.taken_apart((args, kwargs))
-    arrays, join_arrays = split(parts, lambda leaf: isinstance(leaf, jax.Array))
-    program = _Program(
-        arrays=arrays,
-        arguments=lambda arrays: join_objects(join_arrays(arrays)),
-        differentiate=lambda fun: differentiated(
-            fun, argnums, has_aux, transform=transform, given=given
-        ),
-        loss_of=lambda value: value[0] if has_aux else value,
-    )
+
+    def program(is_compiled_over: Callable[[Leaf], bool]) -> Program:
+        arrays, arguments = arrays_of(args, kwargs, is_compiled_over)
+        return Program(
+            arrays=arrays,
+            arguments=arguments,
+            differentiate=lambda fun: differentiated(
+                fun, argnums, has_aux, transform=transform, given=given
+            ),
+            loss_of=lambda value: value[0] if has_aux else value,
+        )
+
     # JAX's debugging flags would raise at the overflow that this measures.
     with jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
-        return _search(fun, program, half, tolerance, progress or iter)
+        compiled, notes = program(_is_array), ()
+        try:
+            lines = _lines(fun, compiled, half)
+        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # it needs an array's value
+            compiled, notes = program(lambda leaf: isinstance(leaf, jax.Array)), (_NUMPY,)
+            lines = _lines(fun, compiled, half)
+        found = _search(
+            fun, compiled, lines, dtype=half, tolerance=tolerance, progress=progress or iter
+        )
+    object.__setattr__(found, "notes", (*found.notes, *notes))  # it is frozen
+    return found
+
+
+def _is_array(leaf: Leaf) -> bool:
+    """Return whether `jax.jit` would trace an argument that products may have as an operand."""
+    return isinstance(leaf, jax.Array) or (isinstance(leaf, np.ndarray) and is_inexact(leaf))
+
+
+class _Line(NamedTuple):
+    """A line with products that `autocast` casts. Lines that `keep` cannot tell apart are one."""
+
+    source: str  # where it is first
+    flops: float  # its share of the operations
+
+
+class _Lines(NamedTuple):
+    """The lines of a function, by their keys for `keep`."""
+
+    all: frozenset[str]
+    cast: dict[str, _Line]
+
+
+class _Error(NamedTuple):
+    """The error of a gradient."""
+
+    whole: float  # the root mean square over its arrays
+    array: str  # the key path of the worst one
+    array_error: float
+
+
+def _lines(fun: Callable[..., Any], program: Program, dtype: np.dtype) -> _Lines:
+    """Return the lines with products of a function, and those that `autocast` casts."""
+
+    def flops(products: Iterable[Product]) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for product in products:
+            if product.dtype == dtype.name:
+                key = line_key(product.source())
+                found[key] = found.get(key, 0) + product.flops
+        return found
+
+    def half(keep: frozenset[str]) -> list[Product]:
+        return program.products(autocast_except(keep, fun, dtype, Silence()))
+
+    products = half(frozenset())
+    sources = {line_key(x.source()): x.source() or LIBRARY for x in reversed(products)}
+    stays = flops(half(frozenset(sources)))
+    cast = {key: n - stays.get(key, 0) for key, n in flops(products).items()}
+    total = total_flops(products)
+    lines = {key: _Line(sources[key], n / total) for key, n in cast.items() if n}
+    if products and not lines:
+        raise TypeError(
+            f"`fun` must have products that `autocast(fun, {dtype})` casts, and none of its "
+            f"{len(products)} is. {_why_nothing_is_cast(program.products(fun))}"
+        )
+    return _Lines(frozenset(sources), lines)
+
+
+def _why_nothing_is_cast(products: Sequence[Product]) -> str:
+    largest = max(products, key=lambda product: product.flops)
+    scopes = "/".join(str(eqn.source_info.name_stack) for eqn in largest.equations)
+    if AUTOCAST_SCOPE in scopes:
+        return "It is wrapped by `autocast` already: give the loss before."
+    return f"The largest is at {largest.source() or LIBRARY}. {reason_of(largest)}"
 
 
 def _search(
     fun: Callable[..., Any],
-    program: "_Program",
+    program: Program,
+    lines: _Lines,
+    *,
     dtype: np.dtype,
     tolerance: float,
     progress: Callable[[Iterable[str]], Iterable[str]],
 ) -> PrecisionSearch:
-    lines, shares = _lines(program, lambda kept: autocast_except(kept, fun, dtype, None), dtype)
     with jax.default_matmul_precision("highest"):
-        loss, exact = program.gradient(autocast_except(frozenset(), fun, _FLOAT32, None))
+        loss, exact = program.gradient(autocast_except(frozenset(), fun, _FLOAT32, Silence()))
     if not all(np.isfinite(array).all() for array in (*loss, *exact.values())):
         raise ValueError(
             "`fun` must have a finite loss and gradient in float32. `first_nonfinite` finds the "
@@ -201,135 +224,110 @@ def _search(
         )
     loss_scale = _loss_scale_for(exact.values()) if dtype == jnp.float16 else 1.0
 
-    def error(kept: Iterable[str], given: set[str] | None = None) -> tuple[float, str]:
-        half = autocast_except(frozenset(kept), fun, dtype, given)
-        return _worst(program.gradient(half, loss_scale)[1], exact)
+    def error(keep: Iterable[str], given: GivenWarnings) -> _Error:
+        half = autocast_except(frozenset(keep), fun, dtype, given)
+        return _error(program.gradient(half, loss_scale)[1], exact)
 
-    whole, array = error((), GivenWarnings())
-    alone: dict[str, float] = {}
-    for line in progress([*shares]) if whole > tolerance else ():
-        others = lines - {line}
-        alone[line] = error(others)[0] if others else whole
-    kept: list[str] = []
-    left = whole
-    for line in sorted(alone, key=lambda line: -alone[line]):
-        if left <= tolerance:
-            break
-        kept.append(line)
-        left, _ = error(kept)
-    return PrecisionSearch(
-        error=whole,
-        array=array,
-        lines=LineErrors({x or _LIBRARY: LineError(alone[x], shares[x]) for x in alone}),
-        keep=tuple(line or _LIBRARY for line in kept),
+    def error_alone(group: Sequence[str]) -> float:
+        others = lines.all - {*group}
+        return error(others, Silence()).whole if others else whole.whole
+
+    whole = error((), GivenWarnings())
+    search, left = _Sensitive(error_alone, tolerance), whole.whole
+    if left > tolerance:
+        search.measure({key: line.source for key, line in lines.cast.items()}, progress)
+    keep: list[str] = []
+    while left > tolerance and len(keep) < len(lines.cast):
+        keep.append(search.most_sensitive(but=keep))
+        left = error(keep, Silence()).whole
+    sources = {key: lines.cast[key].source for key in search.alone}
+    found = PrecisionSearch(
+        error=whole.whole,
+        array=whole.array,
+        array_error=whole.array_error,
+        lines=LineErrors(
+            {sources[x]: LineError(search.alone[x], lines.cast[x].flops) for x in search.alone}
+        ),
+        keep=tuple(sources[key] for key in keep),
         error_kept=left,
         dtype=dtype.name,
         tolerance=tolerance,
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Program:
-    """The arguments of a loss function, of which each run gets a copy, and how to differentiate."""
-
-    arrays: list[Leaf]
-    arguments: Callable[[Sequence[Leaf]], tuple[Any, dict[str, Any]]]
-    differentiate: Callable[[Callable[..., Any]], Callable[..., Any]]
-    loss_of: Callable[[Any], PyTree]
-
-    def gradient(
-        self, fun: Callable[..., Any], loss_scale: float = 1.0
-    ) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
-        """Return the loss, and the arrays of the gradient by their key paths, in float64.
-
-        Without excess precision, the numbers on a CPU are those of an accelerator.
-        """
-        names: list[str] = []
-
-        def run(arrays: list[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
-            args, kwargs = self.arguments(arrays)
-            value, grads = self.differentiate(fun)(jnp.float32(loss_scale), *args, **kwargs)
-            found = [(name, x) for name, _, x in nnx.named_leaves(grads) if is_inexact(x)]
-            names.extend(name for name, _ in found)
-            return jax.tree.leaves(self.loss_of(value)), [x for _, x in found]
-
-        options = {"xla_allow_excess_precision": False}
-        loss, grads = jax.jit(run, compiler_options=options)(self.arrays)
-        numbers = (_in_float64(x) / loss_scale for x in grads)
-        return [*map(np.asarray, loss)], dict(zip(names, numbers, strict=True))
-
-    def products(self, fun: Callable[..., Any]) -> list[Product]:
-        """Return the products of a function, in the order of the program."""
-
-        def run(arrays: list[Leaf]) -> list[Leaf]:
-            args, kwargs = self.arguments(arrays)
-            results = jax.tree.leaves(fun(*args, **kwargs))
-            return [leaf for leaf in results if isinstance(leaf, jax.Array)]
-
-        return products_of(jaxprs.make_jaxpr(run)(self.arrays))[::-1]
-
-
-def _lines(
-    program: _Program, half: Callable[[frozenset[str]], Callable[..., Any]], dtype: np.dtype
-) -> tuple[frozenset[str], dict[str, float]]:
-    """Return all lines with products, and the share of the operations that each has cast.
-
-    `half` casts the products of all but the given lines. A line is `""` for products that no user's
-    line makes.
-    """
-
-    def flops(products: Iterable[Product]) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for product in products:
-            if product.dtype == dtype.name:
-                found[_line(product)] = found.get(_line(product), 0) + product.flops
-        return found
-
-    products = program.products(half(frozenset()))
-    lines = frozenset(map(_line, products))
-    stays = flops(program.products(half(lines)))
-    cast = {line: n - stays.get(line, 0) for line, n in flops(products).items()}
-    shares = {line: n / total_flops(products) for line, n in cast.items() if n}
-    if products and not shares:
-        raise TypeError(
-            f"`fun` must have products that `autocast(fun, {dtype})` casts, and none of its "
-            f"{len(products)} is. Perhaps it is wrapped by `autocast` already: give the loss "
-            "before. `precision_report` counts its products."
+    if number := sum(map(len, search.within)):
+        note = (
+            f"{number} other lines were not measured alone: together with all lines that are not\n"
+            "kept, they are within the tolerance."
         )
-    return lines, shares
+        object.__setattr__(found, "notes", (note,))  # it is frozen
+    return found
 
 
-def _line(product: Product) -> str:
-    return source_of(product.equations[0])
+class _Sensitive:
+    """How sensitive lines are. `error_of` measures lines in half precision, and all others not."""
+
+    def __init__(self, error_of: Callable[[Sequence[str]], float], tolerance: float) -> None:
+        self.error_of, self.tolerance = error_of, tolerance
+        self.alone: dict[str, float] = {}  # the error of each line that was measured alone
+        self.within: list[tuple[float, Sequence[str]]] = []  # groups within the tolerance
+
+    def measure(
+        self, names: dict[str, str], progress: Callable[[Iterable[str]], Iterable[str]]
+    ) -> None:
+        """Measure each line, or halves of many lines."""
+        if len(names) > _MOST_ALONE:
+            for _ in progress(self.halves_of([*names])):
+                pass
+        else:
+            for key, _ in zip(names, progress([*names.values()]), strict=False):
+                self.alone[key] = self.error_of([key])
+
+    def halves_of(self, group: Sequence[str]) -> Iterator[str]:
+        """Measure two halves of a group, and look into those above the tolerance."""
+        middle = len(group) // 2
+        for half in (group[:middle], group[middle:]):
+            yield half[0] if len(half) == 1 else f"{len(half)} lines"
+            error = self.error_of(half)
+            if len(half) == 1:
+                self.alone[half[0]] = error
+            elif error > self.tolerance:
+                yield from self.halves_of(half)
+            else:
+                self.within.append((error, half))
+
+    def most_sensitive(self, but: Sequence[str]) -> str:
+        """Return the line with the largest error that is not among others.
+
+        A group may have a larger one, as long as its own error is larger.
+        """
+        while True:
+            left = {line: error for line, error in self.alone.items() if line not in but}
+            line = max(left, key=lambda line: left[line], default=None)
+            error, group = max(self.within, default=(-1.0, ()))
+            if line is not None and left[line] >= error:
+                return line
+            self.within.remove((error, group))
+            for _ in self.halves_of(group):
+                pass
 
 
-def _worst(grads: dict[str, np.ndarray], exact: dict[str, np.ndarray]) -> tuple[float, str]:
-    """Return the error of the worst array of a gradient, and its key path."""
+def _error(grads: dict[str, np.ndarray], exact: dict[str, np.ndarray]) -> _Error:
     squares = sum(float(np.sum(np.abs(x) ** 2)) for x in exact.values())
     typical = math.sqrt(squares / max(1, sum(x.size for x in exact.values())))
 
-    def error(name: str) -> float:
+    def error_of(name: str) -> float:
         difference = float(np.linalg.norm(grads[name] - exact[name]))
         size = float(np.linalg.norm(exact[name])) + 0.03 * typical * math.sqrt(exact[name].size)
         if not math.isfinite(difference):
             return math.inf
         return difference and (difference / size if size else math.inf)
 
-    errors = {name: error(name) for name in exact}
-    name = max(errors, key=lambda name: errors[name], default="")
-    return errors.get(name, 0.0), name
-
-
-def _in_float64(array: jax.Array) -> np.ndarray:
-    return np.asarray(array).astype(np.complex128 if jnp.iscomplexobj(array) else np.float64)
+    errors = {name: error_of(name) for name in exact}
+    worst = max(errors, key=lambda name: errors[name], default="")
+    mean_square = sum(error**2 for error in errors.values()) / max(1, len(errors))
+    return _Error(math.sqrt(mean_square), worst, errors.get(worst, 0.0))
 
 
 def _loss_scale_for(grads: Iterable[np.ndarray]) -> float:
     """Return the loss scale that `suggest_loss_scale` finds for gradients, 1 if all are zero."""
     largest = max((float(np.abs(array).max(initial=0)) for array in grads), default=0.0)
-    if not largest:
-        return 1.0
-    counts: Any = np.zeros(EXPONENTS.shape, np.int32)
-    counts[np.searchsorted(EXPONENTS, math.frexp(largest)[1] - 1)] = 1
-    none: Any = np.int32(0)
-    return suggest_loss_scale(GradientExponents(counts, none, none, none, none, none))
+    return fitting_loss_scale(math.frexp(largest)[1] - 1) if largest else 1.0

@@ -1,0 +1,106 @@
+"""Find what a program itself computes in float16 although it may overflow there.
+
+Under `autocast`, only products are in half precision. Layers made with `dtype=jnp.float16` compute
+their activations in it too: a square overflows above 255, and then a norm written by hand is zero.
+"""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_lossscale._autocast import edits
+from optax_lossscale._autocast.what_is_cast import AUTOCAST_SCOPE
+from optax_lossscale._support import jaxprs, primitives
+from optax_lossscale._support.jaxprs import Equation, Jaxpr
+
+# What is known of a value, as far as moves, conversions and selections pass it on.
+_SUM = "a sum"
+_MAXIMUM = "a maximum"
+_SHIFTED = "a difference from a maximum"
+_BOUNDED = "the exponential of such a difference"
+_PASSED = primitives.MOVES | primitives.CONVERSIONS | primitives.PASSED
+_FROM_MAXIMUM = _PASSED | {primitives.SELECTION, "max"}
+
+
+def first_overflowing(jaxpr: Jaxpr) -> tuple[str, tuple[Equation, ...]] | None:
+    """Return what a traced program first computes in float16 that may overflow, if anything.
+
+    That is a power, a sum that is stored in float16, or an exponential, with its equation and those
+    that contain it, innermost first. These are harmless: the exponential of a difference from a
+    maximum, as in softmax, a sum of such, a sum that is divided in float32, as in `jnp.mean`, and
+    the powers in JAX's own activation functions. Kernels, functions with a derivative of their own
+    and an inner `autocast` are left out.
+    """
+    found: list[tuple[str, tuple[Equation, ...]]] = []
+
+    def marks_of(path: tuple[Equation, ...], sources: Sequence[str | None]) -> list[str | None]:
+        what = _overflowing(path[0], sources)
+        if what and not found and not _is_someone_elses(path):
+            found.append((what, path))
+        return [_mark(path[0], sources)] * len(path[0].outvars)
+
+    inner = jaxprs.without_constants(jaxpr)
+    edits.propagated(inner, [None] * len(inner.invars), marks_of)
+    return found[0] if found else None
+
+
+def _overflowing(eqn: Equation, sources: Sequence[str | None]) -> str:
+    """Return what an equation computes in float16 that may overflow, `""` if nothing."""
+    name = eqn.primitive.name
+    if not eqn.outvars or getattr(eqn.outvars[0].aval, "dtype", None) != jnp.float16:
+        return ""
+    if _is_power(eqn):
+        return "a power"
+    if name in primitives.SUMS and sources[0] != _BOUNDED:
+        return "a sum"
+    if name == primitives.CONVERSION and sources[0] == _SUM:
+        return "a sum"
+    if name in ("exp", "exp2") and sources[0] != _SHIFTED:
+        return "an exponential"
+    return ""
+
+
+def _is_power(eqn: Equation) -> bool:
+    name = eqn.primitive.name
+    if name == "mul":
+        return eqn.invars[0] is eqn.invars[1]
+    return name in ("pow", "square") or (name == "integer_pow" and eqn.params["y"] > 1)
+
+
+def _mark(eqn: Equation, sources: Sequence[str | None]) -> str | None:
+    """Return what is known of the results of an equation, given what is known of its operands."""
+    name = eqn.primitive.name
+    if name in primitives.SUMS:
+        return None if sources[0] == _BOUNDED else _SUM
+    if name == "reduce_max" or (name in _FROM_MAXIMUM and _MAXIMUM in sources):
+        return _MAXIMUM
+    if name == "sub":
+        return _SHIFTED if sources[1] == _MAXIMUM or sources[0] == _SHIFTED else None
+    if name in ("exp", "exp2"):
+        return _BOUNDED if sources[0] == _SHIFTED else None
+    return sources[0] if name in _PASSED and sources else None
+
+
+def _is_someone_elses(path: tuple[Equation, ...]) -> bool:
+    """Return whether an equation belongs to JAX, a rule of its own, or an inner `autocast`."""
+    names = {eqn.primitive.name for eqn in path[1:]}
+    scopes = "/".join(str(eqn.source_info.name_stack) for eqn in path)
+    # The function itself is in one scope, by which an outer `autocast` would recognize it.
+    is_inner = scopes.count(AUTOCAST_SCOPE) > 1
+    return (
+        is_inner or not names.isdisjoint(primitives.CUSTOM_DERIVATIVES) or _is_activation(path[0])
+    )
+
+
+def _is_activation(eqn: Equation) -> bool:
+    """Return whether an activation function of `jax.nn` makes an equation, as gelu its cube."""
+    traceback: Any = eqn.source_info.traceback
+    frames = traceback.frames if traceback else ()
+    made_by = [frame.function_name for frame in frames if frame.file_name == _ACTIVATIONS]
+    return bool(made_by) and "standardize" not in made_by
+
+
+_ACTIVATIONS = inspect.getsourcefile(inspect.unwrap(jax.nn.gelu))
