@@ -67,7 +67,7 @@ docs: $(VENV)/docs.installed
 
 # Trains in every format, with and without loss scaling, and rewrites the marked parts of six pages.
 fidelity: $(VENV)/test.installed
-	$(RUN) -m benchmarks.fidelity --pages docs $(FIDELITY)
+	$(RUN) -m benchmarks.fidelity --pages docs --results benchmarks/results $(FIDELITY)
 
 # Tests the oldest and the newest supported versions, on every Python that it finds, including all
 # versions that pyenv has installed.

@@ -186,6 +186,7 @@ def test_the_command_runs_every_benchmark(tmp_path):
     assert (tmp_path / "benchmarks.md").read_text().count("\n## ") == len(run.STEPS)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Only 0%.*float16")  # cast by hand
 def test_what_a_gpu_must_show_is_so_on_a_cpu(tmp_path, capsys):
     assert gpu.main(["--dry", f"--output={tmp_path}"]) == 0
