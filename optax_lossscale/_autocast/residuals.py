@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax.extend import linear_util
 from jax.extend.core import Literal, Var
 
-from optax_lossscale._precision import edits
-from optax_lossscale._precision.matrix_products import SHORTEST
+from optax_lossscale._autocast import edits
+from optax_lossscale._autocast.matrix_products import SHORTEST
 from optax_lossscale._support import jaxprs, primitives
 from optax_lossscale._support.jaxprs import Atom, Equation, Jaxpr, ScanOperands
 from optax_lossscale._support.tree import is_symbolic

@@ -24,7 +24,7 @@ import jax
 from jax.extend.core import Var
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from optax_lossscale._precision import edits
+from optax_lossscale._autocast import edits
 from optax_lossscale._support import jaxprs, primitives
 from optax_lossscale._support.jaxprs import Atom, Equation, Jaxpr
 
