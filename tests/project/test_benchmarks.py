@@ -201,16 +201,24 @@ def test_what_a_gpu_must_show_is_so_on_a_cpu(tmp_path, capsys):
 
 
 def test_a_check_that_fails_or_raises_is_reported_and_the_others_run(tmp_path, monkeypatch, capsys):
-    found = gpu.Found({"share": 2}, {"it is small": False, "it is positive": True})
+    claims, limits = {"it is small": False, "it is positive": True}, {"it is fast": False}
+    found = gpu.Found({"share": 2}, claims, limits)
     checks = {"first": lambda _: 1 / 0, "second": lambda _: found, "third": gpu.peak_memory}
     monkeypatch.setattr(gpu, "CHECKS", checks)
     assert gpu.main(["--dry", f"--output={tmp_path}"]) == 2
     printed = capsys.readouterr().out
-    assert "| first | **failed**; ZeroDivisionError: division by zero |  |" in printed
-    assert "| second | **failed**; it is small | share 2 |" in printed
+    assert "| first | FAILED; ZeroDivisionError: division by zero |  |" in printed
+    assert "| second | FAILED; it is small | share 2 |" in printed  # a CPU need not be fast
+    assert gpu.check("second", gpu.FULL)["broken"] == ["it is small", "it is fast"]
     assert "| third | passed |" in printed
     assert gpu.main(["--dry", f"--output={tmp_path}", "--seconds=0"]) == 3
     assert capsys.readouterr().out.count("| not run: out of time |") == 3
+
+
+def test_the_worst_error_is_nan_if_a_gradient_is():
+    exact = [jnp.ones(2), jnp.ones(3)]
+    assert gpu.worst_error([exact[0], 1.5 * exact[1]], exact) == 0.5
+    assert np.isnan(gpu.worst_error([exact[0], jnp.nan * exact[1]], exact))
 
 
 def test_steps_are_compiled_for_devices_and_counted(tmp_path):
