@@ -3,6 +3,7 @@
 import ast
 import functools
 import inspect
+import itertools
 import linecache
 import os
 import re
@@ -10,6 +11,7 @@ import sys
 import sysconfig
 import warnings
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +64,29 @@ def source_of(*equations: Any) -> str:
     """Return the user's innermost source line, from the first of the equations that has one.
 
     It is `file:line: code`, where the code is the whole statement. For some functions, such as
-    `jnp.where` and `jax.checkpoint`, JAX does not record the caller.
+    `jnp.where` and `jax.checkpoint`, JAX does not record the caller. Lines outside of the function
+    that this library traces do not count: they are others in a search than in training.
     """
     tracebacks = (equation.source_info.traceback for equation in equations)
-    for frame in (frame for traceback in tracebacks if traceback for frame in traceback.frames):
+    for frame in (frame for traceback in tracebacks if traceback for frame in _inside(traceback)):
         if is_users(frame.file_name):
             code = _statement(frame.file_name, frame.line_num)
             return f"{frame.file_name}:{frame.line_num}" + (f": {code}" if code else "")
     return ""
+
+
+def _inside(traceback: Any) -> Iterator[Any]:
+    """Yield the frames inside of the function that is traced, the innermost first."""
+    is_outside = lambda frame: frame.file_name.startswith(_TRACED_BY)  # noqa: E731
+    return itertools.takewhile(lambda frame: not is_outside(frame), traceback.frames)
+
+
+_PACKAGE = Path(__file__).parents[1]
+_TRACED_BY = (
+    str(_PACKAGE / "_autocast" / "autocast.py"),
+    str(_PACKAGE / "diagnostics" / "programs" / "precision.py"),
+    str(_PACKAGE / "diagnostics" / "programs" / "runs.py"),
+)
 
 
 def _statement(file_name: str, number: int) -> str:
