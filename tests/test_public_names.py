@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "": {*INNER, "diagnostics", "testing"},
 }
 # Other rooms import only from the `__init__.py` of these folders, and never from `_support`'s.
-DOORS = {"_autocast", "_guard", "_loss_scale", "_precision", "_xla"}
+DOORS = {"_autocast", "_guard", "_loss_scale", "_order", "_precision", "_xla"}
 sys.path.insert(0, str(PACKAGE.parent / "tools"))
 rooms = importlib.import_module("rooms")
 MODULES = rooms.modules(PACKAGE)

@@ -149,16 +149,15 @@ def conversion(old: Atom, new: Atom, beside: Equation) -> Equation:
 
 
 def inlined(
-    jaxpr: Jaxpr, operands: Sequence[Atom], results: Sequence[Var], beside: Equation
+    jaxpr: Jaxpr, operands: Sequence[Any], results: Sequence[Any], beside: Equation
 ) -> list[Equation]:
     """Return the equations of a small program that reads `operands` and assigns `results`.
 
     They are attributed to the same line of the user's code as the equation `beside`.
     """
     jaxpr = jaxprs.without_constants(jaxpr)
-    new: dict[Atom, Atom] = dict(
-        zip([*jaxpr.invars, *jaxpr.outvars], [*operands, *results], strict=True)
-    )
+    pairs = zip([*jaxpr.invars, *jaxpr.outvars], [*operands, *results], strict=True)
+    new: dict[Atom, Any] = dict(pairs)
     equations: list[Equation] = []
     for inner in jaxpr.eqns:
         new |= {x: Var(x.aval) for x in inner.outvars if x not in new}

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale import _order, _state
+from optax_lossscale import _state
 from optax_lossscale._guard.decision import Decision, decide
 from optax_lossscale._guard.keep import step_where
 from optax_lossscale._guard.rules import Rule, SkipIf, as_rules, warn_of_loss
@@ -24,6 +24,11 @@ from optax_lossscale._loss_scale import (
     init,
     unscaled,
     warn_if_never_scaled,
+)
+from optax_lossscale._order import (
+    refuse_changed_updates,
+    refuse_second_guard,
+    warn_of_half_precision,
 )
 from optax_lossscale._state import Guard, GuardState, LossScaleState
 from optax_lossscale._support import checks, notes, tree
@@ -170,9 +175,9 @@ def _guard(
         except Exception as error:
             _add_other_leaf(error, params)
             raise
-        _order.refuse_second_guard("inner", inner_state)
-        _order.refuse_changed_updates(inner_state)
-        _order.warn_of_half_precision(params, inner_state)
+        refuse_second_guard("inner", inner_state)
+        refuse_changed_updates(inner_state)
+        warn_of_half_precision(params, inner_state)
         rule_states = tuple(rule.init(params) for rule in rules)
         return GuardState(init(policy), rule_states, inner_state)
 

@@ -33,11 +33,9 @@ def warn_if_never_scaled() -> None:
         return
     warn(
         "`update` divides gradients by the loss scale, but this process has not scaled a loss so "
-        "far. If they are gradients of the loss itself, SGD stands still, and Adam hides it. "
-        "Differentiate with `value_and_grad(loss_fn)(opt_state, params, ...)`. Give a trainer that "
-        "differentiates by itself `with_skipping(inner)` and `autocast(loss_fn, jnp.bfloat16)`, or "
-        "`scale_inside(autocast(loss_fn, jnp.float16), 2.0**15)`. If you multiply by the loss "
-        "scale yourself, or run an exported gradient function, take `scale_loss(1.0, opt_state)` "
-        "as the factor, which silences this warning."
+        "far. If they are gradients of the loss itself, differentiate with "
+        "`value_and_grad(loss_fn)(opt_state, params, ...)`. In a trainer that differentiates by "
+        "itself, use `with_skipping` and `autocast(loss_fn, jnp.bfloat16)` or `scale_inside`. If "
+        "you multiply by hand, take `scale_loss(1.0, opt_state)` as the factor: it is silent."
     )
     mark_scaled()  # not if the warning is turned into an error, so that the next call raises too

@@ -6,8 +6,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale import _order
 from optax_lossscale._autocast import refuse_hidden_storage
+from optax_lossscale._order import (
+    refuse_second_guard,
+    refuse_state_of_parameters,
+    refuse_two_for_parameters,
+)
 from optax_lossscale._precision.copies import copies_of
 from optax_lossscale._precision.rounding import array_seed, update_at_random
 from optax_lossscale._precision.wide_step import step_in_float32
@@ -94,11 +98,11 @@ def with_stochastic_rounding(
         wide = tree.in_float32(params, jnp.bfloat16)
         inner_state = inner.init(wide)
         instead = "`with_skipping(with_stochastic_rounding(inner))`"
-        _order.refuse_second_guard("inner", inner_state, instead)
-        _order.refuse_two_for_parameters(inner_state, MasterWeightsState, StochasticRoundingState)
+        refuse_second_guard("inner", inner_state, instead)
+        refuse_two_for_parameters(inner_state, MasterWeightsState, StochasticRoundingState)
         is_rounded = [tree.is_in(param, jnp.bfloat16) for param in jax.tree.leaves(params)]
         copies = copies_of(is_rounded, wide, inner.init, inner_state)
-        _order.refuse_state_of_parameters(inner_state, copies, warnings_given)
+        refuse_state_of_parameters(inner_state, copies, warnings_given)
         _warn_if_nothing_is_rounded("init", params, warnings_given)
         return StochasticRoundingState(jnp.zeros((), jnp.uint32), inner_state)
 

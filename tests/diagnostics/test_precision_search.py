@@ -1,6 +1,7 @@
 """precision_search: which lines need float32, found by measurement."""
 
 import functools
+import importlib.util
 import warnings
 
 import equinox as eqx
@@ -31,22 +32,27 @@ def fourier(params, x, scale=1.0, *, mode="sin"):
     return jnp.mean((features @ params["head"] - x[:, :8]) ** 2)
 
 
+TOLERANCES = [(jnp.bfloat16, 0.05), (jnp.float16, 0.02)]
+
+
 def plain(params, x):
     return jnp.mean((jnp.tanh(x @ params["angles"] / 60) @ params["head"]) ** 2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_the_line_that_needs_float32_is_named_and_keeping_it_by_hand_is_the_same(dtype):
+@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
+def test_the_line_that_needs_float32_is_named(dtype, tolerance):
     params = fourier_params()
-    found = precision_search(fourier, params, X, dtype=dtype)
-    assert found.error > 0.05
-    assert found.error_kept < 0.03
+    found = precision_search(fourier, params, X, dtype=dtype, tolerance=tolerance)
+    assert found.array_error > found.error > tolerance
+    assert found.error_kept < tolerance
     (line,) = found.keep
     assert "# ANGLES" in line
     assert line in found.lines
     assert sum(each.flops for each in found.lines.values()) == pytest.approx(1)
     text = str(found)
+    assert f"autocast(fun, jnp.{jnp.dtype(dtype)}, keep=found.keep)" in text
+    assert f"They have {found.lines[line].flops:.1%} of the operations" in text
     assert 'precision="highest"' in text
     assert "jax.default_matmul_precision" in text
     assert "one batch" in text
@@ -155,21 +161,21 @@ def test_the_line_is_named_for_two_argnums_and_for_stored_parameters():
     ]
     assert [each.array for each in found] == ["[0]", "", "['angles']"]
     for each in found:
-        assert each.error > 0.3
+        assert each.error > 0.25
         assert each.error_kept < 0.03
         assert ["# ANGLES" in line for line in each.keep] == [True]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_a_named_line_kept_by_hand_gives_the_same_gradient(dtype):
+@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
+def test_a_named_line_kept_by_hand_gives_the_same_gradient(dtype, tolerance):
     def by_hand(params, x):
         with jax.default_matmul_precision("highest"):
             angles = x @ params["angles"]
         return jnp.mean((jnp.sin(angles) @ params["head"] - x[:, :8]) ** 2)
 
     params = fourier_params()
-    (line,) = precision_search(fourier, params, X, dtype=dtype).keep
+    (line,) = precision_search(fourier, params, X, dtype=dtype, tolerance=tolerance).keep
     kept = jax.jit(jax.grad(ols.autocast(fourier, dtype, keep=[line])))(params, X)
     jax.tree.map(
         np.testing.assert_array_equal,
@@ -190,27 +196,112 @@ def test_a_loss_that_is_not_finite_in_half_is_infinitely_far():
     assert found.error_kept < 0.01
 
 
-@pytest.mark.slow
-def test_a_small_array_that_is_all_wrong_is_seen():
+def one_wrong_array(number):
+    """Return a loss with a small array whose gradient is wrong, among arrays that are right."""
     waves = 400 * jax.random.normal(jax.random.key(3), (16, 8))
-    params = {"large": jax.random.normal(jax.random.key(2), (16, 8)), "waves": waves}
+    keys = jax.random.split(jax.random.key(2), number - 1)
+    params = {"waves": waves} | {str(i): jax.random.normal(k, (16, 8)) for i, k in enumerate(keys)}
 
-    def mostly_large(scale, params, x):
+    def loss_fn(params, x):
         small = jnp.mean(jnp.sin(x @ params["waves"]) ** 2)  # SMALL
-        return jnp.mean((x @ params["large"]) ** 2) + scale * small
+        others = (x @ params[str(i)] for i in range(number - 1))
+        return sum(jnp.mean(y**2) for y in others) + 10 * small
 
-    def norms(scale):
-        return jax.tree.map(jnp.linalg.norm, jax.grad(mostly_large, 1)(scale, params, X))
+    return loss_fn, params
 
-    one = {name: float(norm) for name, norm in norms(1.0).items()}
-    scale = one["large"] / one["waves"] / 400
-    assert float(norms(scale)["waves"]) == pytest.approx(one["large"] / 400, rel=0.01)
-    half = jax.grad(ols.autocast(functools.partial(mostly_large, scale), jnp.bfloat16))(params, X)
-    exact = jax.grad(mostly_large, 1)(scale, params, X)["waves"]
-    assert jnp.linalg.norm(half["waves"] - exact) > 1.2 * jnp.linalg.norm(exact)
-    found = precision_search(functools.partial(mostly_large, scale), params, X)
-    assert found.array == "['waves']"
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [2, 8])
+def test_a_small_array_that_is_wrong_is_seen_and_named(number):
+    loss_fn, params = one_wrong_array(number)
+    with jax.numpy_dtype_promotion("standard"):
+        found = precision_search(loss_fn, params, X)
+    assert (found.array, found.array_error > 0.5) == ("['waves']", True)
+    assert "So that array is wrong" in str(found)
     assert ["# SMALL" in line for line in found.keep] == [True]
+    assert found.error == pytest.approx(found.array_error / number**0.5, rel=0.05)
+
+
+@pytest.mark.slow
+def test_an_error_is_a_root_mean_square_over_the_arrays():
+    params = fourier_params()
+    half, exact = (
+        jax.jit(jax.grad(fun), compiler_options={"xla_allow_excess_precision": False})(params, X)
+        for fun in (ols.autocast(fourier, jnp.bfloat16), fourier)
+    )
+    typical = np.sqrt(np.mean(np.concatenate([np.ravel(x) for x in exact.values()]) ** 2))
+    errors = [
+        np.linalg.norm(half[name] - x) / (np.linalg.norm(x) + 0.03 * typical * x.size**0.5)
+        for name, x in exact.items()
+    ]
+    found = precision_search(fourier, params, X)
+    assert found.error == pytest.approx(np.sqrt(np.mean(np.square(errors))), rel=0.01)
+    assert found.array_error == pytest.approx(max(errors), rel=0.01)
+
+
+def many_lines(folder, number, sensitive):
+    """Return a loss with a product on each of its lines, and its parameters."""
+    lines = [
+        f"    y += jnp.sin(x @ (p['{i}'] * {400 if i in sensitive else 1e-3})) @ p['{i}'].T"
+        for i in range(number)
+    ]
+    code = "import jax.numpy as jnp\ndef loss_fn(p, x):\n    y = 0.0\n" + "\n".join(lines)
+    file = folder / "many.py"
+    file.write_text(f"{code}\n    return jnp.mean(y ** 2)\n")
+    spec = importlib.util.spec_from_file_location("many", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    keys = jax.random.split(jax.random.key(5), number)
+    return module.loss_fn, {str(i): jax.random.normal(keys[i], (16, 8)) for i in range(number)}
+
+
+@pytest.mark.slow
+def test_many_lines_are_bisected(tmp_path, compilations):
+    loss_fn, params = many_lines(tmp_path, 20, {17})
+    jax.block_until_ready(X)
+    compilations.clear()
+    seen = []
+    with jax.numpy_dtype_promotion("standard"):
+        found = precision_search(
+            loss_fn, params, X, progress=lambda runs: (seen.append(x) or x for x in runs)
+        )
+    assert ["p['17']" in line for line in found.keep] == [True]
+    assert len(compilations) <= 2 + 2 * 5 + 1
+    assert seen[0] == "10 lines"
+    assert found.error_kept < 0.05 < found.error
+    others = 20 - len(found.lines)
+    assert others > 10
+    assert f"{others} other lines were not measured alone" in str(found)
+
+
+@pytest.mark.slow
+def test_arrays_of_numpy_are_compiled_over():
+    params = jax.tree.map(np.asarray, fourier_params())
+    by_jax = precision_search(fourier, fourier_params(), X)
+    found = precision_search(fourier, params, np.asarray(X))
+    assert (found.keep, found.error) == (by_jax.keep, by_jax.error)
+
+    def with_numbers(params, x):
+        scale = 1.0 if x[0, 0] == x[0, 0] else 0.0  # it reads a value
+        return fourier(params, jnp.asarray(x), scale)
+
+    found = precision_search(with_numbers, fourier_params(), np.asarray(X))
+    assert found.keep == by_jax.keep
+    assert "The code needs the values of NumPy's arrays" in str(found)
+
+
+@pytest.mark.slow
+def test_no_choice_of_lines_helps_if_the_loss_differs_in_each_call():
+    rng = np.random.default_rng(0)
+
+    def loss_fn(params, x):
+        return plain(params, x * (rng.random((64, 1)) > 0.5))  # dropout by NumPy
+
+    with jax.numpy_dtype_promotion("standard"):
+        text = str(precision_search(loss_fn, fourier_params(), X))
+    assert "No choice of lines helps" in text
+    assert "Is the loss the same in each call?" in text
+    assert "keep=found.keep" not in text
 
 
 @pytest.mark.slow
@@ -326,11 +417,13 @@ def test_wrong_arguments_are_refused_before_the_function_is_called():
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_not_finite_or_wrapped_already_is_told_so():
+def test_a_loss_that_cannot_be_searched_is_told_why():
     with pytest.raises(ValueError, match="first_nonfinite"):
         precision_search(lambda w: jnp.log(jnp.sum(w) * 0 - 1), jnp.ones(3))
     with pytest.raises(TypeError, match="wrapped by `autocast` already"):
         precision_search(ols.autocast(plain, jnp.bfloat16), fourier_params(), X)
+    with jax.default_matmul_precision("highest"), pytest.raises(TypeError, match="'highest'"):
+        precision_search(plain, fourier_params(), X)
 
 
 @pytest.mark.slow

@@ -136,11 +136,9 @@ def precision_search(
         except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # it needs an array's value
             compiled, notes = program(lambda leaf: isinstance(leaf, jax.Array)), (_NUMPY,)
             lines = _lines(fun, compiled, half)
-        found = _search(
-            fun, compiled, lines, dtype=half, tolerance=tolerance, progress=progress or iter
+        return _search(
+            fun, compiled, lines, half, tolerance=tolerance, progress=progress or iter, notes=notes
         )
-    object.__setattr__(found, "notes", (*found.notes, *notes))  # it is frozen
-    return found
 
 
 def _is_array(leaf: Leaf) -> bool:
@@ -210,10 +208,11 @@ def _search(
     fun: Callable[..., Any],
     program: Program,
     lines: _Lines,
-    *,
     dtype: np.dtype,
+    *,
     tolerance: float,
     progress: Callable[[Iterable[str]], Iterable[str]],
+    notes: Iterable[str],
 ) -> PrecisionSearch:
     with jax.default_matmul_precision("highest"):
         loss, exact = program.gradient(autocast_except(frozenset(), fun, _FLOAT32, Silence()))
@@ -253,13 +252,16 @@ def _search(
         dtype=dtype.name,
         tolerance=tolerance,
     )
-    if number := sum(map(len, search.within)):
-        note = (
+    object.__setattr__(found, "notes", (*_of_groups(search, lines), *notes))  # it is frozen
+    return found
+
+
+def _of_groups(search: "_Sensitive", lines: _Lines) -> Iterator[str]:
+    if number := len(lines.cast) - len(search.alone) if search.alone else 0:
+        yield (
             f"{number} other lines were not measured alone: together with all lines that are not\n"
             "kept, they are within the tolerance."
         )
-        object.__setattr__(found, "notes", (note,))  # it is frozen
-    return found
 
 
 class _Sensitive:
