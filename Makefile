@@ -21,10 +21,10 @@ NOX = PYENV_VERSION="$${PYENV_VERSION:-$$(pyenv versions --bare 2>/dev/null | pa
 help:
 	@sed -n 's/^| `\(make [a-z-]*\)` | \([^;|]*\).*/\1: \2/p' BUILD.md
 
-# Says how long it takes before it starts. `make -q` finds out whether anything must be installed.
+# Says what it will install before it starts. `make -q` finds out whether anything is missing.
 demo:
 	@$(MAKE) -s -q $(VENV)/examples.installed || \
-	  echo "Installs 0.9 GB into $(VENV), then trains a word model: about three minutes in all"
+	  echo "Installs 0.9 GB into $(VENV), then trains a word model"
 	@$(MAKE) -s $(VENV)/examples.installed
 	$(RUN) examples/word_model.py --output output/word_model.png
 
@@ -33,13 +33,13 @@ bench: $(VENV)/bench.installed
 	$(RUN) -m benchmarks.run --output output/benchmarks $(BENCH)
 
 # Compiles for GPUs and TPUs, which need not be present, counts what the programs do, and tests the
-# counts. About an hour.
+# counts.
 aot:
 	$(MAKE) VENV=.venv-aot .venv-aot/aot.installed
 	.venv-aot/bin/python -m pytest -m "" tests/project/test_compiled.py
 	.venv-aot/bin/python -m benchmarks.aot --output output/aot $(AOT)
 
-# For the inner loop: takes a minute and a half, and covers all but a few branches of the package.
+# For the inner loop: covers all but a few branches of the package.
 quick: $(VENV)/test.installed
 	$(QUICKLY) --ignore=tests/project --ignore=tests/oracles tests
 
@@ -67,7 +67,7 @@ docs: $(VENV)/docs.installed
 
 # Trains in every format, with and without loss scaling, and rewrites the marked parts of six pages.
 fidelity: $(VENV)/test.installed
-	$(RUN) -m benchmarks.fidelity --pages docs $(FIDELITY)
+	$(RUN) -m benchmarks.fidelity --pages docs --results benchmarks/results $(FIDELITY)
 
 # Tests the oldest and the newest supported versions, on every Python that it finds, including all
 # versions that pyenv has installed.

@@ -1,11 +1,13 @@
 """Test the package with the newest and the oldest supported versions: `make matrix`.
 
-Only `make test` covers the examples, benchmarks, documents and packaging (tests/project). `make
-release` runs the session `build`, and `make trial` the session `trial`.
+Only `make test-pages` covers the examples, benchmarks, documents and packaging (tests/project).
+`make release` runs the session `build`, and `make trial` the session `trial`. Once a week, the
+GitHub workflow runs `unpinned` and `nightly`.
 
 Arguments after `--` go to pytest: `make matrix MATRIX="-s oldest -- tests/loss_scale"`.
 """
 
+import os
 import tomllib
 from pathlib import Path
 
@@ -21,18 +23,37 @@ PYTHONS = nox.project.python_versions(nox.project.load_toml("pyproject.toml"))
 @nox.session(python=PYTHONS)
 def newest(session: nox.Session) -> None:
     """Test the versions in constraints.txt, the newest for each Python."""
-    _test(session, "constraints.txt")
+    _install(session, "--constraint", "constraints.txt")
+    _test(session)
 
 
 @nox.session(python=PYTHONS[0])
 def oldest(session: nox.Session) -> None:
     """Test constraints-oldest.txt on the oldest Python: half of it has no wheels for later ones."""
     cannot_run = tomllib.loads(Path("tools/not_on_the_oldest.toml").read_text("utf-8"))
+    _install(session, "--constraint", "constraints-oldest.txt")
     _test(
         session,
-        "constraints-oldest.txt",
         *(f"--{'deselect' if '::' in name else 'ignore'}={name}" for name in cannot_run),
     )
+
+
+@nox.session(python=PYTHONS[-1])
+def unpinned(session: nox.Session) -> None:
+    """Test the newest versions of all packages, which constraints.txt may not have yet."""
+    _install(session, "--upgrade", "--upgrade-strategy", "eager")
+    _test(session)
+
+
+@nox.session(python=PYTHONS[-1])
+def nightly(session: nox.Session) -> None:
+    """Test tonight's JAX, from the package index that JAX_NIGHTLY_INDEX names."""
+    index = os.environ.get("JAX_NIGHTLY_INDEX")
+    if not index:
+        session.skip("set JAX_NIGHTLY_INDEX to the address of JAX's index of nightly wheels")
+    _install(session, "--upgrade", "--upgrade-strategy", "eager")
+    session.install("--upgrade", "--pre", "--extra-index-url", index, "jax", "jaxlib")
+    _test(session)
 
 
 @nox.session(python=PYTHONS[0], reuse_venv=False)
@@ -53,9 +74,12 @@ def trial(session: nox.Session) -> None:
     session.run("python", "-W", "error", "-c", "import optax_lossscale.flax")
 
 
-def _test(session: nox.Session, pins: str, *arguments: str) -> None:
-    session.install("--constraint", pins, "--upgrade", "pip")
-    session.install("--constraint", pins, "--group", "test", "--editable", ".")
+def _install(session: nox.Session, *options: str) -> None:
+    session.install(*options, "--upgrade", "pip")
+    session.install(*options, "--group", "test", "--editable", ".")
+
+
+def _test(session: nox.Session, *arguments: str) -> None:
     session.run("python", "-c", "import jax; jax.print_environment_info()")
     # Each file runs in one worker, since the blocks of a document build on each other.
     workers = ("-n", "2", "--dist", "loadfile")

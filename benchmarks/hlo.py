@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from optax_lossscale._precision import products_on_cpu
+from optax_lossscale._autocast import products_on_cpu
 
 _ARRAY = re.compile(r"\b([a-z]+\d*)(?:e\w+)?\[([\d,]*)\](\{[^}]*\})?")
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}

@@ -21,6 +21,7 @@ from scipy import stats
 if TYPE_CHECKING:
     from matplotlib.figure import Figure  # only some programs need it
 
+RESULTS = Path(__file__).with_name("results")  # the numbers that the pages show
 FIDELITY = "make fidelity"
 INTERRUPTED = "An interrupted run keeps its results, but starts over: choose the rest with {}."
 
@@ -86,7 +87,7 @@ def interval(values: Sequence[float] | np.ndarray) -> Interval:
 
 
 class Report(NamedTuple):
-    """The text of a generated part of a page, and the numbers and pictures stored beside it."""
+    """The text of a generated part of a page, its pictures, and the numbers that both show."""
 
     text: str
     numbers: dict[str, Any] | None = None
@@ -94,10 +95,8 @@ class Report(NamedTuple):
 
 
 def publish(report: Report, part: str, page: Path, command: str = FIDELITY) -> None:
-    """Replace a part of a page, and beside it the numbers, in a file of the part's name."""
+    """Replace a part of a page, and its pictures beside the page."""
     page.write_text(replaced(page.read_text(), part, report.text, command))
-    if report.numbers:
-        page.with_name(f"{part}.json").write_text(as_json(report.numbers))
     for name, figure in report.pictures.items():
         path = page.parent / f"images/{name}.png"
         path.parent.mkdir(exist_ok=True)

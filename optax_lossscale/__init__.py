@@ -3,6 +3,7 @@
 import typing as _typing
 
 from optax_lossscale import diagnostics, testing
+from optax_lossscale._autocast import autocast
 from optax_lossscale._guard import Rule, Spike, with_loss_scaling, with_skipping
 from optax_lossscale._loss_scale import (
     DynamicLossScale,
@@ -21,7 +22,6 @@ from optax_lossscale._loss_scale import (
     value_and_grad,
 )
 from optax_lossscale._precision import (
-    autocast,
     cast,
     master_weights,
     with_bfloat16_state,

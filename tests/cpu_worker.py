@@ -19,7 +19,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
-from optax_lossscale._precision import products_on_cpu
+from optax_lossscale._autocast import products_on_cpu
 
 # As `jnp.einsum` writes them. The axis b is the batch, which devices share.
 FORMS = {

@@ -20,15 +20,18 @@ PACKAGE = Path(inspect.getfile(ols)).parent
 PUBLIC_ROOMS = [ols, ols.diagnostics, ols.flax, ols.keras]
 PUBLIC = {name for room in PUBLIC_ROOMS for name in room.__all__}
 MOST_LINES = 450
-INNER = {"_guard", "_loss_scale", "_order", "_precision", "_state", "_support", "_xla"}
-# Loss scaling and precision know nothing of each other, nor of the guard, which joins them.
+INNER = {
+    *("_autocast", "_guard", "_loss_scale", "_order", "_precision", "_state", "_support", "_xla")
+}
+# Loss scaling and casting know nothing of each other, nor of the guard, which joins them.
 MAY_IMPORT = {
     "_support": set(),
     "_state": {"_support"},
     "_order": {"_state", "_support"},
     "_xla": {"_support"},
     "_loss_scale": {"_order", "_state", "_support", "_xla"},
-    "_precision": {"_order", "_state", "_support"},
+    "_autocast": {"_support"},
+    "_precision": {"_autocast", "_order", "_state", "_support"},
     "_guard": INNER,
     "diagnostics": INNER,
     "flax": INNER,
@@ -37,7 +40,7 @@ MAY_IMPORT = {
     "": {*INNER, "diagnostics", "testing"},
 }
 # Other rooms import only from the `__init__.py` of these folders, and never from `_support`'s.
-DOORS = {"_guard", "_loss_scale", "_precision", "_xla"}
+DOORS = {"_autocast", "_guard", "_loss_scale", "_precision", "_xla"}
 sys.path.insert(0, str(PACKAGE.parent / "tools"))
 rooms = importlib.import_module("rooms")
 MODULES = rooms.modules(PACKAGE)

@@ -1,10 +1,11 @@
 """Train in float32, bfloat16, float16, and float16 with loss scaling, and compare the results.
 
-    python -m benchmarks.fidelity --pages docs
+    python -m benchmarks.fidelity --pages docs --results benchmarks/results
 
 Each part of the pages is measured anew: `fidelity` and `sensitive` of evidence.md, `gain` and
 `edge` of why.md, `memory`, `state` and `optimizers` of bfloat16_state.md, `parameters`, `rounding`
-and `continued` of master_weights.md, `spikes` of skipping.md, and `reinforce` of recipes.md.
+and `continued` of master_weights.md, `spikes` of skipping.md, and `reinforce` of recipes.md. The
+numbers that a page shows are stored as JSON in a file with the part's name.
 """
 
 import json
@@ -51,8 +52,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--only", nargs="+", choices=PARTS, default=[*PARTS], help="the parts to measure")
     add("--quick", action="store_true", help="train for a few steps only, as a check")
     add("--pages", type=Path, default=Path("output/fidelity"), help="folder of the pages")
+    add("--results", type=Path, default=Path("output/fidelity"), help="folder of the numbers")
     args = parser.parse_args(argv)
-    args.pages.mkdir(parents=True, exist_ok=True)
+    for folder in (args.pages, args.results):
+        folder.mkdir(parents=True, exist_ok=True)
     print(page.INTERRUPTED.format("--only"))
     for part in tqdm(args.only, unit="part", disable=None):
         name, measure = PARTS[part]
@@ -61,19 +64,22 @@ def main(argv: Sequence[str] | None = None) -> None:
             shutil.copy(f"docs/{name}.md", file)
         found = measure(quick=args.quick)
         page.publish(found, part, file)
-        record(part, args.pages)
+        if found.numbers:
+            (args.results / f"{part}.json").write_text(page.as_json(found.numbers))
+        record(part, args.pages, args.results)
         print(f"{found.text}\n\nWritten to {file}\n")
 
 
-def record(part: str, pages: Path) -> None:
+def record(part: str, pages: Path, results: Path) -> None:
     """Store when and with what a part was measured, and list that of all parts on a page."""
-    stored, listed = pages / f"{VERSIONS}.json", pages / f"{PARTS['fidelity'][0]}.md"
-    for file in (stored, listed):
+    stored, listed = results / f"{VERSIONS}.json", pages / f"{PARTS['fidelity'][0]}.md"
+    for file, folder in ((stored, page.RESULTS), (listed, Path("docs"))):
         if not file.exists():
-            shutil.copy(f"docs/{file.name}", file)
+            shutil.copy(folder / file.name, file)
     of_parts = json.loads(stored.read_text())
     of_parts[part] = page.environment("jax", "jaxlib", "optax", "flax", "scikit-learn")
-    page.publish(page.Report(versions(of_parts), of_parts), VERSIONS, listed)
+    stored.write_text(page.as_json(of_parts))
+    page.publish(page.Report(versions(of_parts)), VERSIONS, listed)
 
 
 def versions(of_parts: Mapping[str, str]) -> str:

@@ -15,7 +15,9 @@ from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
 
-RESULTS = Path(__file__).with_name("results.json")
+from benchmarks import page
+
+RESULTS = page.RESULTS / "programs.json"
 
 
 class Program(NamedTuple):

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_lossscale._autocast import refuse_hidden_storage
 from optax_lossscale._order import refuse_masters_inside, refuse_second_guard
 from optax_lossscale._precision.cast import warn_if_unused
 from optax_lossscale._precision.copies import copies_of
-from optax_lossscale._precision.inside_autocast import refuse_hidden_storage
 from optax_lossscale._precision.rounding import array_seed, rounded_at_random
 from optax_lossscale._state import Bfloat16State
 from optax_lossscale._support import checks, tree

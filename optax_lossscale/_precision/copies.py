@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import jax
 import optax
 
-from optax_lossscale._precision.edits import is_move, propagated
+from optax_lossscale._autocast import is_move, propagated
 from optax_lossscale._support.jaxprs import Equation, traced, without_constants
 from optax_lossscale._support.primitives import CONVERSIONS
 from optax_lossscale._support.tree import ARRAYS, KeyPath, PyTree

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_lossscale._autocast import refuse_hidden_storage
 from optax_lossscale._order import refuse_two_for_parameters
-from optax_lossscale._precision import halves
-from optax_lossscale._precision.inside_autocast import refuse_hidden_storage
+from optax_lossscale._precision import bits
 from optax_lossscale._precision.wide_step import step_in_float32
 from optax_lossscale._state import MasterWeightsState, StochasticRoundingState, find
 from optax_lossscale._support import checks, nnx, tree
@@ -203,17 +203,17 @@ def _of_other_dtype(path: KeyPath, param: Leaf, held: str) -> str:
     )
 
 
-def _current_master(param: jax.Array, kept: jax.Array) -> jax.Array:
+def _current_master(param: jax.Array, stored: jax.Array) -> jax.Array:
     """Return the master weight, or the parameter if it was replaced since the last step."""
-    if kept.dtype == jnp.int16:
-        return halves.join(param, kept)
+    if stored.dtype == jnp.int16:
+        return bits.join(param, stored)
     # Compare bits. If this compared numbers, XLA:GPU would remove the cast to half precision and
     # back (jaxlib 0.10.2, by its default `xla_allow_excess_precision`), and XLA:CPU would write
     # both sides to memory in float32.
-    rounded = kept.astype(param.dtype)
-    are_zeros = halves.is_zero(rounded) & halves.is_zero(param)
-    is_its_own = (halves.bits(rounded) == halves.bits(param)) | are_zeros
-    return jnp.where(is_its_own, kept, param.astype(jnp.float32))
+    rounded = stored.astype(param.dtype)
+    are_zeros = bits.is_zero(rounded) & bits.is_zero(param)
+    is_its_own = (bits.of(rounded) == bits.of(param)) | are_zeros
+    return jnp.where(is_its_own, stored, param.astype(jnp.float32))
 
 
 def _move_remainder(new: jax.Array, param: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -223,7 +223,7 @@ def _move_remainder(new: jax.Array, param: jax.Array) -> tuple[jax.Array, jax.Ar
     # Subtract instead of masking `word`. With a mask, a step of AdamW reads and writes 38 bytes per
     # parameter on a TPU v5e instead of 26, in 1.56 times the estimated cycles (libtpu 0.0.42.1).
     upper = jax.lax.bitcast_convert_type(word - remainder.astype(jnp.int32), jnp.float32)
-    rounded = halves.with_derivative_of(new, upper)
+    rounded = bits.with_derivative_of(new, upper)
     return remainder, _update_to(new, rounded, rounded == 0, param)
 
 
@@ -234,7 +234,7 @@ def _move_master(new: jax.Array, param: jax.Array) -> tuple[jax.Array, jax.Array
         new = jnp.where(jax.lax.is_finite(new), jax.lax.clamp(-largest, new, largest), new)
     half = new.astype(param.dtype)
     # A `where` between the casts stops XLA:GPU from removing both (see `_current_master`).
-    rounds_to_zero = halves.is_zero(half)
+    rounds_to_zero = bits.is_zero(half)
     rounded = jnp.where(rounds_to_zero, jnp.ones_like(half), half).astype(jnp.float32)
     return new, _update_to(new, rounded, rounds_to_zero, param)
 
@@ -255,7 +255,7 @@ def _update_to(
     """
     old = param.astype(jnp.float32)
     target = jnp.where(rounds_to_zero, new, rounded)
-    is_same_zero = rounds_to_zero & halves.is_zero(param) & (jnp.signbit(new) == jnp.signbit(old))
+    is_same_zero = rounds_to_zero & bits.is_zero(param) & (jnp.signbit(new) == jnp.signbit(old))
     is_unchanged = is_same_zero | ~jax.lax.is_finite(old)
     return jnp.where(is_unchanged, jnp.full_like(old, -0.0), target - old)
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._precision.halves import with_derivative_of
+from optax_lossscale._precision.bits import with_derivative_of
 from optax_lossscale._support.tree import is_symbolic, shown
 
 

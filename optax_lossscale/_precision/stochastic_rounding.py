@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale import _order
+from optax_lossscale._autocast import refuse_hidden_storage
 from optax_lossscale._precision.copies import copies_of
-from optax_lossscale._precision.inside_autocast import refuse_hidden_storage
 from optax_lossscale._precision.rounding import array_seed, update_at_random
 from optax_lossscale._precision.wide_step import step_in_float32
 from optax_lossscale._state import MasterWeightsState, StochasticRoundingState

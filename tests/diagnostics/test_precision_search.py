@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 import optax_lossscale as ols
 from benchmarks import workloads
-from optax_lossscale._precision import autocast_except
+from optax_lossscale._autocast import autocast_except
 from optax_lossscale.diagnostics import precision_search
 
 X = jax.random.normal(jax.random.key(0), (64, 16))

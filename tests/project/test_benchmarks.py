@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from benchmarks import aot, attention, cases, guards, page, run, workloads
+from benchmarks import aot, attention, cases, gpu, guards, page, run, workloads
 from benchmarks.contenders import CONTENDERS, Keras
 from benchmarks.page import version
 from benchmarks.programs import __main__ as programs
@@ -184,6 +184,41 @@ def test_the_command_runs_every_benchmark(tmp_path):
     rows = [row for each in found["steps"].values() for row in each["rows"].values()]
     assert [len(row["ratios"]) for row in rows] == 2 * len(run.STEPS) * [1]
     assert (tmp_path / "benchmarks.md").read_text().count("\n## ") == len(run.STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Only 0%.*float16")  # cast by hand
+def test_what_a_gpu_must_show_is_so_on_a_cpu(tmp_path, capsys):
+    assert gpu.main(["--dry", f"--output={tmp_path}"]) == 0
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert list(found["checks"]) == list(gpu.CHECKS)
+    assert {each["result"] for each in found["checks"].values()} == {gpu.PASSED}
+    table = capsys.readouterr().out.partition("\n\n")[2].partition("\n\n")[0].splitlines()
+    assert table[0] == "| cpu | result | figures |"
+    assert len(table) == 2 + len(gpu.CHECKS)
+    errors = found["checks"]["relative error of the worst gradient"]["figures"]
+    assert 0 < float(errors["bfloat16 with autocast"]) < 0.05
+
+
+def test_a_check_that_fails_or_raises_is_reported_and_the_others_run(tmp_path, monkeypatch, capsys):
+    claims, limits = {"it is small": False, "it is positive": True}, {"it is fast": False}
+    found = gpu.Found({"share": 2}, claims, limits)
+    checks = {"first": lambda _: 1 / 0, "second": lambda _: found, "third": gpu.peak_memory}
+    monkeypatch.setattr(gpu, "CHECKS", checks)
+    assert gpu.main(["--dry", f"--output={tmp_path}"]) == 2
+    printed = capsys.readouterr().out
+    assert "| first | FAILED; ZeroDivisionError: division by zero |  |" in printed
+    assert "| second | FAILED; it is small | share 2 |" in printed  # a CPU need not be fast
+    assert gpu.check("second", gpu.FULL)["broken"] == ["it is small", "it is fast"]
+    assert "| third | passed |" in printed
+    assert gpu.main(["--dry", f"--output={tmp_path}", "--seconds=0"]) == 3
+    assert capsys.readouterr().out.count("| not run: out of time |") == 3
+
+
+def test_the_worst_error_is_nan_if_a_gradient_is():
+    exact = [jnp.ones(2), jnp.ones(3)]
+    assert gpu.worst_error([exact[0], 1.5 * exact[1]], exact) == 0.5
+    assert np.isnan(gpu.worst_error([exact[0], jnp.nan * exact[1]], exact))
 
 
 def test_steps_are_compiled_for_devices_and_counted(tmp_path):

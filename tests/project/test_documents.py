@@ -137,7 +137,8 @@ def test_the_demo_says_what_it_is_about_to_do_before_it_installs(tmp_path):
     command = [make, "--dry-run", f"VENV={tmp_path}/env", "demo"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)  # noqa: S603
     said = re.compile(
-        r"^Installs .* GB .* minutes in all$.*-m venv.* --group", re.MULTILINE | re.DOTALL
+        r"^Installs [\d.]+ GB into [^\n]*, then trains a word model$.*-m venv.* --group",
+        re.MULTILINE | re.DOTALL,
     )
     assert said.search(done.stdout)
     assert not (tmp_path / "env").exists()
@@ -318,8 +319,9 @@ def test_every_test_that_a_document_names_exists():
 def test_every_make_target_that_is_named_exists():
     targets = set(re.findall(r"^([a-z-]+):", read("Makefile"), re.MULTILINE))
     assert "make test" in read(".ci/run")
-    workflows = ".github/workflows/ci.yml", ".github/workflows/release.yml"
-    for name in ("README.md", "BUILD.md", "CONTRIBUTING.md", ".ci/run", *workflows):
+    workflows = [*ROOT.glob(".github/workflows/*.yml"), ROOT / ".github/pull_request_template.md"]
+    documents = "README.md", "BUILD.md", "CONTRIBUTING.md", ".ci/run"
+    for name in (*documents, *(str(path.relative_to(ROOT)) for path in workflows)):
         named = set(re.findall(r"\bmake ([a-z]+(?:-[a-z]+)*)", read(name)))
         assert named
         assert named <= targets, name

@@ -19,7 +19,7 @@ from benchmarks.fidelity import gain, report, rounding, sensitive, state, tasks,
 from examples import reinforce
 
 DOCS = Path(__file__).parents[2] / "docs"
-STORED = json.loads((DOCS / "fidelity.json").read_text())
+STORED = json.loads((page.RESULTS / "fidelity.json").read_text())
 FLOAT32, FLOAT16, SCALED = training.FLOAT32, training.FLOAT16, training.SCALED
 
 
@@ -52,9 +52,10 @@ def test_a_short_run_trains_with_and_without_loss_scaling(monkeypatch):
 
 @pytest.mark.exhaustive
 def test_a_short_run_trains_every_task_and_writes_the_page(python, tmp_path):
-    options = "--quick", "--only", "fidelity", f"--pages={tmp_path}"
+    folders = f"--pages={tmp_path}", f"--results={tmp_path / 'results'}"
+    options = "--quick", "--only", "fidelity", *folders
     python("-W", "error", "-m", "benchmarks.fidelity", *options, cwd=DOCS.parent)
-    trained = json.loads((tmp_path / "fidelity.json").read_text())["tasks"]
+    trained = json.loads((tmp_path / "results/fidelity.json").read_text())["tasks"]
     assert [task["name"] for task in trained] == list(tasks.TASKS)
     for task in trained:
         assert_trained(task)
@@ -108,12 +109,12 @@ def test_float16_failed_or_not_as_the_page_says_and_scaling_is_close_to_float32(
 
 def test_versions_are_stored_for_each_part_and_listed_once(tmp_path):
     text = (DOCS / "evidence.md").read_text()
-    stored = json.loads((DOCS / "versions.json").read_text())
+    stored = json.loads((page.RESULTS / "versions.json").read_text())
     assert set(stored) <= set(command.PARTS)
     assert page.replaced(text, "versions", command.versions(stored)) == text
     assert "jax 0." not in (DOCS / "master_weights.md").read_text()
 
-    command.record("edge", tmp_path)
+    command.record("edge", tmp_path, tmp_path)
     again = json.loads((tmp_path / "versions.json").read_text())
     assert again == {**stored, "edge": again["edge"]}
     assert f"jax {jax.__version__}" in again["edge"]
@@ -182,7 +183,7 @@ def test_the_page_estimates_the_cost_of_rounding_as_the_measurement_does():
 
 def test_the_page_shows_the_stored_gain_the_same_loss_in_fewer_bytes():
     text = (DOCS / "why.md").read_text()
-    stored = json.loads((DOCS / "gain.json").read_text())
+    stored = json.loads((page.RESULTS / "gain.json").read_text())
     assert page.replaced(text, "gain", gain.block(stored)) == text
     losses = np.array([stored["losses"][way] for way in gain.WAYS])
     assert losses.shape == (2, gain.POINTS)
@@ -193,7 +194,7 @@ def test_the_page_shows_the_stored_gain_the_same_loss_in_fewer_bytes():
 
 @pytest.mark.slow
 def test_the_bytes_of_the_gain_are_those_of_today():
-    stored = json.loads((DOCS / "gain.json").read_text())["megabytes"]
+    stored = json.loads((page.RESULTS / "gain.json").read_text())["megabytes"]
     assert gain.megabytes(gain.FLOAT32) == pytest.approx(stored[gain.FLOAT32], rel=0.2)
     assert gain.megabytes(gain.BFLOAT16) == pytest.approx(stored[gain.BFLOAT16], rel=0.05)
 
@@ -236,7 +237,7 @@ def test_precision_search_names_the_lines_that_are_kept_and_no_others(name):
 
 
 def test_the_page_shows_the_stored_search_and_keeping_the_lines_learns_as_float32_does():
-    stored = json.loads((DOCS / "sensitive.json").read_text())
+    stored = json.loads((page.RESULTS / "sensitive.json").read_text())
     text = (DOCS / "evidence.md").read_text()
     assert page.replaced(text, "sensitive", sensitive.block(stored)) == text
     assert list(stored["programs"]) == list(sensitive.PROGRAMS)
@@ -289,7 +290,7 @@ def test_a_short_run_has_every_format():
 
 
 def test_the_page_shows_the_stored_numbers_which_show_its_conclusions():
-    stored = json.loads((DOCS / "reinforce.json").read_text())
+    stored = json.loads((page.RESULTS / "reinforce.json").read_text())
     assert (DOCS / "recipes.md").read_text().count(reinforcement.summary(stored)) == 1
     for ways in stored["runs"].values():
         right, gap = (

@@ -168,6 +168,12 @@ def test_documents_name_the_packages_version_and_address():
     assert PROJECT.get("urls", {}).get("Repository") == (cited and cited[1])
 
 
+def test_the_package_is_called_alpha_until_it_has_run_on_a_gpu():
+    has_run = "not yet run on" not in (ROOT / "README.md").read_text("utf-8")
+    (status,) = re.findall(r"Development Status :: \d - (\w+)", str(PROJECT["classifiers"]))
+    assert (status == "Alpha") != has_run
+
+
 # --- `make matrix`: the versions that the project supports
 
 PYTHONS = re.findall(r"Python :: (3\.\d+)", str(PROJECT["classifiers"]))

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from optax_lossscale._precision import AUTOCAST_SCOPE
+from optax_lossscale._autocast import AUTOCAST_SCOPE
 from optax_lossscale._support import checks, jaxprs, primitives
 from optax_lossscale._support.jaxprs import Atom, Equation, Jaxpr
 from optax_lossscale._support.lines import source_of

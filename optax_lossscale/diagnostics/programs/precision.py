@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from optax_lossscale._precision import Product, products_of, total_flops
+from optax_lossscale._autocast import Product, products_of, total_flops
 from optax_lossscale._support import checks
 from optax_lossscale._support.tree import PyTree, shown
 from optax_lossscale.diagnostics.programs.trace import trace

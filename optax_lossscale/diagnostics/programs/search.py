@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from optax_lossscale._autocast import Product, autocast_except, products_of, total_flops
 from optax_lossscale._loss_scale import differentiated
-from optax_lossscale._precision import Product, autocast_except, products_of, total_flops
 from optax_lossscale._support import checks, jaxprs, nnx
 from optax_lossscale._support.lines import GivenWarnings, source_of
 from optax_lossscale._support.tree import Leaf, PyTree, is_inexact, split

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 from jax.extend.core import Literal, Var
 
-from optax_lossscale._precision import edits
-from optax_lossscale._precision.matrix_products import SHORTEST, sizes_of
+from optax_lossscale._autocast import edits
+from optax_lossscale._autocast.matrix_products import SHORTEST, sizes_of
 from optax_lossscale._support import jaxprs, primitives
 from optax_lossscale._support.jaxprs import Atom, Equation, Jaxpr
 from optax_lossscale._support.lines import is_users

@@ -23,22 +23,22 @@ def with_derivative_of(x: jax.Array, value: jax.Array) -> jax.Array:
     return jnp.where(jax.lax.is_finite(x), value - zero, value)
 
 
-def bits(half: jax.Array) -> jax.Array:
+def of(half: jax.Array) -> jax.Array:
     """Return the bits of a half-precision array as uint16."""
     return jax.lax.bitcast_convert_type(half, jnp.uint16)
 
 
 def is_zero(half: jax.Array) -> jax.Array:
     """Return, for each element of a half-precision array, whether it is zero of either sign."""
-    return bits(half) << 1 == 0
+    return of(half) << 1 == 0
 
 
 def join(param: jax.Array, remainder: jax.Array) -> jax.Array:
     """Return the float32 that was split into `param` and `remainder`."""
-    word = jax.lax.bitcast_convert_type(bits(param).astype(jnp.uint32) << 16, jnp.int32)
+    word = jax.lax.bitcast_convert_type(of(param).astype(jnp.uint32) << 16, jnp.int32)
     remainder = remainder.astype(jnp.int32)
     # Splitting never makes these pairs. They arise when a parameter is replaced.
-    is_infinite = bits(param) << 1 == np.array(np.inf, param.dtype).view(np.uint16) << 1
+    is_infinite = of(param) << 1 == np.array(np.inf, param.dtype).view(np.uint16) << 1
     is_foreign = (is_zero(param) & (remainder < 0)) | (is_infinite & (remainder > 0))
     word += jnp.where(is_foreign, 0, remainder)
     whole = jax.lax.bitcast_convert_type(word, jnp.float32)

@@ -22,8 +22,8 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from optax_lossscale._precision import edits, products_on_cpu, rule, storage
-from optax_lossscale._precision.residuals import with_fewer_residuals
+from optax_lossscale._autocast import edits, products_on_cpu, stored_arguments, what_is_cast
+from optax_lossscale._autocast.residuals import with_fewer_residuals
 from optax_lossscale._support import jaxprs, primitives
 from optax_lossscale._support.jaxprs import Atom, Equation, Jaxpr
 from optax_lossscale._support.lines import source_of
@@ -50,7 +50,7 @@ def with_halves(jaxpr: Jaxpr, dtype: np.dtype, kept: frozenset[str] = frozenset(
     casting = Casting(dtype, kept, products_on_cpu.is_default_device())
 
     def edit(inner: Jaxpr) -> Jaxpr:
-        in_float32 = storage.with_inputs_in_float32(inner)
+        in_float32 = stored_arguments.with_inputs_in_float32(inner)
         return _Edit(in_float32, casting, inner.invars, (False,) * len(inner.invars)).edited()
 
     return edits.with_edit(edit, jaxpr)
@@ -81,7 +81,7 @@ class _Edit:
         self.halves: dict[Atom, Atom] = {wide: half for wide, half in pairs if wide is not half}
         self.converted: set[Atom] = set()
         self.uses = edits.number_of_uses(jaxpr)
-        self.fixed = rule.fixed_variables(jaxpr, are_fixed)
+        self.fixed = what_is_cast.fixed_variables(jaxpr, are_fixed)
 
     def edited(self) -> Jaxpr:
         eqns = [new for eqn in self.jaxpr.eqns for new in self.edited_equation(eqn)]
@@ -122,9 +122,9 @@ class _Edit:
         return {x: self.halves[x] for x in variables if x in self.halves}
 
     def with_edited_functions(self, eqn: Equation, taken: Mapping[Atom, Atom]) -> Equation:
-        is_followed = not rule.reason_not_to_follow(eqn)
+        is_followed = not what_is_cast.reason_not_to_follow(eqn)
         casting = self.casting if is_followed else self.casting._replace(dtype=_FLOAT32)
-        are_fixed = rule.fixed_inputs(eqn, self.fixed)
+        are_fixed = what_is_cast.fixed_inputs(eqn, self.fixed)
         halves = tuple(
             taken[x].aval.dtype if not isinstance(x, Literal) and x in taken else None
             for x in jaxprs.inputs_of_functions(eqn)
@@ -149,9 +149,11 @@ class _Edit:
         """
         dtype, kept, on_cpu = self.casting
         if kept and source_of(eqn) in kept:
-            return [rule.with_highest_precision(eqn)]
-        has_fixed_operand = any(rule.is_fixed(x, self.fixed) for x in eqn.invars[:2])
-        if dtype == _FLOAT32 or rule.reason_not_to_cast(eqn, has_fixed_operand=has_fixed_operand):
+            return [what_is_cast.with_highest_precision(eqn)]
+        has_fixed_operand = any(what_is_cast.is_fixed(x, self.fixed) for x in eqn.invars[:2])
+        if dtype == _FLOAT32 or what_is_cast.reason_not_to_cast(
+            eqn, has_fixed_operand=has_fixed_operand
+        ):
             return [eqn]
         (result,) = eqn.outvars
         lhs, rhs, half = (edits.variable_like(x, dtype) for x in (*eqn.invars[:2], result))

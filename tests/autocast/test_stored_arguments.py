@@ -501,7 +501,7 @@ def test_a_lookup_in_a_table_that_is_cast_back_is_warned_of_once(name, recwarn):
     heard = [str(warning.message) for warning in recwarn]
     assert len(heard) == (name in LOOKUPS)
     for text in heard:
-        assert "test_storage.py:" in text
+        assert "test_stored_arguments.py:" in text
         assert "`dtype=jnp.float32`" in text
         assert "`nnx.update(model, ols.cast(nnx.state(model, nnx.Param), jnp.bfloat16))`" in text
 
@@ -513,7 +513,7 @@ def test_the_remedies_for_an_embedding_work():
     loss = ols.autocast(lambda model: jnp.mean(model(words)), BF16)
     exact = nnx.grad(lambda model: jnp.mean(model(words)))(Tokens())["table"]["embedding"][...]
     with pytest.warns(
-        UserWarning, match=r"looks up rows, at .*test_storage.py:\d+: return self.out"
+        UserWarning, match=r"looks up rows, at .*test_stored_arguments.py:\d+: return self.out"
     ):
         wrong = nnx.grad(loss)(Tokens(param_dtype=BF16))["table"]["embedding"][...]
     assert relative_error(wrong, exact) > 0.5

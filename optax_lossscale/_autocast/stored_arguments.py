@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from jax.extend.core import Literal, Var
 
-from optax_lossscale._precision import edits
+from optax_lossscale._autocast import edits
 from optax_lossscale._support import jaxprs, primitives
 from optax_lossscale._support.jaxprs import Atom, Equation, Jaxpr
 from optax_lossscale._support.tree import HALF

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
-from optax_lossscale._precision import products_on_cpu
+from optax_lossscale._autocast import products_on_cpu
 
 BF16 = jnp.bfloat16
 WORKER = Path(__file__).parents[1] / "cpu_worker.py"

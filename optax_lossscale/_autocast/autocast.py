@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from optax_lossscale._precision.edits import constants_of
-from optax_lossscale._precision.inside_autocast import hidden_storage
-from optax_lossscale._precision.matrix_products import Product, products_of, total_flops
-from optax_lossscale._precision.products import with_halves
-from optax_lossscale._precision.rule import (
+from optax_lossscale._autocast.edits import constants_of
+from optax_lossscale._autocast.inside import hidden_storage
+from optax_lossscale._autocast.matrix_products import Product, products_of, total_flops
+from optax_lossscale._autocast.products import with_halves
+from optax_lossscale._autocast.stored_arguments import lookups_in_half
+from optax_lossscale._autocast.what_is_cast import (
     has_default_precision,
     is_inside_autocast,
     matmul_precision,
@@ -24,7 +25,6 @@ from optax_lossscale._precision.rule import (
     reason_not_to_follow,
     scope_of,
 )
-from optax_lossscale._precision.storage import lookups_in_half
 from optax_lossscale._support import checks, nnx
 from optax_lossscale._support.jaxprs import Jaxpr, evaluate, traced, without_constants
 from optax_lossscale._support.lines import GivenWarnings, is_own, source_of, warn_once
