@@ -138,7 +138,8 @@ def test_the_bytes_per_parameter_on_the_page_are_those_of_today():
 def test_a_short_run_measures_each_way(part, number):
     _, measure = command.PARTS[part]
     found = [
-        len(re.findall(r"±|[+-]0\.\d+(?= \|)", row)) for row in measure(quick=True).text.splitlines()
+        len(re.findall(r"±|[+-]0\.\d+(?= \|)", row))
+        for row in measure(quick=True).text.splitlines()
     ]
     assert set(found) - {0} == {number}  # the head of a table has none
 
