@@ -63,7 +63,7 @@ html_show_copyright = False
 html_show_sphinx = False
 html_copy_source = False
 html_search_scorer = str(Path(__file__).parent / "scorer.js")
-pygments_style = "friendly"
+pygments_style = "default"
 pygments_dark_style = "native"
 
 # Public names are known where they are imported from, not in the module that defines them, whose

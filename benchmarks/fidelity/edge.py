@@ -8,7 +8,7 @@ import optax
 
 from benchmarks.fidelity.tasks import Params, Task, words
 from benchmarks.fidelity.training import FLOAT16, FLOAT32, fit, make_train
-from benchmarks.page import Report, items
+from benchmarks.page import Report, table
 
 VOCABULARIES = 512, 2048, 8192
 BATCHES = 1024, 4096, 16384
@@ -46,13 +46,15 @@ def behind(batch: int, tx: Any) -> float:
 
 
 def measure(*, quick: bool) -> Report:
-    """Return a list: what float16 loses of the gradient, and how training ends, by batch."""
+    """Return a table: what float16 loses of the gradient, and how training ends, by batch."""
     vocabularies, batches = ((512,), (64,)) if quick else (VOCABULARIES, BATCHES)
     params = {vocabulary: learned(vocabulary) for vocabulary in vocabularies}
+    head = ["batch", *(f"zeros in %, {v:,} words" for v in vocabularies)]
+    head += [f"loss, {name}" for name in OPTIMIZERS]
     rows = []
     for batch in batches:
-        lost = {v: lost_share(each, words(vocabulary=v, batch=batch)) for v, each in params.items()}
-        cells = {f"({v:,})": f"{100 * share:.1f} %" for v, share in lost.items()}
-        cells |= {name: f"{behind(batch, tx):+.3f}" for name, tx in OPTIMIZERS.items()}
-        rows.append(items(f"batch {batch:,}", cells))
-    return Report("\n".join(rows))
+        lost = [lost_share(each, words(vocabulary=v, batch=batch)) for v, each in params.items()]
+        ends = [behind(batch, tx) for tx in OPTIMIZERS.values()]
+        shares = [f"{100 * share:.1f}" for share in lost]
+        rows.append([f"{batch:,}", *shares, *(f"{end:+.3f}" for end in ends)])
+    return Report(table(head, rows, texts=()))

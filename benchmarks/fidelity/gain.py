@@ -94,9 +94,9 @@ def block(results: dict[str, Any]) -> str:
 
 
 def draw(curves: dict[str, list[float]], sizes: dict[str, dict[str, float]]) -> Figure:
-    """Draw the losses on one another, and the bytes beside one another."""
-    figure = Figure(figsize=(9, 3), layout="constrained")
-    loss, memory = figure.subplots(1, 2, width_ratios=(1, 1))
+    """Draw the losses on one another, and below them the bytes, narrow enough for a phone."""
+    figure = Figure(figsize=(4.6, 5.2), layout="constrained")
+    loss, memory = figure.subplots(2, 1, height_ratios=(3, 2))
     for place, way in enumerate(WAYS):
         at = STEPS * np.arange(1, len(curves[way]) + 1) / len(curves[way])
         loss.plot(at, curves[way], label=way, **STYLES[way])

@@ -1,6 +1,7 @@
 """Optimizer state in bfloat16: how much memory it saves, and how well training works."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from sklearn.datasets import load_digits
 import optax_lossscale as ols
 from benchmarks.fidelity.tasks import Task, all_tasks, supervised
 from benchmarks.fidelity.training import facts, fit
-from benchmarks.page import Report, compared, interval, items, table
+from benchmarks.page import Interval, Report, compared, interval, table
 
 Wrap = Callable[[Any], Any]
 
@@ -81,7 +82,7 @@ def train(task: Task, tx: Any, seeds: range, *, params_dtype: Any = jnp.float32)
 
 
 def measure(*, quick: bool) -> Report:
-    """Return a list of three trainings: float32's result, and the differences from it."""
+    """Return a table of three trainings: float32's result, and the differences from it."""
     seeds = range(2 if quick else 4)
     digits, characters = (
         task._replace(metric="training loss", decimals=5)
@@ -101,11 +102,9 @@ def measure(*, quick: bool) -> Report:
             way: train(task, around(wrap(task.tx)), seeds, params_dtype=dtype)
             for way, wrap in WAYS.items()
         }
-        title, *found = compared(facts(task), ends)
-        rows.append(items(title.partition(":")[0], dict(zip(WAYS, found, strict=True))))
-    sizes = "; ".join(f"{task.name} {task.steps:,} steps" for task, _ in trainings)
-    listed = "\n".join(rows)
-    return Report(f"{listed}\n\n{len(seeds)} seeds. {sizes}.")
+        rows.append([f"{task.name}, {task.steps:,} steps", *compared(facts(task), ends)[1:]])
+    listed = table([f"training, {len(seeds)} seeds", *WAYS], rows)
+    return Report(listed)
 
 
 # Optimizers by name, at learning rates that work.
@@ -118,7 +117,7 @@ OPTIMIZERS: dict[str, Any] = {
     "Adagrad": optax.adagrad(3e-2),
     "Lion": optax.lion(1e-4),
     "SGD with momentum": optax.sgd(0.3, momentum=0.9),
-    "Adafactor, factored": optax.adafactor(1e-2, min_dim_size_to_factor=16, momentum=0.9),
+    "Adafactor (factored)": optax.adafactor(1e-2, min_dim_size_to_factor=16, momentum=0.9),
     "SM3": optax.sm3(1e-1),
     "Muon": optax.contrib.muon(1e-2),
     "MADGRAD": optax.contrib.madgrad(1e-3),
@@ -134,15 +133,34 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def measure_each(*, quick: bool) -> Report:
-    """Return, for each optimizer, by how many % the loss is more than in float32."""
+    """Group the optimizers by the most that the loss may differ from float32's, in %."""
     seeds = range(2 if quick else 3)
     task = autoencoder(features=64, steps=4) if quick else autoencoder(steps=1000)
-    rows = []
+    found = {}
     for name, tx in list(OPTIMIZERS.items())[: 2 if quick else None]:
         plain, rounded = (train(task, wrap(tx), seeds) for wrap in list(WAYS.values())[:2])
-        rows.append("{} {:+.1f} ± {:.1f}".format(name, *interval(100 * (rounded / plain - 1))))
-        print(rows[-1], flush=True)
-    return Report("; ".join(rows) + ".")
+        found[name] = interval(100 * (rounded / plain - 1))
+        print(f"{name} {found[name].mean:+.1f} ± {found[name].margin:.1f}", flush=True)
+    return Report(grouped(found))
+
+
+def grouped(found: Mapping[str, Interval]) -> str:
+    """Return a table of optimizers by the end of their interval that is farther from zero.
+
+    An optimizer whose interval leaves out zero is bold, with its mean.
+    """
+    rows, low = [], 0.0
+    for high in (1.0, 5.0, math.inf):
+        names = [
+            name if abs(mean) <= margin else f"**{name}** ({mean:+.1f})"
+            for name, (mean, margin) in found.items()
+            if low <= abs(mean) + margin < high
+        ]
+        if names:
+            ends = f"below {high:g} %" if math.isfinite(high) else f"{low:g} % or more"
+            rows.append([ends, ", ".join(names)])
+        low = high
+    return table(["may differ by", "optimizers"], rows, texts=(0, 1))
 
 
 PLANS: dict[str, tuple[Any, Wrap]] = {

@@ -38,18 +38,21 @@ from benchmarks.programs.training import EXACT, WAYS, Result, distance, train_al
 COMMAND = "python -m benchmarks.programs"
 PART, PAGE = "programs", "evidence"
 SHOWN = "float32", "autocast", "masters"
-HEAD = ("program", "half, %", *SHOWN, "gradient off, %", "needs float32")
+HEAD = (
+    "program",
+    "products in half, %",
+    "loss: float32",
+    "`autocast`",
+    "masters, bfloat16 parameters and moments",
+    "first gradient off, %: `autocast`/bfloat16 parameters",
+    "lines that `precision_search` names (worst error)",
+)
 OWN = (
     "program",
     *("their setting", "half, %: theirs", "ours"),
     *("loss: float32", "theirs", "ours"),
     *("gradient off, %: theirs", "ours"),
 )
-LEGEND = """\
-*masters*: bfloat16 parameters with masters in remainders, and moments in bfloat16. *half*: the
-share of the products' operations in half precision. *gradient off*: the relative error of the first
-gradient against float32 from the same stored weights, with `autocast`/with bfloat16 parameters.
-*needs float32*: the lines that `precision_search` names, and the error of the worst array."""
 MEMORY = """\
 Temporary memory of the gradient on an H100, as XLA's compiler counts it, by what the backward pass
 keeps."""
@@ -201,7 +204,7 @@ def table(programs: Mapping[str, Any]) -> str:
     columns_of_text = 0, len(HEAD) - 1
     notes = [note(program) for program in PROGRAMS.values() if program.reason]
     shown = page.table(HEAD, body, columns_of_text)
-    texts = [LEGEND, shown, "\n".join(notes), beside_their_own(programs)]
+    texts = [shown, "\n".join(notes), beside_their_own(programs)]
     return "\n\n".join(filter(None, [*texts, " ".join(about(programs)) if programs else ""]))
 
 

@@ -106,7 +106,7 @@ SEARCHED = {
     "compute_dtype, dtype float16": "flax casting",
     "param_dtype, stored in bfloat16, store parameters": "flax casting",
     "keras, stateless_call": "migration/keras",
-    "mindspore": "migration/mindspore",
+    "mindspore, deepspeed config": "migration/index",
     "jmp": "migration/jmp",
     "dynamicscale": "migration/flax_dynamic_scale",
     "lora, frozen, fine-tuning, adapters": "fine_tuning",
@@ -131,7 +131,7 @@ SEARCHED = {
     "test, assert, pytest": "testing",
     "trust": "evidence",
     "migrate": "migration/index",
-    "kaggle, colab, notebook": "install tutorial",
+    "kaggle, colab, notebook": "install",
     "7b, llama, how much memory": "install",
     "reduceonplateau, reducelronplateau, scheduler.step, lr scheduler": "migration/torch",
     "custom policy, own loss scale, custom rule": "api/policies api/guards skipping",
@@ -151,6 +151,22 @@ SEARCHED = {
     "vmap": "casting jax recipes",
     "x64": "casting install",
     "license, citation, contribute": "index install",
+    "gradscaler equivalent jax, loss scaling jax": "migration/torch jax api/policies",
+    "dynamic loss scaling": "migration/torch jax api/policies why",
+    "inference half precision, export onnx": "using",
+    "qlora, lora jax, merge adapters": "fine_tuning",
+    "debug nan, fp16 nan loss flax": "diagnostics",
+    "reduce optimizer memory, adam 8 bit": "bfloat16_state comparison",
+    "multiple gpus, tensor parallel, 70b": "distributed sharded",
+    "ema of weights": "averages",
+    "speed up training": "performance why",
+    "layernorm in float32, softmax in float32": "casting",
+    "unit test": "testing",
+    "gradient checkpointing, activation checkpointing": "recipes sharded",
+    "transformer example": "recipes",
+    "type hints": "api/index install",
+    "log the loss scale": "logging",
+    "unscale gradients before clipping": "order",
 }  # fmt: skip
 
 
@@ -177,6 +193,62 @@ def test_what_is_searched_for_is_among_the_first_three_results(site):
     pages = {word: [page for page, _ in results] for word, results in found.items()}
     assert any("changelog" in places for places in pages.values())
     assert [word for word, places in pages.items() if "changelog" in places[:-1]] == []
+
+
+def test_a_query_that_no_page_answers_whole_leads_to_the_pages_with_most_of_its_words(site):
+    most, none = search(site, "orbax checkpoint qwertyuiop", "qwertyuiop")
+    pages = [page for page, _ in most]
+    assert pages[0] == "checkpoints"
+    assert len(pages) == len(set(pages))
+    assert "bfloat16_state" not in pages  # it has a checkpoint, and no Orbax
+    assert none == []
+
+
+def luminance(color):
+    """Return the relative luminance of a color `#rrggbb` or `#rgb`, as WCAG 2 defines it."""
+    digits = color.lstrip("#")
+    step = len(digits) // 3
+    parts = [int(digits[i : i + step] * (3 - step), 16) / 255 for i in range(0, len(digits), step)]
+    linear = [
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    ]
+    return sum(map(operator.mul, (0.2126, 0.7152, 0.0722), linear))
+
+
+def contrast(one, other):
+    low, high = sorted(luminance(color) for color in (one, other))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_every_color_of_code_has_a_contrast_of_four_and_a_half_in_light_and_in_dark(site):
+    assert contrast("#fff", "#000000") == pytest.approx(21)
+    assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.01)
+    css = (site / "_static/pygments.css").read_text("utf-8")
+    rule = re.compile(
+        r'^(body\[data-theme="dark"\] )?\.highlight (?:\.(\w+) )?\{ ([^}]*)\}', re.MULTILINE
+    )
+    pages = "".join(path.read_text("utf-8") for path in sorted(site.rglob("*.html")))
+    used = set(re.findall(r'<span class="(\w{1,3})">', pages))
+    background, colors = {}, {}
+    for dark, token, style in rule.findall(css):
+        found = dict(re.findall(r"\b(background|color|background-color): (#\w+)", style))
+        if not token:
+            background[bool(dark)] = found["background"]
+        elif "color" in found and token in used - {"w"}:  # white space
+            colors[bool(dark), token] = found["color"]
+    assert len(colors) > 50
+    assert {"c1", "gi", "gd", "mi", "nb", "s2"} <= {token for _, token in colors}
+    assert {key: c for key, c in colors.items() if contrast(c, background[key[0]]) < 4.5} == {}
+    # Code that goes on to the right has a shadow on the same background.
+    edges = re.findall(r"--edge: (#\w+)", (site / "_static/site.css").read_text("utf-8"))
+    assert edges[:2] == [background[False], background[True]]
+
+
+def test_a_name_in_a_table_is_not_broken_in_its_middle():
+    css = (DOCS / "_static/site.css").read_text("utf-8")
+    of_code = re.findall(r"^ *table\.docutils[^{\n]*code\.literal \{([^}]*)\}", css, re.MULTILINE)
+    assert of_code
+    assert all("anywhere" not in rule and "break-" not in rule for rule in of_code)
 
 
 def sidebar(page):

@@ -231,14 +231,13 @@ def test_the_pages_are_few_and_have_few_words_and_at_most_seven_screens():
     assert [path.name for path in guides if length(on_site[path]) > 205] == []
     words = {path: words_of(text) for path, text in on_site.items()}
     assert words.pop(DOCS / "changelog.md") == 0  # its only block includes the file
-    assert 30 < len(words) <= 40
-    assert 12_000 < sum(words.values()) <= 17_500
+    assert 30 < len(words) <= 38
+    assert 12_000 < sum(words.values()) <= 16_500
     assert max(words.values()) <= 1_400
     by_name = {path.stem: count for path, count in words.items()}
     assert sum(by_name[name] for name in ("comparison", "evidence", "performance")) <= 2_800
     assert by_name["casting"] <= 800
     assert by_name["bfloat16_state"] <= 700
-    assert len(re.findall(r"^\| -", read("docs/bfloat16_state.md"), re.MULTILINE)) == 1  # table
 
 
 def test_links_within_the_project_lead_somewhere():

@@ -99,7 +99,7 @@ def test_every_link_of_the_long_description_leads_somewhere(address, sdist, buil
         text = archive.read(f"{STEM}.dist-info/METADATA").decode()
     assert RELATIVE.search((ROOT / "README.md").read_text("utf-8"))
     assert RELATIVE.search(text) is None
-    for link in ("raw/{}/docs/images/word_model.png", "blob/{}/docs/tutorial.md"):
+    for link in ("raw/{}/docs/images/word_model.png", "blob/{}/docs/why.md"):
         assert (f"]({address}/{link})".format(f"v{ols.__version__}") in text) == bool(address)
 
 
