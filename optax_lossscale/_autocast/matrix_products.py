@@ -27,13 +27,15 @@ class Product(NamedTuple):
         return source_of(*self.equations)
 
 
-def products_of(jaxpr: Jaxpr) -> list[Product]:
+def products_of(jaxpr: Jaxpr, *, of_all_branches: bool = False) -> list[Product]:
     """Return the products that the outputs of a jaxpr depend on, the last one first.
 
-    For a conditional, these are the products of the branch with the most operations in their dtype.
+    For a conditional, these are the products of the branch with the most operations in their dtype,
+    or those of all branches.
     """
     jaxpr = jaxprs.without_constants(jaxpr)
-    return list(_products(jaxpr, [True] * len(jaxpr.outvars)))
+    branches = itertools.chain.from_iterable if of_all_branches else _largest_branches
+    return list(_products(jaxpr, [True] * len(jaxpr.outvars), branches))
 
 
 def total_flops(products: Iterable[Product]) -> int:
@@ -42,7 +44,11 @@ def total_flops(products: Iterable[Product]) -> int:
 
 
 def _products(
-    jaxpr: Jaxpr, is_used: list[bool], times: int = 1, within: tuple[Equation, ...] = ()
+    jaxpr: Jaxpr,
+    is_used: list[bool],
+    of_branches: Callable[[list[list[Product]]], Iterable[Product]],
+    times: int = 1,
+    within: tuple[Equation, ...] = (),
 ) -> Iterator[Product]:
     used = {
         x for x, u in zip(jaxpr.outvars, is_used, strict=True) if u and not isinstance(x, Literal)
@@ -66,13 +72,11 @@ def _products(
         runs = _RUNS[name](equation.params) if name in _RUNS else 1
         functions = _FUNCTIONS[name](equation.params) if name in _FUNCTIONS else None
         inside = [
-            list(_products(inner, _used_of(inner, equation, results), times * runs, path))
-            for inner in functions or jaxprs.functions_in(equation.params)
+            list(_products(f, _used_of(f, equation, results), of_branches, times * runs, path))
+            for f in functions or jaxprs.functions_in(equation.params)
         ]
         yield from (
-            _largest_branches(inside)
-            if name == primitives.CONDITIONAL
-            else itertools.chain(*inside)
+            of_branches(inside) if name == primitives.CONDITIONAL else itertools.chain(*inside)
         )
 
 

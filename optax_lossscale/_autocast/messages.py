@@ -30,11 +30,12 @@ def warn_of_program(
         _warn_of_float16(jaxpr, given)
     if dtype == jnp.float32 and not keep:
         return
-    products = products_of(cast)
-    lines = {line_key(product.source()): product.source() for product in products}
-    _warn_of_unknown_lines(keep, lines, given)
+    if keep:
+        sources = (product.source() for product in products_of(cast, of_all_branches=True))
+        _warn_of_unknown_lines(keep, {line_key(source): source for source in sources}, given)
     if dtype != jnp.float32:
-        others = [product for product in products if line_key(product.source()) not in keep]
+        products = products_of(cast)
+        others = [x for x in products if line_key(x.source()) not in keep] if keep else products
         _warn_of_products(others, dtype, given)
 
 

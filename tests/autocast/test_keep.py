@@ -233,6 +233,22 @@ def test_lines_that_look_the_same_are_kept_together(tmp_path):
     assert products_kept(load(tmp_path, code), ["elsewhere/model.py:99: x = x @ w"]) == 2
 
 
+def test_a_line_in_any_branch_is_kept_without_a_warning():
+    def branches(w, x):
+        two = lambda x: x @ w @ w  # noqa: E731
+        one = lambda x: x @ w  # noqa: E731 (ONE)
+        return lax.switch(0, [two, one, jnp.sin], x)
+
+    line = "test_keep.py: one = lambda x: x @ w # noqa: E731 (ONE)"
+    other = line.replace("one =", "two =").replace("x @ w", "x @ w @ w").replace(" (ONE)", "")
+    for keep in ([line], [line, other]):
+        kept = ols.autocast(branches, BF16, keep=keep)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            program = str(jax.make_jaxpr(kept)(W, X))
+        assert program.count("Precision.HIGHEST, Precision.HIGHEST") == 2 * len(keep) - 1
+
+
 def test_kept_products_are_left_out_of_the_share():
     def head(w, x):
         return jnp.sum(x[:4] @ w), x @ w  # a few rows, and ANGLES

@@ -291,6 +291,23 @@ def test_arrays_of_numpy_are_compiled_over():
 
 
 @pytest.mark.slow
+def test_the_line_is_named_in_a_branch_with_fewer_operations():
+    def branches(params, x):
+        def rough(x):
+            return jnp.sin(x @ params["angles"]) @ params["head"]
+
+        def fine(x):
+            products = x @ params["angles"][:, :16]  # FINE
+            return jnp.tile(jnp.sin(products), (1, 2))[:, :8]
+
+        return jnp.mean(jax.lax.cond(x[0, 0] > 1e9, rough, fine, x) ** 2)
+
+    found = precision_search(branches, fourier_params(), X)
+    assert ["# FINE" in line for line in found.keep] == [True]
+    assert found.error_kept < 0.03
+
+
+@pytest.mark.slow
 def test_no_choice_of_lines_helps_if_the_loss_differs_in_each_call():
     rng = np.random.default_rng(0)
 

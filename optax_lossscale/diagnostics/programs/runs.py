@@ -55,14 +55,14 @@ class Program:
         return [*map(np.asarray, loss)], dict(zip(names, map(true, grads), strict=True))
 
     def products(self, fun: Callable[..., Any]) -> list[Product]:
-        """Return the products of a function, in the order of the program."""
+        """Return the products of a function, in all branches, in the order of the program."""
 
         def results(arrays: list[Leaf]) -> list[Leaf]:
             args, kwargs = self.arguments(arrays)
             leaves = jax.tree.leaves(fun(*args, **kwargs))
             return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
 
-        return products_of(jaxprs.make_jaxpr(results)(self.arrays))[::-1]
+        return products_of(jaxprs.make_jaxpr(results)(self.arrays), of_all_branches=True)[::-1]
 
 
 def arrays_of(
