@@ -1,7 +1,6 @@
 """Programs with products that must stay in float32: what `precision_search` names, and training.
 
-Each loss is `loss(params, x, precision)`. The lines that pass this precision to a product are those
-that `precision_search` should name.
+The lines that `precision_search` should name have the comment `needs float32`.
 """
 
 import functools
@@ -21,8 +20,7 @@ from benchmarks.page import Report, interval, table
 
 STEPS = 400
 KEPT = "kept"
-# Whether to wrap by `autocast`, and the precision of the sensitive products.
-WAYS = {FLOAT32: (False, None), BFLOAT16: (True, None), KEPT: (True, "highest")}
+WAYS = FLOAT32, BFLOAT16, KEPT
 HEAD = "program", "lines named", "gradient off, %: bfloat16", "kept", *(f"loss: {w}" for w in WAYS)
 
 
@@ -47,9 +45,9 @@ def fourier_features() -> Program:
     pixels, labels = load_digits(return_X_y=True)
     images, targets = jnp.float32(pixels[:512] / 16), jax.nn.one_hot(labels[:512], 10)
 
-    def loss(params: Params, data: Any, precision: Any = None) -> jax.Array:
+    def loss(params: Params, data: Any) -> jax.Array:
         images, targets = data
-        angles = jnp.dot(images, params["waves"], precision=precision)
+        angles = images @ params["waves"]  # needs float32
         features = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
         return jnp.mean((_network(params["net"], features) - targets) ** 2)
 
@@ -65,12 +63,12 @@ def codebook() -> Program:
     """Describe images of digits by entries of a codebook, chosen by their distances."""
     images = jnp.float32(load_digits().data[:512] / 16)
 
-    def loss(params: Params, images: jax.Array, precision: Any = None) -> jax.Array:
+    def loss(params: Params, images: jax.Array) -> jax.Array:
         codes = _network(params["encoder"], images) + 20
         book = params["book"]
-        products = jnp.dot(codes, book.T, precision=precision)
+        products = codes @ book.T  # needs float32
         distances = jnp.sum(codes**2, 1)[:, None] - 2 * products + jnp.sum(book**2, 1)[None]
-        chosen = jnp.dot(jax.nn.softmax(-distances), book, precision=precision)
+        chosen = jax.nn.softmax(-distances) @ book  # needs float32
         outputs = _network(params["decoder"], chosen - 20)
         return jnp.mean((outputs - images) ** 2) + 0.25 * jnp.mean((codes - chosen) ** 2)
 
@@ -89,10 +87,10 @@ def covariance() -> Program:
     """Make uncorrelated features of images of digits, whose mean is not zero."""
     images = jnp.float32(load_digits().data[:512] / 16)
 
-    def loss(params: Params, images: jax.Array, precision: Any = None) -> jax.Array:
+    def loss(params: Params, images: jax.Array) -> jax.Array:
         features = _network(params["net"], images) + 20
         mean = jnp.mean(features, 0)
-        squares = jnp.dot(features.T, features, precision=precision) / len(features)
+        squares = features.T @ features / len(features)  # needs float32
         return jnp.mean((squares - jnp.outer(mean, mean) - jnp.eye(len(mean))) ** 2)
 
     def init(key: jax.Array) -> Params:
@@ -110,15 +108,22 @@ PROGRAMS = {
 
 def search(program: Program) -> ols.diagnostics.PrecisionSearch:
     """Return which lines of a program need float32, with its first parameters."""
-    loss = functools.partial(program.loss, precision=None)
-    return ols.diagnostics.precision_search(loss, program.init(jax.random.key(0)), program.x)
+    params = program.init(jax.random.key(0))
+    return ols.diagnostics.precision_search(program.loss, params, program.x)
 
 
-def train(program: Program, way: str, seed: int, steps: int) -> float:
+def cast(
+    program: Program, way: str, found: ols.diagnostics.PrecisionSearch
+) -> Callable[..., jax.Array]:
+    """Return the loss of a program as it is trained in a way, after the search."""
+    if way == FLOAT32:
+        return program.loss
+    keep = found.keep if way == KEPT else ()
+    return ols.autocast(program.loss, jnp.bfloat16, keep=keep)
+
+
+def train(loss: Callable[..., jax.Array], program: Program, seed: int, steps: int) -> float:
     """Return the mean loss in the last tenth of the steps."""
-    half, precision = WAYS[way]
-    loss = functools.partial(program.loss, precision=precision)
-    loss = ols.autocast(loss, jnp.bfloat16) if half else loss
 
     @functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
     def run(x: Any, params: Params) -> jax.Array:
@@ -136,11 +141,15 @@ def measure(*, quick: bool) -> Report:
     for name, make in PROGRAMS.items():
         program = make()
         found = search(program)
+        losses = {way: cast(program, way, found) for way in WAYS}
         programs[name] = {
             "lines": [line.partition(": ")[2] for line in found.lines],
             "kept": [line.partition(": ")[2] for line in found.keep],
             "errors": [found.error, found.error_kept],
-            "losses": {w: [train(program, w, seed, steps) for seed in range(seeds)] for w in WAYS},
+            "losses": {
+                way: [train(loss, program, seed, steps) for seed in range(seeds)]
+                for way, loss in losses.items()
+            },
         }
     numbers = {"steps": steps, "programs": programs}
     return Report(block(numbers), numbers)

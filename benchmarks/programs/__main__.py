@@ -6,8 +6,10 @@ FOLDER holds checkouts or Git directories of the programs' repositories, which o
 which are no part of this one: `FOLDER/owner+name/repo`, `FOLDER/owner+name`, `FOLDER/owner/name` or
 `FOLDER/name`. Nothing is downloaded: the command names the checkouts that it misses, and the table
 says that their programs were not run. The functions of `drivers.py` and `kinds.py` make each
-program small and give it data that needs no download. `sensitive.py` searches the first step of
-each for lines that need float32.
+program small and give it data that needs no download. `sensitive.py` searches the first and the
+last step of each for lines that need float32. `--search` does only this, for programs whose results
+are in the file: a minute for each.
+
 The programs need what the programs import beyond
 the group `test`: `clu`, `diffrax`, `distrax`, `dm-pix`, `draccus`, `einops`, `gin-config`,
 `gymnax<0.0.9`, `haliax>=1.4.dev0`, `jmp`, `jraph`, `ml_collections`, `scipy`, `tabulate`.
@@ -45,7 +47,7 @@ HEAD = (
     "`autocast`",
     "masters, bfloat16 parameters and moments",
     "first gradient off, %: `autocast`/bfloat16 parameters",
-    "lines that `precision_search` names (worst error)",
+    "lines that `precision_search` names: gradient off (its worst array), %, fresh; trained",
 )
 OWN = (
     "program",
@@ -88,7 +90,8 @@ def search(program: Program, folder: Path) -> dict[str, Any]:
     with ProcessPoolExecutor(1, mp_context=server) as pool:
         found = pool.submit(search_alone, program, folder).result()
     print(f"  {found}", flush=True)
-    return found._asdict()
+    environment = {"library": library(), "environment": page.environment(*PACKAGES)}
+    return environment | {step: each._asdict() for step, each in found.items()}
 
 
 def link(program: Program, sha: str) -> str:
@@ -151,6 +154,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("folder", type=Path, help="where the programs' repositories are")
     add("--only", nargs="*", choices=PROGRAMS, default=[*PROGRAMS], help="the programs to train")
+    add("--search", action="store_true", help="only search the lines that need float32")
     add("--merge", nargs="+", type=Path, default=[], help="files of results to add")
     add("--results", type=Path, default=RESULTS, help="the file of results")
     add("--pages", type=Path, help="folder of the pages; without it, the tables are printed")
@@ -167,9 +171,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in here:
         program = PROGRAMS[name]
         print(f"{name}: {program.repository}, {program.file}", flush=True)
+        sha = commit(find(args.folder, program.repository))
+        if args.search:
+            trained = results["programs"][name]
+            if trained["commit"] != sha:
+                raise ValueError(f"the results of {name} are of {trained['commit']}, got {sha}")
+            trained["search"] = search(program, args.folder)
+            args.results.write_text(page.as_json(results))
+            continue
         ways = measure(program, args.folder)
         results["programs"][name] = {
-            "commit": commit(find(args.folder, program.repository)),
+            "commit": sha,
             "library": library(),
             "environment": page.environment(*PACKAGES),
             "ways": {way: result._asdict() for way, result in ways.items()},

@@ -1,8 +1,9 @@
-"""Which lines of a public program need float32, by `precision_search` of its first step."""
+"""Which lines of a public program need float32, in its first and its last step."""
 
 import contextlib
 import io
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,53 +19,31 @@ WAY = Way("float32")
 
 
 class Found(NamedTuple):
-    """What the search finds in a program.
+    """What the search finds in a step of a program.
 
     Attributes:
-      error: Of the first gradient, with all products in bfloat16.
-      error_kept: The same with the named lines in float32.
+      error: Of the gradient, with all products in bfloat16.
+      array_error: Of its worst array.
+      error_kept: The error with the named lines in float32.
       named: The code of the lines to keep.
       missing: Why it could not be searched, if it could not.
     """
 
     error: float | None = None
+    array_error: float | None = None
     error_kept: float | None = None
     named: list[str] = []  # noqa: RUF012 (never changed)
     missing: str = ""
 
 
-class Recorder(Library):
-    """Trains in float32, and records the loss function of the first step with its arguments.
+class Step:
+    """The loss function of a step, with the arrays of the first and the last time that it ran.
 
     A program differentiates inside its compiled step, where arguments have no values. So the
     function is recorded as a jaxpr, and the arrays leave the step by a callback.
     """
 
-    def __init__(self) -> None:
-        super().__init__(WAY)
-        self.loss: jax.extend.core.ClosedJaxpr | None = None
-        self.arrays: list[jax.Array] = []  # the loss function's, then those that it closes over
-        self.differentiable = 0  # the first of them
-        self.keys: dict[int, Any] = {}  # which are random keys, and their kinds
-
-    def autocast(self, fun: Callable[..., Any], dtype: str) -> Callable[..., Any]:
-        """Leave the function alone: the search takes the loss before `autocast`."""
-        del dtype
-        return fun
-
-    def value_and_grad(self, fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """Differentiate as the library does, and record the first call."""
-        differentiate = super().value_and_grad(fun, **options)
-
-        def recorded(state: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.loss is None:
-                self.record(fun, args, kwargs, has_aux=options.get("has_aux", False))
-            return differentiate(state, *args, **kwargs)
-
-        return recorded
-
-    def record(self, fun: Callable[..., Any], args: Any, kwargs: Any, *, has_aux: bool) -> None:
-        """Record a loss function of its arrays, those to differentiate first."""
+    def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any, *, has_aux: bool) -> None:
         leaves, structure = jax.tree.flatten((args, kwargs))
         at = [n for n, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
         first = len(jax.tree.leaves(args[0]))
@@ -78,47 +57,100 @@ class Recorder(Library):
             return value[0] if has_aux else value
 
         self.loss = jax.make_jaxpr(loss)(*(leaves[n] for n in order))
-        self.differentiable = len(params)
+        # The loss function's arrays, those to differentiate first, then those that it closes over.
         arrays = [*(leaves[n] for n in order), *self.loss.consts]
-        self.keys = {
-            n: jax.random.key_impl(array)
-            for n, array in enumerate(arrays)
-            if jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-        }
-        data = [jax.random.key_data(a) if n in self.keys else a for n, a in enumerate(arrays)]
+        self.differentiable = len(params)
+        self.types = [jax.typeof(array) for array in arrays]
+        self.mesh = jax.sharding.get_abstract_mesh()
+        self.runs: list[list[Any]] = []
+        keys = [jnp.issubdtype(array.dtype, jax.dtypes.prng_key) for array in arrays]
+        self.kinds = [
+            jax.random.key_impl(array) if is_key else None
+            for array, is_key in zip(arrays, keys, strict=True)
+        ]
+        data = [
+            jax.random.key_data(array) if is_key else array
+            for array, is_key in zip(arrays, keys, strict=True)
+        ]
         jax.debug.callback(self.keep, data)
 
     def keep(self, data: list[jax.Array]) -> None:
-        """Keep the arrays of the first step. Random keys leave it as their data."""
-        if not self.arrays:
-            self.arrays = [jnp.asarray(array) for array in data]
-            for n, implementation in self.keys.items():
-                self.arrays[n] = jax.random.wrap_key_data(data[n], impl=implementation)
+        """Keep the arrays of the first run, and of the last. Random keys come as their data."""
+        self.runs[1:] = [data]
 
-    def search(self) -> Found:
-        """Search the recorded function."""
-        if self.loss is None or not self.arrays:
-            return Found(missing="no step was recorded")
+    def search(self, data: list[Any]) -> Found:
+        """Search the function with the arrays of a run."""
         jaxpr, given = self.loss.jaxpr, len(self.loss.in_avals)
 
         def loss(params: list[jax.Array], rest: list[jax.Array]) -> Any:
             arrays = [*params, *rest]
             return jax.core.eval_jaxpr(jaxpr, arrays[given:], *arrays[:given])[0]
 
-        params, rest = self.arrays[: self.differentiable], self.arrays[self.differentiable :]
-        found = ols.diagnostics.precision_search(loss, params, rest)
+        is_set = not self.mesh.empty
+        with jax.set_mesh(concrete(self.mesh)) if is_set else contextlib.nullcontext():
+            arrays = list(map(self.placed, data, self.types, self.kinds))
+            parts = arrays[: self.differentiable], arrays[self.differentiable :]
+            found = ols.diagnostics.precision_search(loss, *parts)
         named = [line.partition(": ")[2] or line for line in found.keep]
-        return Found(found.error, found.error_kept, named)
+        return Found(found.error, found.array_error, found.error_kept, named)
+
+    def placed(self, data: Any, type_: Any, kind: Any) -> jax.Array:
+        """Return an array as the step had it, also over the devices of an explicit mesh."""
+        array = jnp.asarray(data)
+        if kind is not None:
+            array = jax.random.wrap_key_data(array, impl=kind)
+        mesh, spec = type_.sharding.mesh, type_.sharding.spec
+        if mesh.empty:
+            return array
+        return jax.device_put(array, jax.NamedSharding(concrete(mesh), spec))
 
 
-def search_alone(program: Program, folder: Path) -> Found:
-    """Train a program in float32 in a process of its own, and search its first step."""
+def concrete(mesh: jax.sharding.AbstractMesh) -> jax.sharding.Mesh:
+    """Return a mesh of this machine's devices with the axes of another one."""
+    return jax.make_mesh(mesh.axis_sizes, mesh.axis_names, mesh.axis_types)
+
+
+class Recorder(Library):
+    """Trains in float32, and records the loss functions of the steps with their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__(WAY)
+        self.steps: list[Step] = []  # one for each time that a program traces its step
+
+    def autocast(self, fun: Callable[..., Any], dtype: str) -> Callable[..., Any]:
+        """Leave the function alone: the search takes the loss before `autocast`."""
+        del dtype
+        return fun
+
+    def value_and_grad(self, fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """Differentiate as the library does, and record each call."""
+        differentiate = super().value_and_grad(fun, **options)
+
+        def recorded(state: Any, *args: Any, **kwargs: Any) -> Any:
+            self.steps.append(Step(fun, args, kwargs, has_aux=options.get("has_aux", False)))
+            return differentiate(state, *args, **kwargs)
+
+        return recorded
+
+    def search(self) -> dict[str, Found]:
+        """Search the first and the last step."""
+        steps = [step for step in self.steps if step.runs]
+        if not steps:
+            return {"fresh": Found(missing="no step was recorded")}
+        first, last = steps[0], steps[-1]
+        return {"fresh": first.search(first.runs[0]), "trained": last.search(last.runs[-1])}
+
+
+def search_alone(program: Program, folder: Path) -> dict[str, Found]:
+    """Train a program in float32 in a process of its own, and search its steps."""
     jax.config.update("jax_num_cpu_devices", program.devices)
+    jax.config.update("jax_disable_most_optimizations", True)  # compiling takes most of the time
+    warnings.simplefilter("ignore")
     return search(program, folder)
 
 
-def search(program: Program, folder: Path) -> Found:
-    """Train a program in float32, and search its first step."""
+def search(program: Program, folder: Path) -> dict[str, Found]:
+    """Train a program in float32, and search its first step and its last one."""
     library = Recorder()
     with tempfile.TemporaryDirectory() as root, as_names(library):
         extract(program, folder, Path(root))
@@ -128,13 +160,15 @@ def search(program: Program, folder: Path) -> Found:
             jax.effects_barrier()
             return library.search()
         except Exception as raised:  # noqa: BLE001 (an error is a result)
-            return Found(missing=f"{type(raised).__name__}: {raised}".partition("\n")[0])
+            return {"fresh": Found(missing=f"{type(raised).__name__}: {raised}".partition("\n")[0])}
 
 
 def cell(found: Mapping[str, Any] | None) -> str:
     """Return the cell of a program in the table. It is empty if it was not searched."""
-    read = Found(**found) if found else Found()
-    if read.error is None:
-        return ""
-    named = ", ".join(f"`{line}`" for line in read.named) or "none"
-    return f"{named} ({100 * read.error:.2g} %)"
+    steps = [Found(**found[step]) for step in ("fresh", "trained") if found and step in found]
+    read = [each for each in steps if each.error is not None]
+    named = [", ".join(f"`{line}`" for line in each.named) or "none" for each in read]
+    errors = [f"{100 * each.error:.2g} ({100 * each.array_error:.2g})" for each in read]
+    if len({*named}) == 1:
+        return f"{named[0]}: {'; '.join(errors)}"
+    return "; ".join(map("{}: {}".format, named, errors))

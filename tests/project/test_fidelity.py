@@ -1,6 +1,5 @@
 """`make fidelity`: the pages show the stored measurements, and these can be reproduced."""
 
-import functools
 import json
 import math
 import re
@@ -222,12 +221,10 @@ def test_precision_search_names_the_lines_that_are_kept_and_no_others(name):
     found = sensitive.search(program)
     assert found.error > 0.3
     assert found.error_kept < 0.03
-    assert {line for line in found.lines if "precision=precision" in line} == set(found.keep)
+    assert {line for line in found.lines if "# needs float32" in line} == set(found.keep)
 
     def gradient(way):
-        half, precision = sensitive.WAYS[way]
-        loss = functools.partial(program.loss, precision=precision)
-        loss = ols.autocast(loss, jnp.bfloat16) if half else loss
+        loss = sensitive.cast(program, way, found)
         options = {"xla_allow_excess_precision": False}
         params = program.init(jax.random.key(0))
         return jax.jit(jax.grad(loss), compiler_options=options)(params, program.x)
@@ -243,7 +240,7 @@ def test_the_page_shows_the_stored_search_and_keeping_the_lines_learns_as_float3
     assert page.replaced(text, "sensitive", sensitive.block(stored)) == text
     assert list(stored["programs"]) == list(sensitive.PROGRAMS)
     for found in stored["programs"].values():
-        assert all("precision=precision" in line for line in found["kept"])
+        assert all("# needs float32" in line for line in found["kept"])
         exact, half, kept = (np.mean(found["losses"][way]) for way in sensitive.WAYS)
         assert half > 3 * exact
         assert abs(kept - exact) < 0.01 * (half - exact)
