@@ -342,7 +342,7 @@ def test_many_arrays_are_checked_in_small_programs_before_any_is_waited_for(monk
     shapes = [(2,), (3, 2), *[(i,) for i in range(1, 12)]]
     arrays = [np.ones(shapes[i % len(shapes)], np.float32) for i in range(1200)]
     arrays = [*map(jnp.asarray, arrays), *arrays[:3]]
-    calls, real = [], health._compiled
+    calls, real = [], health._compiled  # noqa: SLF001
     monkeypatch.setattr(health, "_compiled", lambda group: calls.append(len(group)) or real(group))
     reads, get = [], jax.device_get
     monkeypatch.setattr(jax, "device_get", lambda x: reads.append(len(calls)) or get(x))
