@@ -186,8 +186,8 @@ def _refuse_nonfinite(inner_state: PyTree) -> None:
     if place is not None:
         raise ValueError(
             "`opt_state` must hold arrays of finite numbers, got NaN or infinity at "
-            f"{path_name(arrays[place][0])} of the inner state. If a gradient's square overflows: "
-            "clip inside the guard. Then go on from an older state."
+            f"{path_name(arrays[place][0])} of the inner state. Probably a gradient's square "
+            "overflows: clip inside the guard, then go on from an older state."
         )
 
 
