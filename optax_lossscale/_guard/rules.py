@@ -116,7 +116,8 @@ def warn_of_loss(rules: tuple[Rule, ...], given: set[str]) -> None:
     if not any(map(_asks_for_loss, rules)):
         warn_once(
             "`loss` is an extra argument that nothing checks: a step whose loss is NaN may be "
-            "applied. Optax calls the loss `value`: `tx.update(grads, state, params, value=loss)`.",
+            "applied. Optax calls the loss `value`: `tx.update(grads, state, params, value=loss)`. "
+            'If a trainer calls `update`, use `skip_if=Spike("loss")`.',
             given,
         )
 

@@ -266,9 +266,12 @@ def require_rule_states(rule_states: object, rules: Sequence[object]) -> None:
 
 
 def require_values(name: str, tree: PyTree, remedy: str) -> None:
-    """Raise if a tree contains traced arrays."""
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
+    """Raise if a tree contains traced or abstract arrays."""
+    leaves = jax.tree.leaves(tree)
+    if any(isinstance(leaf, Tracer) for leaf in leaves):
         raise TypeError(f"`{name}` must hold values, got traced arrays. {remedy}")
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        raise TypeError(f"`{name}` must hold values, got abstract arrays, as of `jax.eval_shape`.")
 
 
 def require_axis_name(axis_name: AxisName | None) -> None:
