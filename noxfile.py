@@ -1,7 +1,7 @@
 """Test the package with the newest and the oldest supported versions: `make matrix`.
 
-Only `make test` covers the examples, benchmarks, documents and packaging (tests/project). `make
-release` runs the session `build`, and `make trial` the session `trial`.
+Only `make test-pages` covers the examples, benchmarks, documents and packaging (tests/project).
+`make release` runs the session `build`, and `make trial` the session `trial`.
 
 Arguments after `--` go to pytest: `make matrix MATRIX="-s oldest -- tests/loss_scale"`.
 """
