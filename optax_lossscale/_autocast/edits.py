@@ -34,13 +34,13 @@ def number_of_uses(jaxpr: Jaxpr) -> Counter[Atom]:
 def propagated(
     jaxpr: Jaxpr,
     marks: Sequence[Mark | None],
-    rule: Callable[[tuple[Equation, ...], Sequence[Mark | None]], Sequence[Mark | None]],
+    marks_of: Callable[[tuple[Equation, ...], Sequence[Mark | None]], Sequence[Mark | None]],
     within: tuple[Equation, ...] = (),
 ) -> list[Mark | None]:
     """Return the marks of the outputs of a program, given the marks of its inputs.
 
-    `rule` takes an equation, followed by those that contain it, and the marks of its operands. It
-    returns the marks of its results. Functions that an equation calls are followed.
+    `marks_of` takes an equation, followed by those that contain it, and the marks of its operands.
+    It returns the marks of its results. Functions that an equation calls are followed.
     """
     inputs = zip(jaxpr.invars, marks, strict=True)
     known = {x: mark for x, mark in inputs if mark is not None}
@@ -50,12 +50,12 @@ def propagated(
 
     for equation in jaxpr.eqns:
         path, sources = (equation, *within), of(equation.invars)
-        results, name = rule(path, sources), equation.primitive.name
+        results, name = marks_of(path, sources), equation.primitive.name
         if name in primitives.FOLLOWED | primitives.CUSTOM_DERIVATIVES:
             for inner in jaxprs.functions_in(equation.params):
                 # The first operand of a conditional is its index.
                 given = sources[len(sources) - len(inner.invars) :]
-                inside = propagated(inner, given, rule, path)
+                inside = propagated(inner, given, marks_of, path)
                 results = inside if name in primitives.CALLS else results
         outputs = zip(equation.outvars, results, strict=True)
         known |= {x: mark for x, mark in outputs if mark is not None}
@@ -109,15 +109,15 @@ def memoized(
     results: weakref.WeakKeyDictionary[Jaxpr, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 
     @functools.wraps(fun)
-    def run(jaxpr: Jaxpr, *args: P.args, **kwargs: P.kwargs) -> Result:
+    def looked_up(jaxpr: Jaxpr, *args: P.args, **kwargs: P.kwargs) -> Result:
         known, key = results.setdefault(jaxpr, {}), (args, *kwargs.items())
         if key not in known:
             result: Any = fun(jaxpr, *args, **kwargs)
             known[key] = None if result is jaxpr else result  # else the cache keeps `jaxpr` alive
-        kept: Any = known[key]
-        return cast(Any, jaxpr) if kept is None else kept
+        cached: Any = known[key]
+        return cast(Any, jaxpr) if cached is None else cached
 
-    return run
+    return looked_up
 
 
 def constants_of(jaxpr: Jaxpr) -> Iterator[Leaf]:
@@ -146,6 +146,32 @@ def conversion(old: Atom, new: Atom, beside: Equation) -> Equation:
         params={"new_dtype": new.aval.dtype, "weak_type": new.aval.weak_type, "sharding": None},
         effects=frozenset(),
     )
+
+
+def inlined(
+    jaxpr: Jaxpr, operands: Sequence[Atom], results: Sequence[Var], beside: Equation
+) -> list[Equation]:
+    """Return the equations of a small program that reads `operands` and assigns `results`.
+
+    They are attributed to the same line of the user's code as the equation `beside`.
+    """
+    jaxpr = jaxprs.without_constants(jaxpr)
+    new: dict[Atom, Atom] = dict(
+        zip([*jaxpr.invars, *jaxpr.outvars], [*operands, *results], strict=True)
+    )
+    equations: list[Equation] = []
+    for inner in jaxpr.eqns:
+        new |= {x: Var(x.aval) for x in inner.outvars if x not in new}
+        equations.append(
+            beside.replace(
+                primitive=inner.primitive,
+                invars=renamed(inner.invars, new),
+                outvars=renamed(inner.outvars, new),
+                params=inner.params,
+                effects=inner.effects,
+            )
+        )
+    return equations
 
 
 def is_move(equation: Equation) -> bool:

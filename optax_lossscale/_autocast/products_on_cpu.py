@@ -21,12 +21,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Var
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from optax_lossscale._autocast import edits
 from optax_lossscale._support import jaxprs, primitives
-from optax_lossscale._support.jaxprs import Atom, Equation, Jaxpr
+from optax_lossscale._support.jaxprs import Equation, Jaxpr
 
 enabled = True  # what counts programs for other platforms, without a mesh, turns it off
 
@@ -55,18 +54,7 @@ def product_of_matrices(eqn: Equation, *, is_default: bool | None) -> list[Equat
     avals, params = (*(x.aval for x in eqn.invars), result.aval), tuple(eqn.params.items())
     with eqn.ctx.manager:  # with the mesh of the product
         jaxpr = _traced(avals, params, eqn.ctx.cur_abstract_mesh)
-    pairs = zip([*jaxpr.invars, *jaxpr.outvars], [*eqn.invars, result], strict=True)
-    new: dict[Atom, Atom] = dict(pairs)
-    eqns: list[Equation] = []
-    for inner in jaxpr.eqns:
-        new |= {x: Var(x.aval) for x in inner.outvars if x not in new}
-        invars, outvars = edits.renamed(inner.invars, new), edits.renamed(inner.outvars, new)
-        eqns.append(
-            eqn.replace(
-                primitive=inner.primitive, params=inner.params, invars=invars, outvars=outvars
-            )
-        )
-    return eqns
+    return edits.inlined(jaxpr, eqn.invars, [result], beside=eqn)
 
 
 def _is_on_one_cpu(eqn: Equation, *, is_default: bool | None) -> bool:

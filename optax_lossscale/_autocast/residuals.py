@@ -1,9 +1,12 @@
-"""Residuals of a scan: what it keeps for its backward pass.
+"""Residuals of a scan: what it saves for its backward pass.
 
 JAX stacks every value that the derivative of a scan's body reads: for a norm, softmax or activation
 in float32, several float32 arrays. Here the backward pass repeats moves and cheap arithmetic, from
-values that are kept anyway: the results of half-precision products, kernels, reductions and loops.
+values that are saved anyway: the results of half-precision products, kernels, reductions and loops.
 It repeats elementary functions too, if that saves enough memory. The gradients are the same.
+
+The body becomes one `jax.checkpoint`, whose policy says which results are saved. Where a policy is
+not asked, or must not save, an identity behind the result is asked instead (`_saved`).
 """
 
 import functools
@@ -26,73 +29,85 @@ from optax_lossscale._support.tree import is_symbolic
 
 @edits.memoized
 def with_fewer_residuals(body: Jaxpr, operands: ScanOperands) -> Jaxpr:
-    """Return the body of a scan with fewer residuals, or the same object if it keeps as few."""
+    """Return the body of a scan with fewer residuals, or the same object if it saves as few."""
 
-    def edit(body: Jaxpr) -> Jaxpr:
-        # By a `jax.checkpoint` of its own, the program decides what is kept.
-        eqns = jaxprs.all_equations(body)
-        is_free = all(eqn.params.get("policy", _keeps_elementary) in _POLICIES for eqn in eqns)
-        if jaxprs.has_effects(body) or not is_free:
+    def checkpointed_or_same(body: Jaxpr) -> Jaxpr:
+        if jaxprs.has_effects(body) or _chooses_by_itself(body):
             return body
-        keeping = _checkpointed(body, operands.constants)
-        repeating = _with_params(keeping, policy=_repeats_elementary)
+        saving = _checkpointed(body, operands.constants)
+        repeating = _with_params(saving, policy=_repeats_elementary)
         try:
-            return _keeping_least(body, keeping, repeating, operands)
-        except Exception:  # noqa: BLE001
-            # It has collectives, whose axes are unknown here, or no derivative.
-            return keeping
+            return _saving_least(body, saving, repeating, operands)
+        except NameError:  # from a collective, whose axis has no size outside of its map
+            return saving
+        except (NotImplementedError, ValueError):  # from JAX, for what has no derivative
+            return body
 
-    return edits.with_edit(edit, body)
+    return edits.with_edit(checkpointed_or_same, body)
 
 
-def _keeps_elementary(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Return whether a result is kept for the backward pass. A policy for `jax.checkpoint`."""
-    return _is_kept(primitives.ARITHMETIC, primitive, avals, params)
+def _chooses_by_itself(body: Jaxpr) -> bool:
+    """Return whether the program has a `jax.checkpoint` of its own, which says what is saved."""
+    policies = [
+        eqn.params["policy"] for eqn in jaxprs.all_equations(body) if "policy" in eqn.params
+    ]
+    return not {*policies} <= {*_POLICIES}
+
+
+def _saves_elementary(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """Return whether a result is saved for the backward pass. A policy for `jax.checkpoint`."""
+    return _is_saved(primitives.ARITHMETIC, primitive, avals, params)
 
 
 def _repeats_elementary(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Return whether a result is kept, if elementary functions are repeated. A policy."""
-    return _is_kept(primitives.ARITHMETIC | primitives.ELEMENTARY, primitive, avals, params)
+    """Return whether a result is saved, if elementary functions are repeated. A policy."""
+    return _is_saved(primitives.ARITHMETIC | primitives.ELEMENTARY, primitive, avals, params)
 
 
-_POLICIES = (_keeps_elementary, _repeats_elementary)
+_POLICIES = (_saves_elementary, _repeats_elementary)
 
 
-def _is_kept(
+def _is_saved(
     repeated: frozenset[str], primitive: Any, avals: Iterable[Any], params: Mapping[str, Any]
 ) -> bool:
-    """Return whether a result is kept, if operations in `repeated` are repeated."""
+    """Return whether a result is saved, if operations in `repeated` are repeated."""
     if primitive.name in primitives.COMPARISONS:
         # For floats, the result needs one byte, and the operands at least eight.
         return any(jnp.issubdtype(aval.dtype, jnp.floating) for aval in avals)
+    results = [x.aval for inner in jaxprs.functions_in(params) for x in inner.outvars]
+    is_complex = any(map(_is_complex, (*avals, *results, *params.get("result_avals", ()))))
+    if is_complex or primitive.name in primitives.MAKES_COMPLEX:
+        return False  # its parts are: see `_saved_as`
     return not _is_repeated(repeated, primitive, params)
 
 
 def _is_repeated(repeated: frozenset[str], primitive: Any, params: Mapping[str, Any]) -> bool:
     if primitive.name not in primitives.PLAIN_CALLS | {primitives.CUSTOM_JVP}:
         return primitive.name in repeated
-    # A function without equations may be `_keep`.
+    # A function without equations may be `_saved`.
     eqns = [eqn for jaxpr in jaxprs.functions_in(params) for eqn in jaxpr.eqns]
     return bool(eqns) and all(_is_repeated(repeated, eqn.primitive, eqn.params) for eqn in eqns)
 
 
-def _keeping_least(body: Jaxpr, keeping: Jaxpr, repeating: Jaxpr, operands: ScanOperands) -> Jaxpr:
-    """Return a body unchanged, or in a checkpoint with the better policy if that keeps less.
+def _is_complex(aval: Any) -> bool:
+    return jnp.issubdtype(aval.dtype, jnp.complexfloating)
+
+
+def _saving_least(body: Jaxpr, saving: Jaxpr, repeating: Jaxpr, operands: ScanOperands) -> Jaxpr:
+    """Return a body unchanged, or in a checkpoint with the better policy if that saves less.
 
     Elementary functions are repeated if that saves more than two bytes for each result. A float32
     result needs four bytes. Repeating it saves all four if it is computed from a product that is
-    kept anyway, and two if that is kept for nothing else. The gates of recurrent networks are
+    saved anyway, and two if that is saved for nothing else. The gates of recurrent networks are
     functions of two products, which need four bytes, and repeating them makes the networks 1.3
     times slower (jaxlib 0.10.2, CPU).
     """
-    chosen, kept = keeping, _bytes_kept(keeping, operands)
+    chosen, least = saving, _bytes_saved(saving, operands)
     if elements := _elementary_results(body):
-        fewest = _bytes_kept(repeating, operands)
-        if kept - fewest > 2 * elements:
-            chosen, kept = repeating, fewest
-    # This keeps what JAX keeps of the body itself, and shares the trace of its tangents.
-    everything = _with_params(keeping, policy=jax.checkpoint_policies.everything_saveable)
-    return chosen if kept < _bytes_kept(everything, operands) else body
+        fewest = _bytes_saved(repeating, operands)
+        if least - fewest > 2 * elements:
+            chosen, least = repeating, fewest
+    return chosen if least < _bytes_saved(body, operands) else body
 
 
 def _elementary_results(jaxpr: Jaxpr) -> int:
@@ -108,10 +123,10 @@ def _elementary_results(jaxpr: Jaxpr) -> int:
     return elements
 
 
-def _bytes_kept(body: Jaxpr, operands: ScanOperands) -> int:
+def _bytes_saved(body: Jaxpr, operands: ScanOperands) -> int:
     """Return how many bytes a scan stacks in each iteration for the derivative of its body.
 
-    Rows exist already, and what depends only on constants is kept once.
+    Rows exist already, and what depends only on constants is saved once.
     """
 
     def derivative(*args: Any) -> Any:
@@ -143,8 +158,9 @@ def _checkpointed(jaxpr: Jaxpr, constants: int) -> Jaxpr:
     debug_info = jaxpr.debug_info._replace(
         arg_names=("",) * len(operands), result_paths=("",) * len(results)
     )
-    body = _with_kept_loops(_with_kept_invariants(jaxpr, constants))
+    body = _with_saved_results(_with_saved_invariants(jaxpr, constants))
     body = body.replace(constvars=[], invars=operands, debug_info=debug_info)
+    body = _with_saved_inputs(body, [x for x in operands if _is_complex(x.aval)])
     checkpoint = _checkpoint()
     eqn = jaxpr.eqns[0].replace(  # so it has their context, such as the mesh
         primitive=checkpoint.primitive,
@@ -159,13 +175,9 @@ def _checkpointed(jaxpr: Jaxpr, constants: int) -> Jaxpr:
 @functools.cache
 def _checkpoint() -> Equation:
     """Return an equation with the primitive of `jax.checkpoint`, which jax 0.7 does not export."""
-    fun = jax.checkpoint(jnp.sin, policy=_keeps_elementary, prevent_cse=False)
+    fun = jax.checkpoint(jnp.sin, policy=_saves_elementary, prevent_cse=False)
     (eqn,) = jax.make_jaxpr(fun)(jnp.float32(0)).eqns
     return eqn
-
-
-def _is_checkpointed(jaxpr: Jaxpr) -> bool:
-    return [eqn.params.get("policy") in _POLICIES for eqn in jaxpr.eqns] == [True]
 
 
 def _with_params(checkpointed: Jaxpr, **params: Any) -> Jaxpr:
@@ -174,140 +186,161 @@ def _with_params(checkpointed: Jaxpr, **params: Any) -> Jaxpr:
 
 
 @edits.memoized
-def _with_kept_loops(jaxpr: Jaxpr) -> Jaxpr:
-    """Return a program that keeps the results of its loops, and the carries of its scans.
+def _with_saved_results(jaxpr: Jaxpr) -> Jaxpr:
+    """Return a program that saves the results of loops, and what is expensive and complex.
 
     A policy is asked about single operations. JAX asks about the operations inside a scan instead
     of the scan, and about a `while_loop` not at all (jax 0.7 to 0.12), so it would run every loop
-    again in the backward pass. Here an identity follows each result, and policies keep what that
+    again in the backward pass. Here an identity follows each result, and policies save what that
     returns. Then nothing in the backward pass reads the loop itself, and JAX drops it there.
     """
 
     def edited(eqn: Equation) -> list[Equation]:
         name = eqn.primitive.name
-        if name in _RULES:
-            return [_with_kept_rule(eqn)]
-        if name == primitives.SCAN:
-            eqn = edits.with_edited_functions(eqn, _with_kept_carries, jaxprs.operands_of_scan(eqn))
+        if name in _DERIVATIVES:
+            eqn = _with_saving_derivative(eqn)
+        elif name == primitives.SCAN:
+            operands = jaxprs.operands_of_scan(eqn)
+            eqn = edits.with_edited_functions(eqn, _with_saved_carries, operands)
         elif name in primitives.FOLLOWED:  # under the policy of the checkpoint around it
-            eqn = edits.with_edited_functions(eqn, _with_kept_loops)
-        return _with_kept_results(eqn) if name in primitives.LOOPS else [eqn]
+            return [edits.with_edited_functions(eqn, _with_saved_results)]
+        cheap = primitives.ARITHMETIC | primitives.ELEMENTARY
+        is_complex = any(_is_complex(x.aval) for x in (*eqn.invars, *eqn.outvars))
+        is_expensive = is_complex and not _is_repeated(cheap, eqn.primitive, eqn.params)
+        return _followed_by_saved(eqn) if name in primitives.LOOPS or is_expensive else [eqn]
 
-    def edit(jaxpr: Jaxpr) -> Jaxpr:
+    def with_saved_results(jaxpr: Jaxpr) -> Jaxpr:
         return edits.with_equations(jaxpr, [new for eqn in jaxpr.eqns for new in edited(eqn)])
 
-    return edits.with_edit(edit, jaxpr)
+    return edits.with_edit(with_saved_results, jaxpr)
 
 
 @edits.memoized
-def _with_kept_carries(body: Jaxpr, operands: ScanOperands) -> Jaxpr:
-    """Return the body of a scan in the body of another. It keeps its carries.
+def _with_saved_carries(body: Jaxpr, operands: ScanOperands) -> Jaxpr:
+    """Return the body of a scan in the body of another. It saves its carries.
 
     The backward pass of a scan needs the carry of each iteration. Of a scan inside a checkpoint,
-    JAX does not stack the carries: it would run the scan once more, only to compute them. Kept in
+    JAX does not stack the carries: it would run the scan once more, only to compute them. Saved in
     the body, under a new name for everything that reads it, a carry is a residual like any other.
     """
 
-    def edit(body: Jaxpr) -> Jaxpr:
+    def with_saved_carries(body: Jaxpr) -> Jaxpr:
         if not body.eqns:
             return body
-        checkpointed = body if _is_checkpointed(body) else _checkpointed(body, operands.constants)
+        is_checkpointed = [eqn.params.get("policy") in _POLICIES for eqn in body.eqns] == [True]
+        checkpointed = body if is_checkpointed else _checkpointed(body, operands.constants)
         inside = checkpointed.eqns[0].params["jaxpr"]
         first = len(body.constvars) + operands.constants
         carries = inside.invars[first : first + operands.carried]
         # An operand of a half-precision product needs two bytes, and the carry four.
-        inside = _with_kept(
+        inside = _saving(
             inside,
             lambda eqn: eqn.primitive.name in primitives.CONVERSIONS and eqn.invars[0] in carries,
         )
-        new = {x: Var(x.aval) for x in carries}
-        kept = [_kept_as(new[x], x, beside=inside.eqns[0]) for x in carries]
-        inputs = [new.get(x, x) for x in inside.invars]
-        inside = inside.replace(invars=inputs, eqns=[*kept, *inside.eqns])
-        # The policy of the checkpoint around is applied in here first. If this one kept more than
+        # The policy of the checkpoint around is applied in here first. If this one saved more than
         # that, JAX would compute the difference in one more loop.
-        return _with_params(checkpointed, jaxpr=inside, policy=_repeats_elementary)
+        return _with_params(
+            checkpointed, jaxpr=_with_saved_inputs(inside, carries), policy=_repeats_elementary
+        )
 
-    return edits.with_edit(edit, body)
+    return edits.with_edit(with_saved_carries, body)
 
 
-def _with_kept_invariants(body: Jaxpr, constants: int) -> Jaxpr:
-    """Return the body of a scan that keeps functions of its constants.
+def _with_saved_inputs(jaxpr: Jaxpr, inputs: Iterable[Var]) -> Jaxpr:
+    """Return a program that saves some of its inputs under new names, which all else reads."""
+    given = {x: Var(x.aval) for x in inputs}
+    saved = [new for x in given for new in _saved_as(given[x], x, beside=jaxpr.eqns[0])]
+    invars = [given.get(x, x) for x in jaxpr.invars]
+    return jaxpr.replace(invars=invars, eqns=[*saved, *jaxpr.eqns]) if given else jaxpr
 
-    JAX computes them before the loop, and keeps them once.
+
+def _with_saved_invariants(body: Jaxpr, constants: int) -> Jaxpr:
+    """Return the body of a scan that saves functions of its constants.
+
+    JAX computes them before the loop, and saves them once.
     """
     variables = set(body.invars[constants:])
 
-    def is_kept(eqn: Equation) -> bool:
+    def is_invariant(eqn: Equation) -> bool:
         if not variables.isdisjoint(jaxprs.read_by([eqn])):
             variables.update(eqn.outvars)
             return False
         return not _is_repeated(primitives.ARITHMETIC, eqn.primitive, eqn.params)
 
-    return _with_kept(body, is_kept)
+    return _saving(body, is_invariant)
 
 
-# Functions with a custom derivative, and the parameter that traces their rule. A loop in a rule is
-# in no jaxpr yet: JAX calls the rule when it differentiates, under the policy of the checkpoint
-# around. So the rule is wrapped, and the program that it returns is edited then. These parameters
-# are undocumented, and so is `wrap_init` (the same in jax 0.7.0, 0.10.2 and 0.12.0).
-_RULES = {primitives.CUSTOM_JVP: "jvp_jaxpr_fun", primitives.CUSTOM_VJP: "fwd_jaxpr_thunk"}
+# Functions with a custom derivative, and the parameter that traces it. A loop in the derivative is
+# in no jaxpr yet: JAX calls the user's function when it differentiates, under the policy of the
+# checkpoint around. So that function is wrapped, and the program that it returns is edited then.
+# These parameters are undocumented, and so is `wrap_init` (the same in jax 0.7.0 to 0.12.0).
+_DERIVATIVES = {primitives.CUSTOM_JVP: "jvp_jaxpr_fun", primitives.CUSTOM_VJP: "fwd_jaxpr_thunk"}
 
 
-def _with_kept_rule(eqn: Equation) -> Equation:
-    """Return a function with a custom derivative whose rule keeps its results, if it has a loop."""
-    name = _RULES[eqn.primitive.name]
-    rule = eqn.params[name]
-    # A forward rule returns residuals too. The other rule also returns tangents.
+def _with_saving_derivative(eqn: Equation) -> Equation:
+    """Return a function whose custom derivative saves its results, if it has a loop."""
+    name = _DERIVATIVES[eqn.primitive.name]
+    derivative = eqn.params[name]
+    # A `custom_vjp` returns residuals too, which are saved. A `custom_jvp` also returns tangents.
     number = len(eqn.outvars) if name == "jvp_jaxpr_fun" else None
 
     def traced(*zeros: bool) -> tuple[Any, ...]:
-        jaxpr, *rest = rule.call_wrapped(*zeros)
-        return _with_kept_outputs(jaxpr, number), *rest
+        jaxpr, *rest = derivative.call_wrapped(*zeros)
+        return _with_saved_outputs(jaxpr, number), *rest
 
-    wrapped = linear_util.wrap_init(traced, debug_info=rule.debug_info)
+    wrapped = linear_util.wrap_init(traced, debug_info=derivative.debug_info)
     return eqn.replace(params=eqn.params | {name: wrapped})
 
 
 @edits.memoized
-def _with_kept_outputs(jaxpr: Jaxpr, number: int | None) -> Jaxpr:
-    """Return a program that keeps its first `number` results, if it has a loop."""
+def _with_saved_outputs(jaxpr: Jaxpr, number: int | None) -> Jaxpr:
+    """Return a program that saves its first `number` results, if it has a loop."""
     if not any(eqn.primitive.name in primitives.LOOPS for eqn in jaxprs.all_equations(jaxpr)):
         return jaxpr
     outputs = {x for x in jaxpr.outvars[:number] if not isinstance(x, Literal)}
-    return _with_kept(jaxpr, lambda eqn: not outputs.isdisjoint(eqn.outvars))
+    return _saving(jaxpr, lambda eqn: not outputs.isdisjoint(eqn.outvars))
 
 
-def _with_kept(jaxpr: Jaxpr, is_kept: Callable[[Equation], bool]) -> Jaxpr:
-    """Return a program that keeps the results of some equations."""
+def _saving(jaxpr: Jaxpr, is_chosen: Callable[[Equation], bool]) -> Jaxpr:
+    """Return a program that saves the results of the chosen equations."""
     eqns: list[Equation] = []
     for eqn in jaxpr.eqns:
-        eqns += _with_kept_results(eqn) if is_kept(eqn) else [eqn]
+        eqns += _followed_by_saved(eqn) if is_chosen(eqn) else [eqn]
     return edits.with_equations(jaxpr, eqns)
 
 
-def _with_kept_results(eqn: Equation) -> list[Equation]:
-    """Return an equation, and others that keep its results."""
+def _followed_by_saved(eqn: Equation) -> list[Equation]:
+    """Return an equation, and others that save its results."""
     results = [Var(x.aval) for x in eqn.outvars]
-    kept = [_kept_as(old, new, eqn) for old, new in zip(results, eqn.outvars, strict=True)]
-    return [eqn.replace(outvars=results), *kept]
+    pairs = zip(results, eqn.outvars, strict=True)
+    return [
+        eqn.replace(outvars=results),
+        *(e for old, new in pairs for e in _saved_as(old, new, eqn)),
+    ]
 
 
-def _kept_as(old: Var, new: Var, beside: Equation) -> Equation:
-    """Return the equation that assigns `old`, which is kept, to `new`."""
-    (eqn,) = jax.make_jaxpr(_keep)(old.aval).eqns
-    return eqn.replace(invars=[old], outvars=[new], source_info=beside.source_info, ctx=beside.ctx)
+def _saved_as(old: Var, new: Var, beside: Equation) -> list[Equation]:
+    """Return the equations that save `old`, and assign it to `new`.
+
+    A complex number is saved as its two parts: JAX rounds what a checkpoint saves to its own
+    precision, by `reduce_precision`, which takes no complex value (jax 0.7 to 0.12).
+    """
+
+    def saved(x: jax.Array) -> jax.Array:
+        return jax.lax.complex(_saved(x.real), _saved(x.imag)) if _is_complex(x) else _saved(x)
+
+    return edits.inlined(jaxprs.make_jaxpr(saved)(old.aval), [old], [new], beside)
 
 
 @jax.custom_jvp
-def _keep(x: jax.Array) -> jax.Array:
-    """Return `x`. The policies keep it, as they keep what has a rule of its own.
+def _saved(x: jax.Array) -> jax.Array:
+    """Return `x`. The policies save it, as they save what has a derivative of its own.
 
-    A `checkpoint_name` would do, but a policy of the program around may keep all names.
+    A `checkpoint_name` would do, but a policy of the program around may save all names.
     """
     return x
 
 
-@_keep.defjvp
+@_saved.defjvp
 def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    return _keep(*primals), *tangents
+    return _saved(*primals), *tangents

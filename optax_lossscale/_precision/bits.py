@@ -35,7 +35,7 @@ def is_zero(half: jax.Array) -> jax.Array:
 
 def join(param: jax.Array, remainder: jax.Array) -> jax.Array:
     """Return the float32 that was split into `param` and `remainder`."""
-    word = jax.lax.bitcast_convert_type(bits(param).astype(jnp.uint32) << 16, jnp.int32)
+    word = jax.lax.bitcast_convert_type(of(param).astype(jnp.uint32) << 16, jnp.int32)
     remainder = remainder.astype(jnp.int32)
     # Splitting never makes these pairs. They arise when a parameter is replaced.
     is_infinite = of(param) << 1 == np.array(np.inf, param.dtype).view(np.uint16) << 1

@@ -58,6 +58,8 @@ PASSED = frozenset(
 LOOKUPS = frozenset(["dynamic_slice", "gather"])
 # These only change the dtype, the device or the derivative.
 CONVERSIONS = frozenset([CONVERSION, "device_put", STOP_GRADIENT])
+# Their results are complex, though their operands may be real.
+MAKES_COMPLEX = frozenset(["complex", "eig", "fft"])
 COMPARISONS = frozenset(["eq", "ge", "gt", "is_finite", "le", "lt", "ne"])
 # Operations that are cheap to recompute. Reductions, matrix products, elementary functions, random
 # numbers and collectives are not.

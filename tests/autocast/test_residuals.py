@@ -572,3 +572,62 @@ def test_a_body_with_a_collective_keeps_less(check_vma):
     assert kept < kept_by_jax
     assert sums == sums_by_jax > 0
     np.testing.assert_allclose(grads, grads_by_jax, rtol=0.02, atol=1e-3)
+
+
+def spectral(x, w):
+    return x + jnp.fft.irfft(jnp.fft.rfft(x) * jnp.fft.rfft(w[:1]), n=16) + jnp.tanh(x @ w)
+
+
+def rotated(x, w):
+    y = lax.complex(*jnp.split(x @ w, 2, -1)) * jnp.exp(1j * jnp.arange(8.0)[None])
+    return jnp.concatenate([y.real, y.imag], -1)
+
+
+def state_space(x, w):
+    decay = jnp.exp(-jnp.abs(w[:8]) + 1j * w[:8])
+    start = decay, lax.convert_element_type(x @ w, jnp.complex64)
+    return lax.associative_scan(lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1]), start)[1].real
+
+
+def recurrence(x, w):
+    def turn(state, row):
+        state = state * jnp.exp(1j * w[0]) + row
+        return state, state.real
+
+    return lax.scan(turn, jnp.zeros(16, jnp.complex64), jnp.tanh(x @ w))[1]
+
+
+def transformed(x):
+    """Return complex numbers that a function on the host computes."""
+    return jax.pure_callback(
+        lambda x: np.asarray(x) * (1 + 1j), shape(*x.shape, dtype="complex64"), x
+    )
+
+
+COMPLEX = {
+    "spectral": spectral,
+    "rotated": rotated,
+    "state space": state_space,
+    "recurrence": recurrence,
+    "magnitude": lambda x, w: jnp.abs(jnp.fft.fft(x @ w) + 0.1),
+    "conditional": lambda x, w: lax.cond(x[0, 0] > 0, spectral, rotated, x, w),
+    "in jit": jax.jit(spectral),
+    "remat": jax.checkpoint(spectral),
+    "from a callback": lambda x, w: jnp.abs(transformed(lax.stop_gradient(x))) * (x @ w),
+    "with a rule": lambda x, w: jnp.abs(
+        with_tangent_rule(transformed, lambda x: lax.complex(jnp.sin(x), x))(x @ w)
+    ),
+}
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", COMPLEX)
+def test_complex_values_are_residuals_as_any_other(name):
+    ws, x = normal(W) / 4, normal(X, seed=1)
+    steps = around_and_inside(COMPLEX[name])
+    saved, by_jax = (kept_bytes(jax.make_jaxpr(step)(ws, x).jaxpr) for step in steps)
+    assert saved <= by_jax
+    exact = jax.jit(jax.grad(loss_of(COMPLEX[name]), argnums=(0, 1)))(ws, x)
+    for step in steps:
+        for grad, true in zip(jax.jit(step)(ws, x)[1], exact, strict=True):
+            assert jnp.linalg.norm(grad - true) < 0.03 * jnp.linalg.norm(true)
