@@ -287,7 +287,7 @@ def test_arrays_on_several_devices_are_read_once(monkeypatch):
 
     reads, real = [], jax.device_get
     monkeypatch.setattr(jax, "device_get", lambda x: reads.append(x) or real(x))
-    for count, devices in ((4, 1), (40, 1), (40, 3)):
+    for count, devices in ((4, 1), (12, 1), (12, 3)):
         opt_state = spread(count, jax.devices()[:devices])
         reads.clear()
         check_health(opt_state)
@@ -298,7 +298,7 @@ def test_arrays_on_several_devices_are_read_once(monkeypatch):
             check_health(opt_state)
     last = opt_state.inner_state[0].nu[-1].at[0].set(INF)
     bad = optax.tree.set(opt_state, nu=[*opt_state.inner_state[0].nu[:-1], last])
-    with pytest.raises(ValueError, match=r"NaN or infinity at `\[0\].nu\[39\]`"):
+    with pytest.raises(ValueError, match=r"NaN or infinity at `\[0\].nu\[11\]`"):
         check_health(bad)
 
 

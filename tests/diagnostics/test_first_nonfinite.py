@@ -74,6 +74,7 @@ def arrays(net):
     return [np.array(x) for x in jax.tree.leaves(net) if isinstance(x, jax.Array)]
 
 
+@pytest.mark.each_case
 @pytest.mark.slow
 @pytest.mark.integration
 @pytest.mark.parametrize(
