@@ -31,11 +31,12 @@ def warn_of_program(
     if dtype == jnp.float32 and not keep:
         return
     products = products_of(cast)
-    lines = {line_key(product.source()): product.source() for product in products}
-    _warn_of_unknown_lines(keep, lines, given)
+    if keep:  # else no line is read
+        lines = {line_key(product.source()): product.source() for product in products}
+        _warn_of_unknown_lines(keep, lines, given)
+        products = [product for product in products if line_key(product.source()) not in keep]
     if dtype != jnp.float32:
-        others = [product for product in products if line_key(product.source()) not in keep]
-        _warn_of_products(others, dtype, given)
+        _warn_of_products(products, dtype, given)
 
 
 def warn_of_lookups(jaxpr: Jaxpr, given: GivenWarnings) -> None:

@@ -191,7 +191,10 @@ def test_gradients_are_the_same_and_nothing_expensive_runs_twice(name):
     (counts, kept, exact), by_jax = map(measured, steps)
     assert_same_bits(exact, by_jax[2])
     compiled = jax.jit(steps[0])(ws, x)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 0.06, 0.06), compiled, exact)
+    for a, b in zip(*map(jax.tree.leaves, (compiled, exact)), strict=True):
+        np.testing.assert_array_equal(np.isfinite(a), np.isfinite(b))
+        a, b = (np.where(np.isfinite(x), x, 0) for x in (a, b))  # noqa: PLW2901
+        assert np.linalg.norm(a - b) <= 0.03 * np.linalg.norm(b)  # up to XLA's fusion
     assert [counts[name] for name in EXPENSIVE] == [by_jax[0][name] for name in EXPENSIVE]
     assert kept < by_jax[1]
 
