@@ -105,9 +105,8 @@ def _rounded_results(eqn: Equation, rounded: AbstractSet[Var]) -> Sequence[bool]
     if name not in primitives.FOLLOWED | primitives.CUSTOM_DERIVATIVES:
         return [any(sources)] * len(eqn.outvars)
     if name == primitives.SCAN:
-        return _rounded_outputs(*jaxprs.functions_in(eqn.params), _with_carries(eqn, sources))
-    inside = [_rounded_outputs(inner, sources) for inner in jaxprs.functions_in(eqn.params)]
-    return _either(*inside)
+        sources = _with_carries(eqn, sources)
+    return _either(*(_rounded_outputs(f, sources) for f in jaxprs.functions_in(eqn.params)))
 
 
 def _rounded_outputs(jaxpr: Jaxpr, are_rounded: tuple[bool, ...]) -> tuple[bool, ...]:
