@@ -24,10 +24,9 @@ import optax_lossscale as ols
 from optax_lossscale.diagnostics import first_nonfinite, precision_report
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
-nothing, everything = (
-    jax.checkpoint_policies.nothing_saveable,
-    jax.checkpoint_policies.everything_saveable,
-)
+nothing = jax.checkpoint_policies.nothing_saveable
+everything = jax.checkpoint_policies.everything_saveable
+similar = pytest.mark.exhaustive
 
 # A stream of 8 words and 10 numbers each, which a product makes, passes through three layers.
 LAYERS, WORDS, WIDTH = 3, 8, 10
@@ -340,7 +339,7 @@ def test_without_the_option_or_a_checkpoint_the_program_is_the_same(layers):
 # -- values and derivatives
 
 
-@pytest.mark.parametrize("layers", [scanned, unrolled, nested])
+@pytest.mark.parametrize("layers", [scanned, unrolled, pytest.param(nested, marks=similar)])
 def test_values_are_the_same_to_the_bit(layers):
     """Operation by operation, since XLA rounds differently in fusions."""
     loss, *args = model(layers)
@@ -377,13 +376,19 @@ def close_to_float32(loss, *args, half=halved, wrap=lambda grad: grad):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["unrolled", "in branches", "FSDP, scanned", "FSDP, unchecked"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("in branches", "FSDP, unchecked"),
+        *(pytest.param(name, marks=similar) for name in ("unrolled", "FSDP, scanned")),
+    ],
+)
 def test_gradients_are_those_of_half_precision(name):
     assert close_to_float32(*EVERYWHERE[name]()) < 0.03
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", [scanned, unrolled])
+@pytest.mark.parametrize("layers", [scanned, pytest.param(unrolled, marks=similar)])
 def test_under_vmap_and_at_a_fixed_loss_scale(layers):
     loss, params, inputs = model(layers)
     many = shape(2, *inputs.shape)
@@ -395,7 +400,7 @@ def test_under_vmap_and_at_a_fixed_loss_scale(layers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", [scanned, nested])
+@pytest.mark.parametrize("layers", [scanned, pytest.param(nested, marks=similar)])
 @pytest.mark.parametrize("derivative", [jax.jvp, "forward over reverse", "reverse over reverse"])
 def test_every_kind_of_derivative(layers, derivative):
     loss, *args = model(layers)
