@@ -70,7 +70,7 @@ TOP_LEVEL = {
     "all_finite": "(tree)",
     "applied": "(opt_state)",
     "as_loss_scale": "(loss_scale)",
-    "autocast": "(fun, dtype, *, keep=())",
+    "autocast": "(fun, dtype, *, keep=(), checkpoint_dtype=None)",
     "cast": "(tree, dtype, *, keep=None)",
     "diagnostics": None,
     "grad": DIFFERENTIATE,
