@@ -100,6 +100,7 @@ def wrappers(params: Params, x: jax.Array) -> None:
     assert isinstance(opt_state.inner_state, ols.MasterWeightsState)
     assert_type(ols.master_weights(opt_state, params), Params)
     assert_type(ols.cast(params, jnp.float16, keep=lambda path: "norm" in path), Params)
+    ols.autocast(loss_fn, jnp.bfloat16, keep=["model.py:3: x @ w"])
     ols.grad(ols.autocast(loss_fn, "float16", checkpoint_dtype=jnp.bfloat16), has_aux=True)(
         ols.init(), params, x
     )
