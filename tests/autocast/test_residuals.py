@@ -191,7 +191,8 @@ def test_gradients_are_the_same_and_nothing_expensive_runs_twice(name):
     (counts, kept, exact), by_jax = map(measured, steps)
     assert_same_bits(exact, by_jax[2])
     compiled = jax.jit(steps[0])(ws, x)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 0.06, 0.06), compiled, exact)
+    for got, true in zip(jax.tree.leaves(compiled), jax.tree.leaves(exact), strict=True):
+        assert jnp.linalg.norm(got - true) <= 0.03 * jnp.linalg.norm(true)
     assert [counts[name] for name in EXPENSIVE] == [by_jax[0][name] for name in EXPENSIVE]
     assert kept < by_jax[1]
 
@@ -621,6 +622,8 @@ COMPLEX = {
 }
 
 
+@pytest.mark.each_case
+@pytest.mark.slow
 @pytest.mark.integration
 @pytest.mark.parametrize("name", COMPLEX)
 def test_complex_values_are_residuals_as_any_other(name):
@@ -629,6 +632,5 @@ def test_complex_values_are_residuals_as_any_other(name):
     saved, by_jax = (kept_bytes(jax.make_jaxpr(step)(ws, x).jaxpr) for step in steps)
     assert saved <= by_jax
     exact = jax.jit(jax.grad(loss_of(COMPLEX[name]), argnums=(0, 1)))(ws, x)
-    for step in steps:
-        for grad, true in zip(jax.jit(step)(ws, x)[1], exact, strict=True):
-            assert jnp.linalg.norm(grad - true) < 0.03 * jnp.linalg.norm(true)
+    for grad, true in zip(jax.jit(steps[0])(ws, x)[1], exact, strict=True):
+        assert jnp.linalg.norm(grad - true) < 0.03 * jnp.linalg.norm(true)
