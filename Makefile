@@ -12,8 +12,9 @@ PYTEST := $(RUN) -m pytest -n 2 --dist loadfile
 # Most of the time is compilation, so XLA optimizes little, except in tests of cost.
 QUICKLY = JAX_DISABLE_MOST_OPTIMIZATIONS=true $(PYTEST)
 PACKAGE := tests --ignore=tests/project --ignore=tests/oracles
-# What tests of steps find in the plain forms, without `optax_lossscale/_xla`.
-PLAIN = OLS_TESTS_WITHOUT_XLA=1 $(QUICKLY) -m "not exhaustive" -k "derivative or not slow" \
+# What tests of steps find in the plain forms, without `optax_lossscale/_xla`. In one process: to
+# start two takes as long as the tests.
+PLAIN = OLS_TESTS_WITHOUT_XLA=1 $(QUICKLY) -n 0 -m "not exhaustive" -k "derivative or not slow" \
   tests/guard tests/loss_scale/test_scaling.py
 # It sees every Python that pyenv has installed.
 NOX = PYENV_VERSION="$${PYENV_VERSION:-$$(pyenv versions --bare 2>/dev/null | paste -sd: -)}" \

@@ -45,7 +45,11 @@ print((infinite == found).sum())
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "flags", ["--xla_cpu_enable_fast_math=true", "--xla_allow_excess_precision=false"]
+    "flags",
+    [
+        "--xla_cpu_enable_fast_math=true",
+        pytest.param("--xla_allow_excess_precision=false", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_the_check_is_exact(flags):
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}

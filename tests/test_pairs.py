@@ -430,7 +430,7 @@ def all_pairs():
     return [pair for pair in pairs if not any(len({*pair} & group) > 1 for group in ALTERNATIVES)]
 
 
-def groups(most=8):
+def groups(most=10):
     """Yield groups of features that work together, such that at least one contains each pair."""
     left = dict.fromkeys(pair for pair in all_pairs() if refusal(*pair) is None)
     work = {*left}

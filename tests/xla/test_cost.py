@@ -43,7 +43,7 @@ OPTIMIZERS = {
     "schedule_free_adamw": optax.contrib.schedule_free_adamw(1e-3),
     "adam in a chain": optax.chain(optax.clip(1.0), optax.adam(optax.cosine_decay_schedule(1, 9))),
 }
-REPRESENTATIVE = {"adamw", "lion"}
+REPRESENTATIVE = {"adamw"}
 
 
 def large_copies(compiled):
@@ -146,8 +146,10 @@ def instructions(tx, param_dtype=jnp.float32):
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), OPTIMIZERS["adamw"])
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
-def test_the_program_of_a_whole_stack_is_about_three_times_that_of_plain_optax(dtype):
+@pytest.mark.parametrize(
+    "dtype", [jnp.float16, pytest.param(jnp.float32, marks=pytest.mark.exhaustive)]
+)
+def test_the_program_of_a_stack_is_about_three_times_that_of_plain_optax(dtype):
     tx = ols.with_loss_scaling(ols.with_master_weights(CLIPPED), skip_if=ols.Spike())
     assert len(lower_stack(tx, dtype).as_text()) <= 2.93 * len(lower_stack(CLIPPED).as_text())
     # The compiled program grows no faster: a rule is not computed again for each array.
