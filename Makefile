@@ -9,12 +9,18 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check
 # Each file runs in one worker, since the blocks of a document build on each other.
 PYTEST := $(RUN) -m pytest -n 2 --dist loadfile
+# Most of the time is compilation, so XLA optimizes little, except in tests of cost.
 QUICKLY = JAX_DISABLE_MOST_OPTIMIZATIONS=true $(PYTEST)
+PACKAGE := tests --ignore=tests/project --ignore=tests/oracles
+# What tests of steps find in the plain forms, without `optax_lossscale/_xla`. In one process: to
+# start two takes as long as the tests.
+PLAIN = OLS_TESTS_WITHOUT_XLA=1 $(QUICKLY) -n 0 -m "not exhaustive" -k "derivative or not slow" \
+  tests/guard tests/loss_scale/test_scaling.py
 # It sees every Python that pyenv has installed.
 NOX = PYENV_VERSION="$${PYENV_VERSION:-$$(pyenv versions --bare 2>/dev/null | paste -sd: -)}" \
   $(RUN) -m nox
 
-.PHONY: help demo bench aot quick test test-all oracles docs fidelity matrix release trial tagged check lint pins clean
+.PHONY: help demo bench aot quick test test-pages test-all oracles docs fidelity matrix release trial tagged check lint pins clean
 .DELETE_ON_ERROR:
 
 # The table of BUILD.md, up to the first semicolon of each line.
@@ -41,17 +47,19 @@ aot:
 
 # For the inner loop: covers all but a few branches of the package.
 quick: $(VENV)/test.installed
-	$(QUICKLY) --ignore=tests/project --ignore=tests/oracles tests
+	$(QUICKLY) $(PACKAGE)
 
-# Most of the time is compilation, so XLA optimizes little, except in tests of cost. The tests of
-# steps run again in the plain forms, without `optax_lossscale/_xla`.
+# The package: its tests, its doctests and README's blocks, then its plain forms.
 test: $(VENV)/test.installed
-	$(QUICKLY) -m "not exhaustive"
-	OLS_TESTS_WITHOUT_XLA=1 $(QUICKLY) -m "not exhaustive" -k "derivative or not slow" \
-	  tests/loss_scale tests/guard
+	$(QUICKLY) -m "not exhaustive" $(PACKAGE) optax_lossscale README.md
+	$(PLAIN)
 
-# Adds the exhaustive tests (every optimizer of Optax, instead of a selection) and all optimizations
-# of XLA.
+# What is around it: the pages, the examples, the benchmarks and the packaging.
+test-pages: $(VENV)/test.installed
+	$(QUICKLY) -m "not exhaustive" tests/project BUILD.md docs
+
+# Both, with the exhaustive tests (every optimizer of Optax, instead of a selection) and all
+# optimizations of XLA.
 test-all: $(VENV)/test.installed
 	$(PYTEST) -m ""
 
@@ -89,8 +97,10 @@ tagged:
 	git tag --points-at HEAD | grep -Fx "v$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' optax_lossscale/__init__.py)"
 	git status --porcelain | (! grep .)
 
+# The tests of `make test` and `make test-pages`, with coverage of the package.
 check: lint
 	$(QUICKLY) -m "not exhaustive" --cov
+	$(PLAIN)
 
 lint: $(VENV)/check.installed
 	$(RUN) -m ruff check

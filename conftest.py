@@ -4,6 +4,7 @@ A block marked `text` that follows a Python block is what that block prints. Wit
 OLS_TESTS_WITHOUT_XLA=1 in the environment, all tests run without `optax_lossscale._xla`.
 """
 
+import collections
 import contextlib
 import importlib
 import io
@@ -49,6 +50,19 @@ def pytest_configure(config: pytest.Config) -> None:
         for option, value in options.items():
             jax.config.update(option, value)
             os.environ[option.upper()] = str(value)  # for processes that a test starts
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest reads the markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the slow cases of a claim as exhaustive, except two, and except where each is needed."""
+    cases: collections.Counter[str] = collections.Counter()
+    for item in items:
+        markers = {marker.name for marker in item.iter_markers()}
+        if "slow" in markers and not markers & {"each_case", "exhaustive"}:
+            claim = item.nodeid.partition("[")[0]
+            cases[claim] += 1
+            if cases[claim] > 2:
+                item.add_marker(pytest.mark.exhaustive)
 
 
 def _run(example: Example) -> None:

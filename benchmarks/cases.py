@@ -18,6 +18,7 @@ from benchmarks.workloads import (
     Sizes,
     Training,
     Tree,
+    checkpointed_layer,
     gradients,
     layer_by_blocks,
     layer_that_keeps_dots,
@@ -141,6 +142,11 @@ CASES = {
     ),
     "autocast-scanned": Case(
         "the same, its layers scanned", _larger(scanned=True, plain=True), contenders=AUTOCAST
+    ),
+    "autocast-remat": Case(
+        "the same, its layers scanned, in `jax.checkpoint`",
+        _larger(scanned=True, plain=True, run_layer=checkpointed_layer),
+        contenders=("Optax", "Control", "Autocast", "AutocastCheckpoints", "ByHand"),
     ),
     "flash": Case(
         "the same with attention by blocks, in loops",

@@ -360,8 +360,8 @@ def _spike(of: str = "value") -> Callable[[Optimizer], Optimizer]:
     return lambda tx: ols.with_skipping(tx, ols.Spike(of))
 
 
-def _autocast(dtype: Any) -> dict[str, Any]:
-    return {"compute": functools.partial(ols.autocast, dtype=dtype)}
+def _autocast(dtype: Any, **options: Any) -> dict[str, Any]:
+    return {"compute": functools.partial(ols.autocast, dtype=dtype, **options)}
 
 
 def _by_hand(dtype: Any) -> dict[str, Any]:
@@ -429,6 +429,12 @@ CONTENDERS: dict[str, Contender] = {
     "Float32": Products("float32"),
     "Tf32": Products("TF32 (on a GPU)", precision="tensorfloat32"),
     "Autocast": Ours("autocast, float16", _SCALED, **_LIBRARY, **_autocast(jnp.float16)),
+    "AutocastCheckpoints": Ours(
+        "autocast, float16, `checkpoint_dtype`",
+        _SCALED,
+        **_LIBRARY,
+        **_autocast(jnp.float16, checkpoint_dtype=jnp.bfloat16),
+    ),
     "AutocastBfloat16": Ours(
         "autocast, bfloat16", ols.with_skipping, skips=True, **_autocast(jnp.bfloat16)
     ),

@@ -182,6 +182,7 @@ def plain_layer(
 
 # For the backward pass, it keeps only results of matrix products.
 layer_that_keeps_dots = jax.checkpoint(plain_layer, policy=jax.checkpoint_policies.checkpoint_dots)
+checkpointed_layer = jax.checkpoint(plain_layer)
 layer_by_blocks = functools.partial(plain_layer, attend=attention.by_blocks)
 
 

@@ -61,8 +61,9 @@ class LossScaleState(NamedTuple):
 
     Attributes:
       loss_scale: The factor that the next loss is multiplied by. `float32[]`.
-      growth_count: Consecutive steps with finite gradients and loss since the loss scale last
-        changed, whether or not a rule skipped them. `int32[]`.
+      growth_count: Steps with finite gradients and loss since the loss scale last changed or a step
+        overflowed, whether or not a rule skipped them. A loss that is not finite, until
+        `loss_patience` in a row, neither counts nor resets it. `int32[]`.
       overflow_count: Overflows counted towards `hysteresis` since the count was last reset.
         `int32[]`.
       consecutive_skipped: Consecutive skipped steps, for any reason; 0 if the last step was

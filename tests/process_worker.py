@@ -3,6 +3,7 @@
 Run as a script, this file is one of these processes, with orders in JSON on the command line.
 """
 
+import functools
 import json
 import runpy
 import sys
@@ -89,6 +90,10 @@ def one_device(row):
     return jax.device_get((params, state)), seen
 
 
+def identity(tree):
+    return tree
+
+
 def train(mesh, step, args, first=0, manager=None):
     """Train to the last step; return the counts after each step and the full parameters."""
     seen = []
@@ -106,13 +111,14 @@ def train(mesh, step, args, first=0, manager=None):
     if jax.process_index() == 0:  # it looks at its own parts, and waits for no other process
         with jax.set_mesh(mesh):
             ols.diagnostics.check_health(args[1])
-    gather = jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P()))
+    gather = jax.jit(identity, out_shardings=NamedSharding(mesh, P()))
     params = jax.tree.map(lambda a: np.asarray(a).tolist(), gather(args[0]))
     return {"seen": seen, "params": params}
 
 
-def sharded(mesh, directory, *, resume):
-    """Train under plain jit, with every array sharded over all devices of all processes."""
+@functools.cache
+def sharded_programs(mesh):
+    """Return programs that start and that take a step, sharded over all devices."""
     tx = ols.with_loss_scaling(INNER, POLICY)
 
     def start():
@@ -121,8 +127,14 @@ def sharded(mesh, directory, *, resume):
     places = jax.tree.map(
         lambda a: NamedSharding(mesh, P("data") if a.shape else P()), jax.eval_shape(start)
     )
-    fresh = jax.jit(start, out_shardings=places)()
     step = jax.jit(make_step(tx), donate_argnums=(0, 1), out_shardings=places)
+    return jax.jit(start, out_shardings=places), step
+
+
+def sharded(mesh, directory, *, resume):
+    """Train under plain jit, with every array sharded over all devices of all processes."""
+    start, step = sharded_programs(mesh)
+    fresh = start()
     with ocp.CheckpointManager(directory) as manager:
         if resume:
             restored = manager.restore(SAVED, args=ocp.args.StandardRestore(fresh))

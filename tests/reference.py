@@ -21,7 +21,7 @@ DYNAMIC_DEFAULTS = {
     "max_scale": 2.0**24,
     "hysteresis": 1,
     "consecutive_hysteresis": False,
-    "loss_patience": 2,
+    "loss_patience": 5,
 }
 
 
@@ -60,11 +60,12 @@ def dynamic_step(**given) -> Step:
     def step(state: Reference, grads_finite: bool, loss_finite: bool = True) -> Reference:
         scale, growth, overflows, consecutive, total = state
         scale = low if math.isnan(scale) else min(max(scale, low), high)
+        if not loss_finite and add_one(consecutive) < hyper["loss_patience"]:
+            return Reference(scale, growth, overflows, add_one(consecutive), add_one(total))
         if not (grads_finite and loss_finite):
-            if loss_finite or consecutive + 1 >= hyper["loss_patience"]:
-                overflows = min(overflows + 1, hyper["hysteresis"])
-                if overflows >= hyper["hysteresis"]:
-                    scale = max(times(scale, hyper["backoff_factor"]), low)
+            overflows = min(overflows + 1, hyper["hysteresis"])
+            if overflows >= hyper["hysteresis"]:
+                scale = max(times(scale, hyper["backoff_factor"]), low)
             return Reference(scale, 0, overflows, add_one(consecutive), add_one(total))
         growth = add_one(growth)
         if hyper["consecutive_hysteresis"]:

@@ -423,6 +423,15 @@ TABLE = {
     "TypeError: `{}` must be float16, bfloat16 or float32": lambda: [
         *calls(ols.autocast, "dtype", "float64", float, fun=jnp.sum)
     ],
+    "TypeError: `{}` must be float16, bfloat16 or None": lambda: [
+        *calls(
+            ols.autocast, "checkpoint_dtype", jnp.float32, "f8", 16, fun=jnp.sum, dtype="bfloat16"
+        ),
+        *calls(ols.autocast, "checkpoint_dtype", "float64", fun=jnp.sum, dtype="float32"),
+    ],
+    "ValueError: `{}` must not be float16 if `dtype` is bfloat16": lambda: calls(
+        ols.autocast, "checkpoint_dtype", "float16", fun=jnp.sum, dtype="bfloat16"
+    ),
     "TypeError: `{}` must be float16 or bfloat16": lambda: [
         *calls(search, "dtype", jnp.float32, fun=jnp.sum),
     ],

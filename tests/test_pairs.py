@@ -430,7 +430,7 @@ def all_pairs():
     return [pair for pair in pairs if not any(len({*pair} & group) > 1 for group in ALTERNATIVES)]
 
 
-def groups(most=5):
+def groups(most=10):
     """Yield groups of features that work together, such that at least one contains each pair."""
     left = dict.fromkeys(pair for pair in all_pairs() if refusal(*pair) is None)
     work = {*left}
@@ -456,6 +456,7 @@ def pairs_within(group):
     return {*itertools.combinations_with_replacement(in_order, 2)}
 
 
+@pytest.mark.each_case
 @pytest.mark.slow
 @pytest.mark.parametrize("features", list(groups()), ids=" with ".join)
 def test_whatever_is_public_works_with_whatever_else_is(features, tmp_path):
@@ -468,6 +469,7 @@ def each_pair():
         yield pytest.param(*pair, id=" with ".join(dict.fromkeys(pair)), marks=mark)
 
 
+@pytest.mark.each_case
 @pytest.mark.parametrize(("one", "other"), list(each_pair()))
 def test_every_pair_works_or_is_refused_with_the_remedy(one, other, tmp_path):
     message = refusal(one, other)

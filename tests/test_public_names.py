@@ -53,7 +53,7 @@ TOP_LEVEL = {
     "DynamicLossScale": (
         "(initial_scale=32768.0, *, growth_interval=2000, growth_factor=2.0, backoff_factor=0.5, "
         "min_scale=1.0, max_scale=16777216.0, hysteresis=1, consecutive_hysteresis=False, "
-        "loss_patience=2)"
+        "loss_patience=5)"
     ),
     "FixedLossScale": "(scale, skip_nonfinite=True)",
     "GuardState": "(loss_scale_state, rule_states, inner_state)",
@@ -70,7 +70,7 @@ TOP_LEVEL = {
     "all_finite": "(tree)",
     "applied": "(opt_state)",
     "as_loss_scale": "(loss_scale)",
-    "autocast": "(fun, dtype, *, keep=())",
+    "autocast": "(fun, dtype, *, keep=(), checkpoint_dtype=None)",
     "cast": "(tree, dtype, *, keep=None)",
     "diagnostics": None,
     "grad": DIFFERENTIATE,

@@ -132,3 +132,64 @@ def test_every_kind_of_number_is_judged(dtype):
     assert_scaled_once(lambda state: grads(state.loss_scale), ols.init())
     with pytest.raises(AssertionError, match="not scaled"):
         assert_scaled_once(lambda _: grads(1.0), ols.init())
+
+
+def network(dtype, factor, *, after, where=("first", "last"), size=1.0):
+    """Return a function that makes scaled gradients, with a penalty before or after scaling."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {
+        "embedding": jax.random.normal(keys[0], (32, 16)),
+        "first": jax.random.normal(keys[1], (16, 32)) / 4,
+        "bias": jnp.ones((1, 32)),
+        "last": jax.random.normal(keys[2], (32, 8)) / 6,
+        "unused": jnp.ones(3),
+    }
+
+    def loss_fn(p):
+        hidden = jnp.tanh(p["embedding"][:8] @ p["first"] + p["bias"])
+        return size * jnp.mean((hidden @ p["last"] - 1) ** 2)
+
+    half_loss = ols.autocast(loss_fn, dtype)
+    norms = {name: jnp.linalg.norm(g) for name, g in jax.grad(loss_fn)(params).items()}
+
+    def penalty(p):  # its gradient is `factor` times as large as the loss'
+        terms = (norms[name] * jnp.linalg.norm(p[name]) for name in where)
+        return factor * sum(terms)
+
+    @jax.jit
+    def grad_fn(state):
+        if after:
+            return jax.grad(lambda p: ols.scale_loss(half_loss(p), state) + penalty(p))(params)
+        return jax.grad(lambda p: ols.scale_loss(half_loss(p) + penalty(p), state))(params)
+
+    return grad_fn
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("where", [("first", "last"), ("bias",), ("embedding",)], ids=str)
+def test_a_term_that_is_added_after_scaling_is_found(dtype, where):
+    for factor in (0.01, 0.3, 1, 1000):
+        assert_scaled_once(network(dtype, factor, after=False, where=where), ols.init(3000.7))
+        names = "|".join(where)
+        message = rf"a term at `\['({names})'\]` .*\({len(where)} of 4 arrays .*after scaling"
+        with pytest.raises(AssertionError, match=message):
+            assert_scaled_once(network(dtype, factor, after=True, where=where), ols.init(3000.7))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("size", [1e-8, 1e-6, 1e-4, 1e-2, 1.0, 100.0])
+def test_gradients_that_underflow_at_a_small_loss_scale_are_no_term(dtype, size):
+    assert_scaled_once(network(dtype, 0.0, after=False, size=size), ols.init())
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("magnitude", [1e-8, 1e-6, 1e-4, 1e-2])
+def test_rounding_of_gradients_stored_in_half_precision_is_no_term(dtype, magnitude):
+    for seed in range(20):
+        keys = jax.random.split(jax.random.key(seed))
+        grads = magnitude * jax.random.normal(keys[0], (4, 32))
+        assert_scaled_once(lambda state, g=grads: (state.loss_scale * g).astype(dtype), ols.init())
+        sums = lambda state, g=grads: [*(state.loss_scale * g).astype(dtype).sum(0)]  # noqa: E731
+        assert_scaled_once(sums, ols.init())

@@ -100,7 +100,10 @@ def wrappers(params: Params, x: jax.Array) -> None:
     assert isinstance(opt_state.inner_state, ols.MasterWeightsState)
     assert_type(ols.master_weights(opt_state, params), Params)
     assert_type(ols.cast(params, jnp.float16, keep=lambda path: "norm" in path), Params)
-    ols.grad(ols.autocast(loss_fn, "float16"), has_aux=True)(ols.init(), params, x)
+    ols.autocast(loss_fn, jnp.bfloat16, keep=["model.py:3: x @ w"])
+    ols.grad(ols.autocast(loss_fn, "float16", checkpoint_dtype=jnp.bfloat16), has_aux=True)(
+        ols.init(), params, x
+    )
     is_stalled = diagnostics.is_stalled(opt_state, max_consecutive_skipped=9)
     assert_type(small_state, ols.Bfloat16State)
     assert_type((is_stalled, small_state.rounding_count), tuple[jax.Array, jax.Array])

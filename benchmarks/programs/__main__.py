@@ -25,6 +25,7 @@ import multiprocessing
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +63,19 @@ NOT_RUN = "not run"
 PACKAGES = "jax", "optax", "flax", "dm-haiku", "equinox", "diffrax", "distrax", "haliax", "jraph"
 
 
-def measure(program: Program, folder: Path) -> dict[str, Result]:
-    """Train a program in each way, each in a process of its own."""
+def server_for(program: Program) -> ForkServerContext:
+    """Return what starts processes for a program."""
     # Threads wait for one another in collectives: with few of them, or on a busy machine, for ever.
     os.environ.setdefault("PJRT_NPROC", str(4 * program.devices))
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_collective_call_terminate_timeout_seconds=900")
     server = multiprocessing.get_context("forkserver")  # imports JAX once for all of them
     server.set_forkserver_preload(["benchmarks.programs.listed", "benchmarks.programs.training"])
+    return server
+
+
+def measure(program: Program, folder: Path) -> dict[str, Result]:
+    """Train a program in each way, each in a process of its own."""
+    server = server_for(program)
     found: dict[str, Result] = {}
     gradients: dict[str, list[np.ndarray]] = {}
     for name, way in WAYS.items():
@@ -86,7 +93,7 @@ def measure(program: Program, folder: Path) -> dict[str, Result]:
 
 def search(program: Program, folder: Path) -> dict[str, Any]:
     """Search the lines of a program that need float32, in a process of its own."""
-    server = multiprocessing.get_context("forkserver")
+    server = server_for(program)
     with ProcessPoolExecutor(1, mp_context=server) as pool:
         found = pool.submit(search_alone, program, folder).result()
     print(f"  {found}", flush=True)

@@ -13,6 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from optax_lossscale._autocast import messages
+from optax_lossscale._autocast.checkpointed_layers import with_saved_halves
 from optax_lossscale._autocast.inside import hidden_storage
 from optax_lossscale._autocast.products import with_halves
 from optax_lossscale._autocast.what_is_cast import scope_of
@@ -27,7 +28,11 @@ Result = TypeVar("Result")
 
 
 def autocast(
-    fun: Callable[P, Result], dtype: DTypeLike, *, keep: Iterable[str] = ()
+    fun: Callable[P, Result],
+    dtype: DTypeLike,
+    *,
+    keep: Iterable[str] = (),
+    checkpoint_dtype: DTypeLike | None = None,
 ) -> Callable[P, Result]:
     """Return `fun` with its matrix products and convolutions in half precision.
 
@@ -61,6 +66,13 @@ def autocast(
     pass of a `scan` repeats cheap arithmetic, and elementary functions where that saves memory,
     instead of storing their results.
 
+    With `checkpoint_dtype`, a layer in `jax.checkpoint` saves its inputs in half precision. This
+    concerns float32 inputs with at least two axes and 64 elements that depend on a product in half
+    precision; in a scan, the carries. The forward pass does not change. The backward pass computes
+    the layer again from its rounded input. So do not use it for layers that pass on coordinates or
+    another large and precise state, or give their checkpoint a policy other than
+    `nothing_saveable`: it then saves inputs unchanged.
+
     Args:
       fun: The loss or the model. It must be pure and traceable, as for `jax.checkpoint`: no Python
         `if` on values, and nothing written to a closure. Pass parameters, random keys and modules
@@ -75,6 +87,9 @@ def autocast(
         or its folder, so edits elsewhere, a restart or another machine change nothing. Code of
         several lines is one statement. Lines in a notebook have only their code. Lines that look
         the same are kept together.
+      checkpoint_dtype: The dtype of what checkpointed layers save: `jnp.bfloat16`, `jnp.float16`,
+        or None to save inputs unchanged. Use bfloat16 with `dtype=jnp.float16`, too: in float16, an
+        input above 65,504 would be infinite. With `dtype=jnp.float32`, nothing changes.
 
     Returns:
       A function with the same signature. Each call traces `fun` once. Results are float32. An
@@ -83,11 +98,11 @@ def autocast(
       through.
 
     Raises:
-      TypeError: If `fun` cannot be called, `dtype` is not one of these three, or `keep` is not an
-        iterable of strings.
-      ValueError: If `fun` has half-precision arguments and updates an optimizer that stores arrays
-        in half precision: `with_master_weights`, `with_stochastic_rounding` or
-        `with_bfloat16_state`.
+      TypeError: If `fun` cannot be called, `dtype` or `checkpoint_dtype` is not one of these three,
+        or `keep` is not an iterable of strings.
+      ValueError: If `checkpoint_dtype` is float16 and `dtype` is bfloat16. If `fun` has
+        half-precision arguments and updates an optimizer that stores arrays in half precision:
+        `with_master_weights`, `with_stochastic_rounding` or `with_bfloat16_state`.
 
     Warns:
       UserWarning: Once, if less than half of the floating-point operations in products run in
@@ -126,12 +141,17 @@ def autocast(
         "fun", fun, "Give the loss function or the model itself, not its result."
     )
     dtype = checks.read_half_or_float32(dtype)
+    saved = checks.read_checkpoint_dtype(checkpoint_dtype, dtype)
     lines = frozenset(map(line_key, checks.read_strings("keep", keep)))
-    return autocast_except(lines, fun, dtype, GivenWarnings())
+    return autocast_except(lines, fun, dtype, GivenWarnings(), saved)
 
 
 def autocast_except(
-    keep: frozenset[str], fun: Callable[P, Result], dtype: np.dtype, given: GivenWarnings
+    keep: frozenset[str],
+    fun: Callable[P, Result],
+    dtype: np.dtype,
+    given: GivenWarnings,
+    checkpoint_dtype: np.dtype | None = None,
 ) -> Callable[P, Result]:
     """Return `autocast(fun, dtype)`, except that products on the lines in `keep` stay in float32.
 
@@ -142,7 +162,7 @@ def autocast_except(
     def edited(jaxpr: Jaxpr) -> Jaxpr:
         in_half = with_halves(jaxpr, dtype, keep)
         messages.warn_of_program(jaxpr, in_half, dtype, keep, given)
-        return in_half
+        return with_saved_halves(in_half, checkpoint_dtype) if checkpoint_dtype else in_half
 
     def transform(call: Callable[..., Any]) -> Callable[..., Any]:
         marked = jax.named_call(call, name=scope_of(dtype))  # for an outer `autocast`

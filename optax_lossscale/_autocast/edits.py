@@ -64,6 +64,7 @@ def propagated(
 
 def with_edit(edit: Callable[[Jaxpr], Jaxpr], jaxpr: Jaxpr) -> Jaxpr:
     """Return `edit(jaxpr)`, where `edit` is given the jaxpr without its constants."""
+    # Before jax 0.12, a program with its constants is an object around another.
     inner = jaxprs.without_constants(jaxpr)
     new = edit(inner)
     if new is inner:
@@ -106,6 +107,7 @@ def memoized(
     JAX's caches know a jaxpr by its identity: without this, it would compile an edited one again in
     each call. Results are freed with the jaxpr.
     """
+    # The values must not hold the keys, or nothing would ever be freed.
     results: weakref.WeakKeyDictionary[Jaxpr, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 
     @functools.wraps(fun)

@@ -22,7 +22,7 @@ _MAXIMUM = "a maximum"
 _SHIFTED = "a difference from a maximum"
 _BOUNDED = "the exponential of such a difference"
 _PASSED = primitives.MOVES | primitives.CONVERSIONS | primitives.PASSED
-_FROM_MAXIMUM = _PASSED | {primitives.SELECTION, "max"}
+_FROM_MAXIMUM = _PASSED | {primitives.SELECTION, primitives.MAXIMUM}
 
 
 def first_overflowing(jaxpr: Jaxpr) -> tuple[str, tuple[Equation, ...]] | None:
@@ -58,16 +58,16 @@ def _overflowing(eqn: Equation, sources: Sequence[str | None]) -> str:
         return "a sum"
     if name == primitives.CONVERSION and sources[0] == _SUM:
         return "a sum"
-    if name in ("exp", "exp2") and sources[0] != _SHIFTED:
+    if name in primitives.EXPONENTIALS and sources[0] != _SHIFTED:
         return "an exponential"
     return ""
 
 
 def _is_power(eqn: Equation) -> bool:
     name = eqn.primitive.name
-    if name == "mul":
+    if name == primitives.MULTIPLICATION:
         return eqn.invars[0] is eqn.invars[1]
-    return name in ("pow", "square") or (name == "integer_pow" and eqn.params["y"] > 1)
+    return name in primitives.POWERS and eqn.params.get("y", 2) > 1
 
 
 def _mark(eqn: Equation, sources: Sequence[str | None]) -> str | None:
@@ -75,11 +75,11 @@ def _mark(eqn: Equation, sources: Sequence[str | None]) -> str | None:
     name = eqn.primitive.name
     if name in primitives.SUMS:
         return None if sources[0] == _BOUNDED else _SUM
-    if name == "reduce_max" or (name in _FROM_MAXIMUM and _MAXIMUM in sources):
+    if name == primitives.MAXIMUM_OF_ALL or (name in _FROM_MAXIMUM and _MAXIMUM in sources):
         return _MAXIMUM
-    if name == "sub":
+    if name == primitives.SUBTRACTION:
         return _SHIFTED if sources[1] == _MAXIMUM or sources[0] == _SHIFTED else None
-    if name in ("exp", "exp2"):
+    if name in primitives.EXPONENTIALS:
         return _BOUNDED if sources[0] == _SHIFTED else None
     return sources[0] if name in _PASSED and sources else None
 

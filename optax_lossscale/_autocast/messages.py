@@ -30,13 +30,13 @@ def warn_of_program(
         _warn_of_float16(jaxpr, given)
     if dtype == jnp.float32 and not keep:
         return
-    if keep:
+    products = products_of(cast)
+    if keep:  # else no line is read
         sources = (product.source() for product in products_of(cast, of_all_branches=True))
         _warn_of_unknown_lines(keep, {line_key(source): source for source in sources}, given)
+        products = [product for product in products if line_key(product.source()) not in keep]
     if dtype != jnp.float32:
-        products = products_of(cast)
-        others = [x for x in products if line_key(x.source()) not in keep] if keep else products
-        _warn_of_products(others, dtype, given)
+        _warn_of_products(products, dtype, given)
 
 
 def warn_of_lookups(jaxpr: Jaxpr, given: GivenWarnings) -> None:

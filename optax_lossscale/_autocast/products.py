@@ -85,6 +85,7 @@ class _Edit:
 
     def edited(self) -> Jaxpr:
         eqns = [new for eqn in self.jaxpr.eqns for new in self.edited_equation(eqn)]
+        # What is returned is float32, so that the type of the function does not change.
         if eqns:
             eqns += self.conversions(self.jaxpr.outvars, beside=eqns[-1])
         if all(map(operator.is_, self.inputs, self.jaxpr.invars)):
@@ -107,6 +108,7 @@ class _Edit:
 
     def taken(self, eqn: Equation) -> dict[Atom, Atom]:
         """Return the halves that an equation takes. Results that they become have halves too."""
+        # One operand of two, or of another format, would need a conversion: then none is taken.
         taken: dict[Atom, Atom] = {}
         for operands, results in _passed_elements(eqn):
             halves = self.halves_used_once(operands)

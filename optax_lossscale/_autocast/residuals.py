@@ -135,6 +135,7 @@ def _bytes_saved(body: Jaxpr, operands: ScanOperands) -> int:
     avals = [x.aval for x in body.constvars], *(x.aval for x in body.invars)
     program = jaxprs.without_constants(jaxprs.make_jaxpr(derivative)(*avals))
     first = len(body.constvars) + operands.constants
+    # JAX hoists what depends only on constants, so only what varies is stacked.
     varies = [True if i >= first else None for i in range(len(program.invars))]
     are_stacked = edits.propagated(
         program, varies, lambda path, sources: [any(sources) or None] * len(path[0].outvars)
@@ -159,6 +160,7 @@ def _checkpointed(jaxpr: Jaxpr, constants: int) -> Jaxpr:
         arg_names=("",) * len(operands), result_paths=("",) * len(results)
     )
     body = _with_saved_results(_with_saved_invariants(jaxpr, constants))
+    # A checkpoint takes no constants: they become operands like the others.
     body = body.replace(constvars=[], invars=operands, debug_info=debug_info)
     body = _with_saved_inputs(body, [x for x in operands if _is_complex(x.aval)])
     checkpoint = _checkpoint()

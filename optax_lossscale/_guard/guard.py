@@ -212,13 +212,18 @@ def _guard(
         return updates, GuardState(scale_state, decision.rule_states, inner_state)
 
     guard = Guard(init_fn, update_fn)
-    name = "with_loss_scaling" if is_scaled else "with_skipping"
-    arguments = ["inner", *([tree.shown(policy)] if is_scaled else [])]
+    guard.call = _call_of(policy if is_scaled else None, rules)
+    return guard
+
+
+def _call_of(policy: LossScale | None, rules: tuple[Rule, ...]) -> str:
+    """Return the call that makes a guard, with a loss scale if it has a policy."""
+    name = "with_loss_scaling" if policy else "with_skipping"
+    arguments = ["inner", *([tree.shown(policy)] if policy else [])]
     if rules:
         shown = ", ".join(map(tree.shown, rules))
         arguments.append(f"skip_if=({shown})" if rules[1:] else f"skip_if={shown}")
-    guard.call = f"{name}({', '.join(arguments)})"
-    return guard
+    return f"{name}({', '.join(arguments)})"
 
 
 def _add_other_leaf(error: Exception, params: PyTree) -> None:

@@ -90,25 +90,24 @@ def as_rules(skip_if: SkipIf) -> tuple[Rule, ...]:
         return ()
     # A string and an optimizer are sequences too, but not of rules.
     is_one = isinstance(skip_if, (str, optax.GradientTransformation, Rule))
-    given = skip_if if isinstance(skip_if, Sequence) and not is_one else [skip_if]
-    rules: list[Rule] = []
-    for rule in given:
-        if isinstance(rule, Rule) and not isinstance(rule, type):
-            rules.append(rule)
-        elif callable(rule) and not isinstance(rule, (type, optax.MultiSteps)):
-            rules.append(StatelessRule(rule))
-        else:
-            remedy = ""
-            if isinstance(rule, type) and isinstance(rule, Rule):
-                remedy = f" Call it: `{rule.__name__}()`."
-            elif isinstance(rule, LossScale) and not isinstance(rule, type):
-                remedy = " Use `with_loss_scaling(inner, policy)`."
-            raise TypeError(
-                "`skip_if` must be a function of the gradients and parameters, an object with "
-                "`init`, `measure` and `judge`, or a sequence of these, got "
-                f"{tree.shown(rule)}.{remedy}"
-            )
-    return tuple(rules)
+    rules = skip_if if isinstance(skip_if, Sequence) and not is_one else [skip_if]
+    return tuple(map(_as_rule, rules))
+
+
+def _as_rule(rule: object) -> Rule:
+    if isinstance(rule, Rule) and not isinstance(rule, type):
+        return rule
+    if callable(rule) and not isinstance(rule, (type, optax.MultiSteps)):
+        return StatelessRule(rule)
+    remedy = ""
+    if isinstance(rule, type) and isinstance(rule, Rule):
+        remedy = f" Call it: `{rule.__name__}()`."
+    elif isinstance(rule, LossScale) and not isinstance(rule, type):
+        remedy = " Use `with_loss_scaling(inner, policy)`."
+    raise TypeError(
+        "`skip_if` must be a function of the gradients and parameters, an object with `init`, "
+        f"`measure` and `judge`, or a sequence of these, got {tree.shown(rule)}.{remedy}"
+    )
 
 
 def warn_of_loss(rules: tuple[Rule, ...], given: set[str]) -> None:
@@ -116,7 +115,8 @@ def warn_of_loss(rules: tuple[Rule, ...], given: set[str]) -> None:
     if not any(map(_asks_for_loss, rules)):
         warn_once(
             "`loss` is an extra argument that nothing checks: a step whose loss is NaN may be "
-            "applied. Optax calls the loss `value`: `tx.update(grads, state, params, value=loss)`.",
+            "applied. Optax calls the loss `value`: `tx.update(grads, state, params, value=loss)`. "
+            'If a trainer calls `update`, use `skip_if=Spike("loss")`.',
             given,
         )
 
@@ -249,8 +249,8 @@ class Spike:
         )
         is_finite = jnp.isfinite(measure)
         # `tree_where` would not take a state with Python's numbers or NumPy's wider ones.
-        kept = jax.tree.map(functools.partial(jnp.where, is_finite), after, state)
-        return is_spike | ~is_finite, kept
+        new = jax.tree.map(functools.partial(jnp.where, is_finite), after, state)
+        return is_spike | ~is_finite, new
 
 
 def spikes_in(rule_states: PyTree) -> Iterator[tuple[KeyPath, SpikeState]]:

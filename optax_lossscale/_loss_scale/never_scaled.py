@@ -36,6 +36,7 @@ def warn_if_never_scaled() -> None:
         "far. If they are gradients of the loss itself, differentiate with "
         "`value_and_grad(loss_fn)(opt_state, params, ...)`. In a trainer that differentiates by "
         "itself, use `with_skipping` and `autocast(loss_fn, jnp.bfloat16)` or `scale_inside`. If "
-        "you multiply by hand, take `scale_loss(1.0, opt_state)` as the factor: it is silent."
+        "you multiply by hand, or run an exported function, take `scale_loss(1.0, opt_state)` as "
+        "the factor: it is silent."
     )
     mark_scaled()  # not if the warning is turned into an error, so that the next call raises too

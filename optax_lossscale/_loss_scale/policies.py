@@ -143,7 +143,7 @@ class DynamicLossScale(_Policy):
     The first case that applies is used::
 
         loss not finite, and consecutive_skipped + 1 < loss_patience:
-                           growth_count = 0
+                           nothing changes
         grads not finite, or a loss that is not finite for longer:
                            growth_count = 0
                            overflow_count = min(overflow_count + 1, hysteresis)
@@ -156,14 +156,16 @@ class DynamicLossScale(_Policy):
                                growth_count = 0; overflow_count = 0
 
     The first two cases skip the step and count it. The last one applies it, unless a rule
-    (`skip_if`) skips it. A loss scale that is out of bounds is clamped first, and NaN becomes
-    `min_scale`. Powers of two make scaling and unscaling exact; other values work.
+    (`skip_if`) skips it. In the first case the batch is probably bad. That says nothing about the
+    loss scale, whatever the gradients are, so it neither lowers the loss scale nor delays its
+    growth. A loss scale that is out of bounds is clamped first, and NaN becomes `min_scale`. Powers
+    of two make scaling and unscaling exact; other values work.
 
     Args:
       initial_scale: The loss scale of the first step. If it is too large, the first steps are
         skipped; if it is too small, gradients underflow until it has grown.
-      growth_interval: After how many consecutive finite steps the loss scale grows. A smaller
-        interval follows the gradients faster, and skips more steps: about one per interval.
+      growth_interval: After how many finite steps without an overflow the loss scale grows. A
+        smaller interval follows the gradients faster, and skips more steps: about one per interval.
       growth_factor: What the loss scale is multiplied by when it grows. Greater than 1.
       backoff_factor: What it is multiplied by after an overflow. Between 0 and 1.
       min_scale: The smallest loss scale. It may be below 1, for gradients that overflow unscaled.
@@ -173,7 +175,8 @@ class DynamicLossScale(_Policy):
         and NeMo), instead of only growth (as in Megatron-LM, and in DeepSpeed by default).
       loss_patience: At how many consecutive skipped steps a loss that is not finite counts as an
         overflow. Before that, the batch is probably bad, which a smaller loss scale does not fix.
-        A smaller loss scale helps if the loss itself depends on it, as with a gradient penalty.
+        Use 1 if the loss itself depends on the loss scale, as a gradient penalty that shares it
+        does: then a smaller loss scale helps.
 
     Raises:
       TypeError: If `growth_interval`, `hysteresis` or `loss_patience` is not an integer,
@@ -205,7 +208,7 @@ class DynamicLossScale(_Policy):
     max_scale: float = 2.0**24
     hysteresis: int = 1
     consecutive_hysteresis: bool = False
-    loss_patience: int = 2
+    loss_patience: int = 5
     skip_nonfinite = True  # no field: the rule depends on the gradients
 
     def __post_init__(self) -> None:
@@ -253,18 +256,18 @@ class DynamicLossScale(_Policy):
             overflow_count=jnp.where(resets, 0, state.overflow_count),
         )
 
-        forgiven = state._replace(growth_count=jnp.zeros_like(state.growth_count))
         overflow_count = jnp.minimum(increment(state.overflow_count), self.hysteresis)
         backed_off = jnp.maximum(state.loss_scale * self.backoff_factor, self.min_scale)
         backs_off = overflow_count >= self.hysteresis
-        after_overflow = forgiven._replace(
+        after_overflow = state._replace(
             loss_scale=jnp.where(backs_off, backed_off, state.loss_scale),
+            growth_count=jnp.zeros_like(growth_count),
             overflow_count=overflow_count,
         )
 
         skipped = increment(state.consecutive_skipped)
         is_forgiven = ~loss_finite & (skipped < self.loss_patience)
-        skip = jax.tree.map(functools.partial(jnp.where, is_forgiven), forgiven, after_overflow)
+        skip = jax.tree.map(functools.partial(jnp.where, is_forgiven), state, after_overflow)
         new = jax.tree.map(functools.partial(jnp.where, applied), after_finite, skip)
         return count_step(new, state, applied)
 

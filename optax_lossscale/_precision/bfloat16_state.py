@@ -148,20 +148,20 @@ def _in_bfloat16(
     inner_state: optax.OptState, stay: set[KeyPath], keep: Callable[[str], bool] | None
 ) -> optax.OptState:
     """Return the state of an optimizer with its large arrays in bfloat16."""
-    kept: dict[str, bool] = {}
+    selected: dict[str, bool] = {}
 
     def convert(name: str, path: KeyPath, leaf: Leaf) -> Leaf:
         if not tree.is_in(leaf, jnp.float32) or path in stay:
             return leaf
         if not tree.is_symbolic(leaf.size) and leaf.size < _LEAST_SIZE:
             return leaf
-        kept[name] = keep is not None and bool(keep(name))
-        if kept[name]:
+        selected[name] = keep is not None and bool(keep(name))
+        if selected[name]:
             return leaf
         array_seed(name)  # raises for a key that has no fixed text
         return tree.in_dtype(leaf, jnp.bfloat16)
 
     converted = [convert(*leaf) for leaf in named_leaves(inner_state)]
     if keep is not None:
-        warn_if_unused(kept)
+        warn_if_unused(selected)
     return jax.tree.structure(inner_state).unflatten(converted)

@@ -44,7 +44,7 @@ def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = N
     """
     dtype = checks.read_float_dtype(dtype)
     checks.require_keep(keep)
-    kept: dict[str, bool] = {}
+    selected: dict[str, bool] = {}
 
     def convert(path: KeyPath, leaf: Leaf) -> Leaf:
         if is_nnx(leaf, "Module", "Metric"):
@@ -57,8 +57,8 @@ def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = N
         if not is_floating or FP8_KEY in path:
             return leaf
         name = jax.tree_util.keystr(path)
-        kept[name] = keep is not None and bool(keep(name))
-        return leaf if kept[name] else jnp.asarray(leaf, dtype)
+        selected[name] = keep is not None and bool(keep(name))
+        return leaf if selected[name] else jnp.asarray(leaf, dtype)
 
     def stays_whole(node: PyTree) -> bool:
         # Random streams hold nothing to cast, and a copy would repeat their random numbers.
@@ -67,13 +67,13 @@ def cast(tree: Tree, dtype: DTypeLike, *, keep: Callable[[str], bool] | None = N
 
     converted = jax.tree_util.tree_map_with_path(convert, tree, is_leaf=stays_whole)
     if keep is not None:
-        warn_if_unused(kept)
+        warn_if_unused(selected)
     return converted
 
 
-def warn_if_unused(kept: Mapping[str, bool]) -> None:
-    """Warn if `keep` selects none of the arrays. `kept` has its answer for each name."""
-    if kept and not any(kept.values()):
-        some = ", ".join(itertools.islice(kept, 5))
-        more = f" and {len(kept) - 5:,} more" if len(kept) > 5 else ""
+def warn_if_unused(selected: Mapping[str, bool]) -> None:
+    """Warn if `keep` selects none of the arrays. `selected` has its answer for each name."""
+    if selected and not any(selected.values()):
+        some = ", ".join(itertools.islice(selected, 5))
+        more = f" and {len(selected) - 5:,} more" if len(selected) > 5 else ""
         warn(f"`keep` names none of the arrays. Their paths are: {some}{more}.")

@@ -91,19 +91,19 @@ def with_master_weights(
         refuse_hidden_storage("with_master_weights")
         masters, inner_state = checks.read_state(state, MasterWeightsState)
         checks.require_given(updates, params)
-        kept, (old, params_def) = _masters_by_position(masters, params), jax.tree.flatten(params)
+        stored, (old, params_def) = _masters_by_position(masters, params), jax.tree.flatten(params)
         for i, (path, param) in enumerate(jax.tree_util.tree_leaves_with_path(params)):
-            if tree.is_in(param, *HALF) and i not in kept:
+            if tree.is_in(param, *HALF) and i not in stored:
                 raise ValueError(_of_other_dtype(path, param, "no master"))
-        weights = {i: _current_master(old[i], master) for i, master in kept.items()}
+        weights = {i: _current_master(old[i], master) for i, master in stored.items()}
         moves, new, inner_state = step_in_float32(
             inner, updates, inner_state, params, weights=weights, extra_args=extra_args
         )
-        for i, master in kept.items():
+        for i, master in stored.items():
             is_remainder = master.dtype == jnp.int16
             move = _move_remainder if is_remainder else _move_master
-            kept[i], moves[i] = move(new[i], old[i])
-        masters = jax.tree.structure(masters).unflatten(kept.values())
+            stored[i], moves[i] = move(new[i], old[i])
+        masters = jax.tree.structure(masters).unflatten(stored.values())
         return params_def.unflatten(moves), MasterWeightsState(masters, inner_state)
 
     return Transformation(init_fn, update_fn)

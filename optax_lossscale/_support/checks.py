@@ -19,6 +19,7 @@ from jax.typing import ArrayLike, DTypeLike
 from optax_lossscale._support.bounds import INT32_MAX, LARGEST_SCALE, SMALLEST_SCALE, as_float32
 from optax_lossscale._support.tree import (
     ARRAYS,
+    HALF,
     Array,
     AxisName,
     KeyPath,
@@ -266,9 +267,12 @@ def require_rule_states(rule_states: object, rules: Sequence[object]) -> None:
 
 
 def require_values(name: str, tree: PyTree, remedy: str) -> None:
-    """Raise if a tree contains traced arrays."""
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
+    """Raise if a tree contains traced or abstract arrays."""
+    leaves = jax.tree.leaves(tree)
+    if any(isinstance(leaf, Tracer) for leaf in leaves):
         raise TypeError(f"`{name}` must hold values, got traced arrays. {remedy}")
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        raise TypeError(f"`{name}` must hold values, got abstract arrays, as of `jax.eval_shape`.")
 
 
 def require_axis_name(axis_name: AxisName | None) -> None:
@@ -321,6 +325,27 @@ def read_half(dtype: DTypeLike | None) -> np.dtype:
     if read == jnp.float32:
         raise TypeError(f"`dtype` must be float16 or bfloat16, got {shown(dtype)}.")
     return read
+
+
+def read_checkpoint_dtype(checkpoint_dtype: DTypeLike | None, dtype: np.dtype) -> np.dtype | None:
+    """Return the dtype in which `autocast` to `dtype` saves inputs of layers, None if unchanged."""
+    if checkpoint_dtype is None:
+        return None
+    try:
+        read = jnp.dtype(checkpoint_dtype)
+    except (TypeError, ValueError):  # not the name of a dtype
+        read = None
+    if read not in HALF:
+        raise TypeError(
+            "`checkpoint_dtype` must be float16, bfloat16 or None, got "
+            f"{shown(checkpoint_dtype)}. Use `jnp.bfloat16`."
+        )
+    if read == jnp.float16 and dtype == jnp.bfloat16:
+        raise ValueError(
+            "`checkpoint_dtype` must not be float16 if `dtype` is bfloat16: numbers above 65,504 "
+            "would be infinite in the backward pass. Use `jnp.bfloat16`."
+        )
+    return None if dtype == jnp.float32 else read  # no product runs in half precision
 
 
 def require_policy(value: object) -> None:

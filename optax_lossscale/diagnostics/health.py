@@ -1,8 +1,8 @@
 """A check for stalled training, and a table of its possible causes."""
 
+import concurrent.futures
 import contextlib
-import itertools
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -14,7 +14,7 @@ from optax_lossscale._state import GuardState, LossScaleState, find, subtrees
 from optax_lossscale._support import checks
 from optax_lossscale._support.bounds import LARGEST_SCALE, SMALLEST_SCALE, as_float32
 from optax_lossscale._support.lines import warn
-from optax_lossscale._support.tree import Array, KeyPath, PyTree, is_inexact, path_name
+from optax_lossscale._support.tree import Array, PyTree, is_inexact, path_name
 
 
 class LossScaleStalledError(RuntimeError):
@@ -44,7 +44,8 @@ def check_health(
       LossScaleStalledError: If more than `max_consecutive_skipped` steps in a row were skipped. The
         message gives their number, the loss scale, and possible causes with their remedies.
       TypeError: If `max_consecutive_skipped` is not an integer, `policy` is a number, or
-        `opt_state` is traced: a compiled step cannot raise an error.
+        `opt_state` is traced or abstract: a compiled step cannot raise an error, and the result of
+        `jax.eval_shape` has no values.
       ValueError: If `max_consecutive_skipped` is negative; if `opt_state` holds no `LossScaleState`
         or several, or is stacked over replicas; or if training cannot go on from it. Such a state
         has a negative count of steps; a loss scale outside of the bounds of `policy` (without one,
@@ -63,7 +64,8 @@ def check_health(
     checks.require_policy(policy)
     known = None if policy is None else as_loss_scale(policy)
     low, high, is_dynamic = _range_of(known)
-    state = _read(find(LossScaleState, "opt_state", opt_state)._asdict())
+    with jax.ensure_compile_time_eval():  # JAX may be tracing a function that calls this
+        state = _read(find(LossScaleState, "opt_state", opt_state)._asdict())
     guards = [guard for _, guard in subtrees(opt_state, GuardState)]
     rule_states, inner_state = guards[0][1:] if guards else ((), ())
     scale, skipped = state["loss_scale"], state["consecutive_skipped"]
@@ -72,6 +74,7 @@ def check_health(
             f"`opt_state` must hold a loss scale from {low:g} to {high:g}, and counts of at least "
             f"0, got {state}. Restore a checkpoint or the state of `init`."
         )
+    checks.require_values("opt_state", inner_state, _REMEDY)
     _refuse_nonfinite(inner_state)
     if skipped > limit:
         spikes = [spike.consecutive_skipped for _, spike in spikes_in(rule_states)]
@@ -87,7 +90,7 @@ def check_health(
             + "".join(f"\n  {i}. {cause}" for i, cause in enumerate(causes, start=1))
         )
     if known is not None and scale == high and not state["total_skipped"]:
-        with jax.transfer_guard("allow"):  # this transfer is intended
+        with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):  # it is intended
             start = init(known).loss_scale.item()
         if start < scale:
             warn(
@@ -161,10 +164,12 @@ def _range_of(policy: object) -> tuple[float, float, bool | None]:
     return SMALLEST_SCALE, LARGEST_SCALE, None
 
 
+_REMEDY = "Call it outside of the compiled step. Inside, use `is_stalled`."
+
+
 def _read(fields: dict[str, Any]) -> dict[str, float]:
     """Return the scalar fields of a state as Python numbers."""
-    remedy = "Call it outside of the compiled step. Inside, use `is_stalled`."
-    checks.require_values("opt_state", fields, remedy)
+    checks.require_values("opt_state", fields, _REMEDY)
     for name, field in fields.items():
         checks.require_scalar(f"opt_state.{name}", field, "Pass one replica: `x[0]` of every leaf.")
     return {name: np.asarray(field).item() for name, field in jax.device_get(fields).items()}
@@ -173,32 +178,68 @@ def _read(fields: dict[str, Any]) -> dict[str, float]:
 def _refuse_nonfinite(inner_state: PyTree) -> None:
     """Raise if an array of the inner optimizer has NaN or infinity. A scalar may have them."""
     leaves = jax.tree_util.tree_leaves_with_path(inner_state)
-    arrays: dict[KeyPath, Any] = {
-        path: leaf for path, leaf in leaves if np.ndim(leaf) and is_inexact(leaf)
-    }
-    if _are_finite(arrays.values()):
-        return
-    path = next(path for path, array in arrays.items() if not _are_finite([array]))
-    raise ValueError(
-        "`opt_state` must hold arrays of finite numbers, got NaN or infinity at "
-        f"{path_name(path)} of the inner state. The likely cause is a gradient whose square "
-        "overflows: clip inside the guard, as in `optax.chain(optax.clip_by_global_norm(1.0), "
-        "inner)`. Then go on from an older state."
-    )
+    arrays = [(path, leaf) for path, leaf in leaves if np.ndim(leaf) and is_inexact(leaf)]
+    # In a thread of its own, neither a function that JAX traces nor a mesh that the caller has set
+    # (it takes no other arrays than its own) is the context of the check.
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
+        place = thread.submit(_first_nonfinite, [array for _, array in arrays]).result()
+    if place is not None:
+        raise ValueError(
+            "`opt_state` must hold arrays of finite numbers, got NaN or infinity at "
+            f"{path_name(arrays[place][0])} of the inner state. Probably a gradient's square "
+            "overflows: clip inside the guard, then go on from an older state."
+        )
 
 
-def _are_finite(arrays: Iterable[Array]) -> bool:
-    """Return whether arrays are finite, after one compiled check for each set of devices."""
-    groups: dict[Hashable, list[Array]] = {}
-    for part in itertools.chain.from_iterable(map(_local_parts, arrays)):
-        groups.setdefault(_placement(part), []).append(part)
-    # NumPy's arrays are copied to a device. A mesh that the caller has set takes no other arrays
-    # than its own.
+def _first_nonfinite(arrays: Sequence[Any]) -> int | None:
+    """Return the place of the first array that is not finite, None if all are.
+
+    All checks are started before the first is waited for.
+    """
     with jax.transfer_guard("allow"), _no_mesh():
-        return all(jax.device_get([_all_finite(group) for group in groups.values()]))
+        groups = list(_groups(arrays))
+        flags = jax.device_get([_is_finite(part for _, part in group) for group in groups])
+        failed = (group for group, flag in zip(groups, flags, strict=True) if not flag)
+        places = sorted({place for group in failed for place, _ in group})
+        parts = {place: _local_parts(arrays[place]) for place in places}
+        return next((i for i in places if not all(_is_finite([x]) for x in parts[i])), None)
 
 
-_all_finite = jax.jit(all_finite)
+_compiled = jax.jit(all_finite)
+
+
+def _is_finite(arrays: Iterable[Any]) -> Any:
+    """Return whether arrays of one placement are finite. `bool[]`."""
+    arrays = list(arrays)
+    if isinstance(arrays[0], jax.Array):
+        return _compiled(arrays)
+    return all(np.isfinite(array).all() for array in arrays)
+
+
+_ALIKE = 16  # arrays of one shape in a compiled check: cheap to compile (jaxlib 0.10.2)
+_MOST = 256  # arrays in a compiled check: a program of thousands takes minutes to compile
+
+
+def _groups(arrays: Sequence[Any]) -> Iterator[list[tuple[int, Any]]]:
+    """Yield groups of arrays that one compiled check takes, each with its place.
+
+    Most optimizers hold many arrays of a few shapes. Their groups share a compiled check.
+    """
+    alike: dict[Hashable, list[tuple[int, Any]]] = {}
+    for place, array in enumerate(arrays):
+        sharding = getattr(array, "sharding", None)  # NumPy's arrays have none
+        alike.setdefault((sharding, array.shape, array.dtype), []).append((place, array))
+    others: dict[Hashable, list[tuple[int, Any]]] = {}
+    for group in alike.values():
+        full = 0
+        if getattr(group[0][1], "is_fully_addressable", True):
+            full = len(group) - len(group) % _ALIKE
+            yield from (group[i : i + _ALIKE] for i in range(0, full, _ALIKE))
+        for place, array in group[full:]:
+            for part in _local_parts(array):
+                others.setdefault(_placement(part), []).append((place, part))
+    for group in others.values():
+        yield from (group[i : i + _MOST] for i in range(0, len(group), _MOST))
 
 
 def _local_parts(array: Array) -> list[Array]:
@@ -218,7 +259,6 @@ def _placement(array: Array) -> Hashable:
 
 
 def _no_mesh() -> contextlib.AbstractContextManager[Any]:
+    """Leave the mesh that is set for all threads. jax 0.7.0 has no such mesh."""
     empty = jax.sharding.Mesh(np.empty((), object), ())
-    return (
-        jax.set_mesh(empty) if hasattr(jax, "set_mesh") else contextlib.nullcontext()
-    )  # jax 0.7.0
+    return jax.set_mesh(empty) if hasattr(jax, "set_mesh") else contextlib.nullcontext()

@@ -158,6 +158,10 @@ STAYS = {
         lambda x: operator.matmul(*jax.jit(lambda x: (jnp.tri(16), 2 * x))(x)),
         [X],
     ),
+    "a constant from a map over devices": (
+        lambda x: operator.matmul(*mapped(lambda x: (jnp.tri(16), 2 * x), P(), P())(x)),
+        [X],
+    ),
     "a constant after an effect": (after_an_effect, [X]),
     "a constant of a scan": (
         lambda x: lax.scan(lambda x, a: (a @ x, None), x, jnp.ones((3, 16, 16)) / 16)[0],
@@ -182,6 +186,7 @@ def test_matrix_products_that_fill_the_hardware_are_cast(name):
     assert dtypes(ols.autocast(fun, F16), *shapes) == ["float16"]
 
 
+@pytest.mark.each_case
 @pytest.mark.slow
 @quiet
 @pytest.mark.parametrize("name", STAYS)
@@ -276,6 +281,7 @@ MODES = {
 }
 
 
+@pytest.mark.each_case
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_of_differentiation_equals_casts_by_hand_bit_for_bit(mode, params, x):
@@ -356,9 +362,14 @@ def mesh(kind=AxisType.Auto):
     return jax.make_mesh((2,), ("i",), (kind,), devices=jax.devices()[:2])
 
 
+def mapped(fun, in_specs, out_specs, *, check_vma=True):
+    return jax.shard_map(
+        fun, mesh=mesh(), in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
+    )
+
+
 def sharded(x, w, *, check_vma):
-    mapped = functools.partial(jax.shard_map, mesh=mesh(), check_vma=check_vma)
-    return mapped(jnp.dot, in_specs=(EIGHT, P()), out_specs=EIGHT)(x, w)
+    return mapped(jnp.dot, (EIGHT, P()), EIGHT, check_vma=check_vma)(x, w)
 
 
 def constrained(x, w):
@@ -406,6 +417,7 @@ STRUCTURES = {
 }
 
 
+@pytest.mark.each_case
 @pytest.mark.slow
 @pytest.mark.integration
 @pytest.mark.filterwarnings("ignore:.*includes a pmap:UserWarning")  # jax 0.7

@@ -454,6 +454,42 @@ def test_the_warning_names_float64():
         jax.eval_shape(ols.autocast(jnp.dot, BF16), *[shape(64, 64, dtype="float64")] * 2)
 
 
+def wide(x, w):
+    """Return a product of half precision whose sums are in float32, as kernels have them."""
+    return jnp.matmul(x.astype(BF16), w.astype(BF16), preferred_element_type=F32)
+
+
+def with_derivative(define, derivative):
+    fun = define(lambda x, w: jnp.sum(wide(x, w)))
+    fun.defvjp(*derivative) if define is jax.custom_vjp else fun.defjvp(derivative)
+    return fun
+
+
+OWN_RULES = {
+    "custom_vjp": with_derivative(
+        jax.custom_vjp,
+        (lambda x, w: (jnp.sum(wide(x, w)), (x, w)), lambda saved, g: (g * saved[0], g * saved[1])),
+    ),
+    "custom_jvp": with_derivative(
+        jax.custom_jvp, lambda primals, _: (jnp.sum(wide(*primals)), jnp.sum(wide(*primals)))
+    ),
+    "while_loop": lambda x, w: lax.while_loop(
+        lambda y: jnp.max(y) < 0, lambda y: wide(y, w) / 64, x
+    ),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", OWN_RULES)
+def test_a_product_in_a_rule_of_its_own_counts_by_its_operands(name):
+    jax.eval_shape(ols.autocast(OWN_RULES[name], BF16), BIG, BIG)
+
+
+def test_a_plain_product_with_a_float32_result_counts_by_its_result():
+    with pytest.warns(UserWarning, match="So both backward products are float32"):
+        jax.eval_shape(ols.autocast(wide, BF16), BIG, BIG)
+
+
 def test_no_warning_without_products_or_if_half_of_them_are_cast_or_narrower(recwarn):
     def fun(x, w):
         return x @ w, x[:1] @ w, jnp.sin(x), lax.dot(x.astype("int8"), w.astype("int8"))

@@ -276,3 +276,20 @@ def test_products_of_installed_packages_have_an_entry_of_their_own():
     assert [*found.lines] == [*found.keep] == ["products that only installed packages make"]
     assert dtypes(ols.autocast(layer.apply, BF16), params, x) == {"bfloat16": 1}
     assert dtypes(ols.autocast(layer.apply, BF16, keep=found.keep), params, x) == {"float32": 1}
+
+
+def test_a_checkpointed_layer_keeps_its_line_and_saves_halves():
+    def layer(x, w):
+        angles = x @ w  # ANGLES
+        return jnp.sin(angles) @ w, None
+
+    def loss(ws, x):
+        return jnp.sum(lax.scan(jax.checkpoint(layer), x, ws)[0])
+
+    ws = shape(3, 16, 16)
+    (line,) = {x.source for x in precision_report(loss, ws, X).values() if "ANGLES" in x.source}
+    kept = ols.autocast(loss, BF16, keep=[line], checkpoint_dtype=BF16)
+    assert dtypes(kept, ws, X) == {"bfloat16": 3, "float32": 3}
+    saved = jax.eval_shape(lambda *args: jax.vjp(kept, *args)[1], ws, X)
+    stacked = [x.dtype for x in jax.tree.leaves(saved) if x.shape == (3, *X.shape)]
+    assert stacked == [BF16]

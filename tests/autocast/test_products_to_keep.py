@@ -77,6 +77,7 @@ FACTS = {
 }
 
 
+@pytest.mark.each_case
 @pytest.mark.slow
 @pytest.mark.integration
 @pytest.mark.parametrize("named", FACTS)

@@ -170,6 +170,7 @@ def around_and_inside(layer):
     return [jax.value_and_grad(loss, argnums=(0, 1)) for loss in losses]
 
 
+@pytest.mark.each_case
 @pytest.mark.integration
 @pytest.mark.parametrize(
     "name",
@@ -178,18 +179,22 @@ def around_and_inside(layer):
         for name in LAYERS
     ],
 )
-def test_gradients_are_the_same_and_nothing_expensive_is_computed_twice(name):
+def test_gradients_are_the_same_and_nothing_expensive_runs_twice(name):
     ws, x = normal(W) / 4, normal(X, seed=1)
+    steps = around_and_inside(LAYERS[name])
 
     def measured(step):
         jaxpr = jax.make_jaxpr(step)(ws, x).jaxpr
         with jax.disable_jit():
-            exact = step(ws, x)
-        return primitives(jaxpr), kept_bytes(jaxpr), exact, jax.jit(step)(ws, x)
+            return primitives(jaxpr), kept_bytes(jaxpr), step(ws, x)
 
-    (counts, kept, exact, compiled), by_jax = map(measured, around_and_inside(LAYERS[name]))
+    (counts, kept, exact), by_jax = map(measured, steps)
     assert_same_bits(exact, by_jax[2])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 0.06, 0.06), compiled, by_jax[3])
+    compiled = jax.jit(steps[0])(ws, x)
+    for a, b in zip(*map(jax.tree.leaves, (compiled, exact)), strict=True):
+        np.testing.assert_array_equal(np.isfinite(a), np.isfinite(b))
+        a, b = (np.where(np.isfinite(x), x, 0) for x in (a, b))  # noqa: PLW2901
+        assert np.linalg.norm(a - b) <= 0.03 * np.linalg.norm(b)  # up to XLA's fusion
     assert [counts[name] for name in EXPENSIVE] == [by_jax[0][name] for name in EXPENSIVE]
     assert kept < by_jax[1]
 
@@ -206,6 +211,7 @@ KEPT_IN_FULL = {
 }
 
 
+@pytest.mark.each_case
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", ["stored", "float32", "constant"])
 @pytest.mark.parametrize("name", KEPT_IN_FULL)
@@ -246,6 +252,15 @@ def test_elementary_functions_are_repeated_if_that_keeps_much_less(layer, kept):
         stacked = [x.aval.dtype.name for x in scan.outvars if x.aval.shape == (3, rows, 16)]
         assert sorted(stacked) == kept
     assert "optimization_barrier" not in jax.jit(step).lower(W, X).as_text()
+
+
+def test_an_elementary_function_that_is_repeated_in_a_scan_needs_no_other_loop():
+    def layer(x, w):
+        return x + lax.scan(lambda h, _: ((y := h @ w) * jnp.tanh(y), None), x, length=2)[0]
+
+    ours, by_jax = (jax.make_jaxpr(step)(W, X).jaxpr for step in around_and_inside(layer))
+    assert primitives(ours)["scan"] == primitives(by_jax)["scan"] > 0
+    assert kept_bytes(ours) < kept_bytes(by_jax)
 
 
 @pytest.mark.parametrize("activation", [jnp.tanh, jax.nn.gelu])
@@ -349,9 +364,11 @@ def each_place():
         yield pytest.param(place, where, id=f"{where}, {place}", marks=marks)
 
 
+@pytest.mark.each_case
 @pytest.mark.parametrize(("place", "where"), list(each_place()))
 def test_a_gradient_has_no_more_loops_than_without_autocast(place, where):
-    for loop in (looped, scanned):
+    # A `while_loop` needs a rule for its derivative.
+    for loop in (scanned,) if where == "no rule" else (looped, scanned):
         fun = PLACES[place](functions_with(loop)[where])
 
         def layer(x, w, fun=fun):
@@ -607,6 +624,8 @@ COMPLEX = {
 }
 
 
+@pytest.mark.each_case
+@pytest.mark.slow
 @pytest.mark.integration
 @pytest.mark.parametrize("name", COMPLEX)
 def test_complex_values_are_residuals_as_any_other(name):
@@ -615,6 +634,5 @@ def test_complex_values_are_residuals_as_any_other(name):
     saved, by_jax = (kept_bytes(jax.make_jaxpr(step)(ws, x).jaxpr) for step in steps)
     assert saved <= by_jax
     exact = jax.jit(jax.grad(loss_of(COMPLEX[name]), argnums=(0, 1)))(ws, x)
-    for step in steps:
-        for grad, true in zip(jax.jit(step)(ws, x)[1], exact, strict=True):
-            assert jnp.linalg.norm(grad - true) < 0.03 * jnp.linalg.norm(true)
+    for grad, true in zip(jax.jit(steps[0])(ws, x)[1], exact, strict=True):
+        assert jnp.linalg.norm(grad - true) < 0.03 * jnp.linalg.norm(true)

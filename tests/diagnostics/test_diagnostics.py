@@ -22,7 +22,12 @@ from leaves import not_numbers
 
 import optax_lossscale as ols
 from optax_lossscale import diagnostics as diag
-from optax_lossscale.diagnostics import check_health, gradient_exponents, nonfinite_report
+from optax_lossscale.diagnostics import (
+    check_health,
+    gradient_exponents,
+    health,
+    nonfinite_report,
+)
 
 INF, NAN = np.inf, np.nan
 DYNAMIC = ols.DynamicLossScale()
@@ -282,7 +287,7 @@ def test_arrays_on_several_devices_are_read_once(monkeypatch):
 
     reads, real = [], jax.device_get
     monkeypatch.setattr(jax, "device_get", lambda x: reads.append(x) or real(x))
-    for count, devices in ((4, 1), (40, 1), (40, 3)):
+    for count, devices in ((4, 1), (12, 1), (12, 3)):
         opt_state = spread(count, jax.devices()[:devices])
         reads.clear()
         check_health(opt_state)
@@ -293,8 +298,63 @@ def test_arrays_on_several_devices_are_read_once(monkeypatch):
             check_health(opt_state)
     last = opt_state.inner_state[0].nu[-1].at[0].set(INF)
     bad = optax.tree.set(opt_state, nu=[*opt_state.inner_state[0].nu[:-1], last])
-    with pytest.raises(ValueError, match=r"NaN or infinity at `\[0\].nu\[39\]`"):
+    with pytest.raises(ValueError, match=r"NaN or infinity at `\[0\].nu\[11\]`"):
         check_health(bad)
+
+
+def test_a_concrete_state_is_checked_while_jax_traces_a_function():
+    opt_state = ols.with_loss_scaling(optax.adam(0.1)).init(jnp.ones(3))
+    bad = optax.tree.set(opt_state, mu=jnp.array([0, NAN, 0]))
+    number = optax.tree.set(opt_state, loss_scale=8.0)
+
+    def checked(x):
+        for healthy in (opt_state, number):
+            check_health(healthy, policy="dynamic")
+        with pytest.raises(ValueError, match=r"NaN or infinity at `\[0\].mu`"):
+            check_health(bad)
+        with pytest.raises(TypeError, match="must hold values, got traced arrays"):
+            check_health(jax.tree.map(lambda leaf: leaf * jnp.asarray(x, leaf.dtype), opt_state))
+        with pytest.raises(TypeError, match="must hold values, got traced arrays"):
+            check_health(opt_state._replace(inner_state=x * jnp.ones(3)))
+        return x
+
+    def run_all():
+        jax.grad(checked)(1.0)
+        jax.vmap(checked)(jnp.ones(2))
+        jax.jit(checked)(1.0)
+        jax.lax.scan(lambda carry, _: (checked(carry), None), 1.0, length=2)
+
+    run_all()
+    if hasattr(jax, "set_mesh"):  # since jax 0.7.1
+        with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))):
+            run_all()
+
+
+def test_an_abstract_state_is_refused_by_name():
+    abstract = jax.eval_shape(lambda: ols.with_loss_scaling(optax.adam(0.1)).init(jnp.ones(3)))
+    with pytest.raises(TypeError, match=r"`opt_state` must hold values, got abstract arrays"):
+        check_health(abstract)
+    with pytest.raises(TypeError, match=r"`opt_state` must hold values, got abstract arrays"):
+        check_health(guarded(abstract.inner_state))
+
+
+def test_many_arrays_are_checked_in_small_programs_before_any_is_waited_for(monkeypatch):
+    shapes = [(2,), (3, 2), *[(i,) for i in range(1, 12)]]
+    arrays = [np.ones(shapes[i % len(shapes)], np.float32) for i in range(1200)]
+    arrays = [*map(jnp.asarray, arrays), *arrays[:3]]
+    calls, real = [], health._compiled  # noqa: SLF001
+    monkeypatch.setattr(health, "_compiled", lambda group: calls.append(len(group)) or real(group))
+    reads, get = [], jax.device_get
+    monkeypatch.setattr(jax, "device_get", lambda x: reads.append(len(calls)) or get(x))
+    check_health(guarded(arrays))
+    assert (sum(calls), max(calls) <= 256) == (1200, True)
+    assert reads == [0, len(calls)]
+    for place in (0, 777, 1199, 1202):
+        bad = arrays.copy()
+        bad[place] = bad[place] * np.float32(INF)
+        bad[1200:] = [bad[place]] * 3  # the first is named
+        with pytest.raises(ValueError, match=rf"NaN or infinity at `\[{min(place, 1200)}\]`"):
+            check_health(guarded(bad))
 
 
 def test_arrays_of_different_meshes_and_of_numpy_are_checked():

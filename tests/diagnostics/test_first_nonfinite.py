@@ -74,6 +74,7 @@ def arrays(net):
     return [np.array(x) for x in jax.tree.leaves(net) if isinstance(x, jax.Array)]
 
 
+@pytest.mark.each_case
 @pytest.mark.slow
 @pytest.mark.integration
 @pytest.mark.parametrize(
@@ -135,6 +136,10 @@ def over_rows(step):
 
 def large_steps(w, carry, row):
     return carry, w * row * row * 1e30 + carry
+
+
+def large_after_a_mask(w, carry, row):
+    return carry, jnp.where(row > 0, w * row * row * 1e29 * carry, -INF)
 
 
 def second_result_first(w, carry, row):
@@ -231,6 +236,7 @@ CONSTANT, LARGE, LIMITS = np.float32([[1.0, np.nan], [1e30, 1.0], [np.inf, -np.i
         (lambda p, x: jax.nn.softmax(p["w"] + x), ONE, -INF * ONE, ("sub", "p['w']", "")),
         (jax.jit(lambda p, x: jnp.where(x > 0, p["w"], LIMITS)), ONE, ONE, None),
         (jax.jit(lambda p, x: p["w"] * x + LIMITS - LIMITS), ONE, ONE, ("sub", "p['w']", "")),
+        (scanned(large_after_a_mask), BIG, ONE, ("mul", "p['w']", "step 1")),
         # Infinities that are not intended, since the result is not finite only because of them.
         (lambda p, x: jnp.where(x > 0, p["w"], -INF), ONE, -ONE, (CAST, "", "")),
         (

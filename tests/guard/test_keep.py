@@ -114,6 +114,7 @@ def test_the_state_is_kept_whatever_an_update_computes_it_from(update, transform
     )
 
 
+@pytest.mark.each_case
 @pytest.mark.slow
 @pytest.mark.needs_xla
 @pytest.mark.parametrize("name", ACTS | COMPUTES)

@@ -99,6 +99,29 @@ def test_every_sequence_of_flags_gives_what_the_written_rule_gives(policy, step)
     assert_states_equal(states, np.array([trajectory(step, *run) for run in runs]))
 
 
+@pytest.mark.slow
+def test_bad_batches_do_not_wear_the_loss_scale_down():
+    policy, best, steps = ols.DynamicLossScale(), 20, 10_000
+
+    def mean_exponent(rate, key):
+        """Return the mean of log2 of the loss scale, if `rate` of the batches have a NaN loss."""
+
+        def step(state, is_bad):
+            fits = state.loss_scale <= 2.0**best
+            state = policy.update(state, fits & ~is_bad, loss_finite=~is_bad)
+            return state, state.loss_scale
+
+        start = policy.init()._replace(loss_scale=jnp.float32(2**best))
+        are_bad = jax.random.bernoulli(key, rate, steps)
+        return jnp.mean(jnp.log2(jax.lax.scan(step, start, are_bad)[1]))
+
+    rates, keys = jnp.array([0, 0.01, 0.05, 0.1]), jax.random.split(jax.random.key(0), 32)
+    over_seeds = jax.vmap(mean_exponent, in_axes=(None, 0))
+    means = jax.jit(jax.vmap(over_seeds, in_axes=(0, None)))(rates, keys).mean(axis=1)
+    np.testing.assert_allclose(means, best, atol=0.3)
+    np.testing.assert_allclose(means[:3], best, atol=0.02)
+
+
 @pytest.mark.parametrize(
     ("policy", "name"),
     [(ols.DynamicLossScale(8), "initial_scale"), (ols.FixedLossScale(8), "scale")],

@@ -43,7 +43,7 @@ OPTIMIZERS = {
     "schedule_free_adamw": optax.contrib.schedule_free_adamw(1e-3),
     "adam in a chain": optax.chain(optax.clip(1.0), optax.adam(optax.cosine_decay_schedule(1, 9))),
 }
-REPRESENTATIVE = {"adamw", "lion"}
+REPRESENTATIVE = {"adamw"}
 
 
 def large_copies(compiled):
@@ -131,21 +131,29 @@ def test_plain_where_on_the_outputs_copies_the_state():
     assert bytes_accessed(copying) > 1.4 * bytes_accessed(plain)
 
 
+@functools.cache
 def lower_stack(tx, param_dtype=jnp.float32, arrays=100):
     params = [jax.ShapeDtypeStruct((40, 32), param_dtype)] * arrays
     return lowered_step(optax.with_extra_args_support(tx), params, value=LOSS)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
-def test_the_program_of_a_whole_stack_is_about_three_times_that_of_plain_optax(dtype):
-    clipped = optax.chain(optax.clip_by_global_norm(1.0), OPTIMIZERS["adamw"])
-    tx = ols.with_loss_scaling(ols.with_master_weights(clipped), skip_if=ols.Spike())
-    plain, ours = lower_stack(clipped), lower_stack(tx, dtype)
-    assert len(ours.as_text()) <= 2.93 * len(plain.as_text())
+@functools.cache
+def instructions(tx, param_dtype=jnp.float32):
+    program = lower_stack(tx, param_dtype, arrays=12).compile(OPTIMIZED)
+    return program.as_text().count(" = ")
+
+
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), OPTIMIZERS["adamw"])
+
+
+@pytest.mark.parametrize(
+    "dtype", [jnp.float16, pytest.param(jnp.float32, marks=pytest.mark.exhaustive)]
+)
+def test_the_program_of_a_stack_is_about_three_times_that_of_plain_optax(dtype):
+    tx = ols.with_loss_scaling(ols.with_master_weights(CLIPPED), skip_if=ols.Spike())
+    assert len(lower_stack(tx, dtype).as_text()) <= 2.93 * len(lower_stack(CLIPPED).as_text())
     # The compiled program grows no faster: a rule is not computed again for each array.
-    plain, ours = lower_stack(clipped, arrays=12), lower_stack(tx, dtype, arrays=12)
-    instructions = [step.compile(OPTIMIZED).as_text().count(" = ") for step in (plain, ours)]
-    assert instructions[1] <= 3.1 * instructions[0]
+    assert instructions(tx, dtype) <= 3.1 * instructions(CLIPPED)
 
 
 @pytest.mark.parametrize(
