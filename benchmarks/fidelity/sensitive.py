@@ -122,16 +122,15 @@ def cast(
     return ols.autocast(program.loss, jnp.bfloat16, keep=keep)
 
 
-def train(loss: Callable[..., jax.Array], program: Program, seed: int, steps: int) -> float:
-    """Return the mean loss in the last tenth of the steps."""
+def train(loss: Callable[..., jax.Array], program: Program, steps: int, seeds: int) -> list[float]:
+    """Return the mean loss in the last tenth of the steps, for each seed."""
 
     @functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
     def run(x: Any, params: Params) -> jax.Array:
         _, losses = fit(optax.adam(1e-3), lambda p, _: loss(p, x), params, jnp.arange(steps))
-        return losses
+        return jnp.mean(losses[-max(1, steps // 10) :])
 
-    losses = run(program.x, program.init(jax.random.key(seed)))
-    return float(jnp.mean(losses[-max(1, steps // 10) :]))
+    return [float(run(program.x, program.init(jax.random.key(seed)))) for seed in range(seeds)]
 
 
 def measure(*, quick: bool) -> Report:
@@ -141,14 +140,12 @@ def measure(*, quick: bool) -> Report:
     for name, make in PROGRAMS.items():
         program = make()
         found = search(program)
-        losses = {way: cast(program, way, found) for way in WAYS}
         programs[name] = {
             "lines": [line.partition(": ")[2] for line in found.lines],
             "kept": [line.partition(": ")[2] for line in found.keep],
             "errors": [found.error, found.error_kept],
             "losses": {
-                way: [train(loss, program, seed, steps) for seed in range(seeds)]
-                for way, loss in losses.items()
+                way: train(cast(program, way, found), program, steps, seeds) for way in WAYS
             },
         }
     numbers = {"steps": steps, "programs": programs}

@@ -99,10 +99,10 @@ class Step:
         array = jnp.asarray(data)
         if kind is not None:
             array = jax.random.wrap_key_data(array, impl=kind)
-        mesh, spec = type_.sharding.mesh, type_.sharding.spec
+        mesh = self.mesh if type_.sharding.mesh.empty else type_.sharding.mesh
         if mesh.empty:
             return array
-        return jax.device_put(array, jax.NamedSharding(concrete(mesh), spec))
+        return jax.device_put(array, jax.NamedSharding(concrete(mesh), type_.sharding.spec))
 
 
 def concrete(mesh: jax.sharding.AbstractMesh) -> jax.sharding.Mesh:

@@ -90,7 +90,7 @@ class Source(NamedTuple):
         path = self.root / self.file
         names: dict[str, Any] = {"__name__": path.stem}
         with contextlib.suppress(StopIteration):
-            exec(compile(path.read_text(), path.name, "exec"), names)  # noqa: S102
+            exec(compile(path.read_text(), path, "exec"), names)  # noqa: S102
         return names
 
 

@@ -274,6 +274,11 @@ WAVES_CHANGES = (
     "«ols|jax».grad(«ols.autocast(»loss_fn«, half)», has_aux=True)(«opt_state, »params",
     "«ols.with_loss_scaling(»optax.sgd(0.001)«)»",
 )
+ON_A_MESH = (
+    "«mesh = jax.make_mesh((2,), ('rows',), devices=jax.devices()[:2])  # explicit\n"
+    "with jax.set_mesh(mesh):\n  »for _ in range(3):\n  «  »params, opt_state = step(params, "
+    "opt_state, «jax.device_put(»jax.random.normal(keys[1], (64, 16))«, jax.P('rows'))»)"
+)
 
 
 def train_lines(source):
@@ -349,19 +354,35 @@ def test_a_public_program_is_changed_and_trained_in_each_way(public):
 
 @pytest.mark.integration
 def test_the_lines_of_a_public_program_that_need_float32_are_named(public):
-    found = sensitive.search(LINES, public)
-    assert (found.named, found.missing) == ([], "")
-    assert found.error == found.error_kept < 0.05
-    assert sensitive.cell(found._asdict()).startswith("none (0.")
-    waves = LINES._replace(file="waves.py", changes=WAVES_CHANGES, settings={})
-    named = sensitive.search(waves, public)
-    assert named.named == ["waves.py:9"]  # executed, not imported
-    assert named.error > 0.3
-    assert named.error_kept < 0.03
-    assert sensitive.cell(named._asdict()).startswith("`waves.py:9` (")
-    failing = sensitive.search(LINES._replace(run=lambda _: 1 / 0), public)
-    assert failing.missing == "ZeroDivisionError: division by zero"
-    assert sensitive.cell(failing._asdict()) == sensitive.cell(None) == ""
+    def search(**changed):
+        found = sensitive.search(LINES._replace(**changed), public)
+        return found, sensitive.cell({step: each._asdict() for step, each in found.items()})
+
+    found, shown = search()
+    assert [*found] == ["fresh", "trained"]
+    fresh, trained = found.values()
+    assert (fresh.named, fresh.missing) == ([], "")
+    assert fresh.error == fresh.error_kept < 0.05
+    assert fresh.error <= fresh.array_error
+    assert trained.error > 0.05  # little is left of the gradient
+    line = re.escape("`return jnp.mean((x.astype(cast) @ params.astype(cast) - y) ** 2)`")
+    assert re.fullmatch(rf"none: 0\.\d+ \(0\.\d+\); {line}: \d+ \(\d+\)", shown)
+    for changes in (WAVES_CHANGES, (*WAVES_CHANGES, ON_A_MESH)):
+        found, shown = search(file="waves.py", changes=changes, settings={})
+        for each in found.values():
+            assert each.named == ["angles = x @ params['waves']"]
+            assert each.error > 0.3
+            assert each.error_kept < 0.03
+        assert shown.startswith("`angles = ")
+    found, shown = search(run=lambda _: 1 / 0)
+    assert found["fresh"].missing == "ZeroDivisionError: division by zero"
+    assert shown == sensitive.cell(None) == ""
+
+
+def test_a_cell_has_the_lines_of_each_step_where_they_differ():
+    none, one = sensitive.Found(0.01, 0.02), sensitive.Found(0.06, 0.1, 0.02, ["x @ w"])
+    found = {"fresh": none._asdict(), "trained": one._asdict()}
+    assert sensitive.cell(found) == "none: 1 (2); `x @ w`: 6 (10)"
 
 
 def result(**fields):
@@ -373,15 +394,18 @@ def test_the_command_keeps_results_and_writes_them_to_the_page(public, monkeypat
     ways = {way: result(held=4.0, distance=0.01) for way in training.WAYS}
     monkeypatch.setattr(programs, "PROGRAMS", {"lines": LINES})
     monkeypatch.setattr(programs, "measure", lambda *_: ways)
-    found = sensitive.Found(0.3, 0.01, ["x @ w"])
-    monkeypatch.setattr(programs, "search", lambda *_: found._asdict())
+    found = sensitive.Found(0.3, 0.4, 0.01, ["x @ w"])._asdict()
+    searched = {"library": "89abcdef", "environment": page.environment(*programs.PACKAGES)}
+    searched |= {"fresh": found, "trained": found}
+    monkeypatch.setattr(programs, "search", lambda *_: searched)
     (public / "evidence.md").write_text(
         "\n".join(["Before", *page.comments(programs.PART, programs.COMMAND), "After"])
     )
     results = public / "results.json"
     programs.main([str(public), f"--results={results}", f"--pages={public}"])
     written = (public / "evidence.md").read_text()
-    assert "0.5 † | 1 | `x @ w` (30 %) |" in written
+    assert "0.5 † | 1 | `x @ w`: 30 (40); 30 (40) |" in written
+    assert " at 89abcdef." in written
     assert "- † Lines, masters: lines need digits." in written
     assert "(1 programs), it runs 75 to 75 % of the operations" in written
     assert f"optax_lossscale at {library()}." in written
@@ -391,6 +415,18 @@ def test_the_command_keeps_results_and_writes_them_to_the_page(public, monkeypat
     printed = capsys.readouterr().out
     assert written.partition("-->\n\n")[2].partition("\n\n<!--")[0] in printed
     assert printed.endswith("| `HALF` | 75 | 75 | 0.5 | 0.5 | 0.5 | 1 | 1 |\n")
+    stored = results.read_text()
+    monkeypatch.setattr(programs, "measure", None)  # a search trains nothing
+    searched["fresh"] = sensitive.Found(0.01, 0.02)._asdict()
+    programs.main([str(public), f"--results={results}", f"--pages={public}", "--search"])
+    assert "| none: 1 (2); `x @ w`: 30 (40) |" in (public / "evidence.md").read_text()
+    old, new = (json.loads(text)["programs"]["lines"] for text in (stored, results.read_text()))
+    assert old.pop("search") != new.pop("search")
+    assert old == new
+    results.write_text(stored.replace(new["commit"], "0123"))
+    with pytest.raises(ValueError, match="the results of lines are of 0123, got "):
+        programs.main([str(public), f"--results={results}", "--search"])
+    results.write_text(stored)
     merged = public / "merged.json"
     programs.main([str(public), f"--results={merged}", "--merge", str(results), "--only"])
     assert merged.read_text() == results.read_text()
