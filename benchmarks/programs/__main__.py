@@ -268,7 +268,7 @@ def further_tables(programs: Mapping[str, Any], memory: Mapping[str, Any]) -> It
 def about(programs: Mapping[str, Any]) -> Iterator[str]:
     """Yield the libraries and the versions with which all was measured, when, and the licenses."""
     dates, machines, libraries = set[str](), set[str](), dict[str, list[str]]()
-    searched = set[str]()
+    searched: dict[str, set[str]] = {}
     for name, each in programs.items():
         date, _, machine = each["environment"].partition(", ")
         dates.add(date)
@@ -277,15 +277,15 @@ def about(programs: Mapping[str, Any]) -> Iterator[str]:
         if "environment" in (search := each.get("search", {})):
             date, _, machine = search["environment"].partition(", ")
             machines.add(machine)
-            searched.add(f"{date} at {search['library']}")
+            searched.setdefault(date, set()).add(search["library"])
     if len(machines) > 1:
         raise ValueError(f"the results must be of one machine and set of versions, got {machines}")
     usual, *others = sorted(libraries, key=lambda commit: -len(libraries[commit]))
     exceptions = "".join(f", {len(libraries[commit])} of them at {commit}" for commit in others)
     when, machine = " and ".join(sorted(dates)), machines.pop()
     yield f"{when}, {machine}, optax_lossscale at {usual}{exceptions}."
-    if searched:
-        yield f"Searched {' and '.join(sorted(searched))}."
+    for date, commits in sorted(searched.items()):
+        yield f"Searched {date} at {', '.join(sorted(commits))}."
     licenses = [
         f"{p.repository}: {p.license}" for p in PROGRAMS.values() if p.license != "Apache-2.0"
     ]
