@@ -16,6 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MUTANTS = tomllib.loads((ROOT / "tools/mutants.toml").read_text("utf-8"))
+# A broken line may keep a loop from ending.
+ENDS = "-o", "faulthandler_timeout=300", "-o", "faulthandler_exit_on_timeout=true"
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "output")
 
 
@@ -29,11 +31,13 @@ def broken(source: str, mutant: dict) -> str:
 def failures(checkout: Path, tests: list[str], *options: str) -> list[str]:
     """Return the names of the tests that fail in a copy of the checkout."""
     settings = ["-m", "not exhaustive", "-q", "--tb=no", "-o", f"cache_dir={ROOT}/.pytest_cache"]
-    command = [sys.executable, "-m", "pytest", *settings, *options, *tests]
+    command = [sys.executable, "-m", "pytest", *settings, *ENDS, *options, *tests]
     env = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "true", "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(  # noqa: S603, our own tests
         command, cwd=checkout, env=env, capture_output=True, text=True, check=False
     )
+    if re.search(r"^Timeout \(", done.stderr, re.MULTILINE):
+        return ["a test that does not end"]
     if done.returncode not in (0, 1):
         raise RuntimeError(done.stdout + done.stderr)
     return re.findall(r"^(?:FAILED|ERROR|SUBFAILED\S*) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)

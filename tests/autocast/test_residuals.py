@@ -359,7 +359,7 @@ def functions_with(loop):
 def each_place():
     for place, where in itertools.product(PLACES, functions_with(looped)):
         is_quick = place == "in a jit" and where in ("all", "no rule")
-        is_typical = place == "directly" or where in ("all", "no rule")
+        is_typical = place == "directly" or where == "all"
         marks = () if is_quick else pytest.mark.slow if is_typical else pytest.mark.exhaustive
         yield pytest.param(place, where, id=f"{where}, {place}", marks=marks)
 
