@@ -221,6 +221,23 @@ def test_a_cell_of_a_notebook_is_recognized_by_its_code(names):
     assert products_kept(first, [line]) == products_kept(again, [line]) == 1
 
 
+def test_code_that_cannot_be_parsed_is_recognized_by_its_line():
+    name = "<ipython-input-7-33ce>"
+    loss_fn = cell(name)
+    shown = CODE.replace("import jax.numpy as jnp", "%matplotlib inline")  # as the reader wrote it
+    linecache.cache[name] = (len(shown), None, shown.splitlines(keepends=True), name)
+    (line,) = {product.source for product in precision_report(loss_fn, W, X).values()}
+    assert line == f"{name}:6: x @ w"
+    assert products_kept(loss_fn, [line]) == 2  # both lines look the same
+
+
+def test_lines_are_kept_at_the_highest_precision_where_no_product_is_cast():
+    exact = ols.autocast(layers, jnp.float32, keep=[ANGLES])
+    assert str(jax.make_jaxpr(exact)(W, X)).count("Precision.HIGHEST") == 2  # of both operands
+    with pytest.warns(UserWarning, match="make no product"):
+        jax.eval_shape(ols.autocast(layers, jnp.float32, keep=["model.py:1: gone"]), W, X)
+
+
 def test_without_code_a_line_is_its_file_and_number(tmp_path):
     loss_fn = load(tmp_path)
     (tmp_path / "model.py").unlink()

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 import optax_lossscale as ols
 from benchmarks import workloads
 from optax_lossscale.diagnostics import precision_search
+from optax_lossscale.diagnostics.programs.search import _Sensitive
 
 X = jax.random.normal(jax.random.key(0), (64, 16))
 
@@ -274,6 +275,23 @@ def test_many_lines_are_bisected(tmp_path, compilations):
     assert f"{others} other lines were not measured alone" in str(found)
 
 
+def test_groups_within_the_tolerance_are_looked_into_if_they_are_not_together():
+    sizes = dict(zip(range(32), (0.01 * (1 + n % 7) for n in range(32)), strict=True))
+    runs = []
+
+    def error_of(lines):
+        runs.append(lines)
+        return sum(sizes[line] ** 2 for line in lines) ** 0.5
+
+    sensitive = _Sensitive(error_of, tolerance=0.15)
+    sensitive.measure({n: str(n) for n in sizes}, iter)
+    assert len(runs) < 32
+    found = []
+    for _ in sizes:
+        found.append(sensitive.most_sensitive(but=found))
+    assert [sizes[n] for n in found] == sorted(sizes.values(), reverse=True)
+
+
 @pytest.mark.slow
 def test_arrays_of_numpy_are_compiled_over():
     params = jax.tree.map(np.asarray, fourier_params())
@@ -375,7 +393,8 @@ def test_a_module_of_equinox_is_searched():
 
 @pytest.mark.slow
 def test_a_loss_without_products_and_a_gradient_of_zeros_have_no_error():
-    assert precision_search(lambda w: jnp.sum(w**2), jnp.ones(3)).error == 0
+    found = precision_search(lambda w: jnp.sum(w**2), jnp.ones(3))
+    assert (found.error, found.array, "worst array" in str(found)) == (0, "", False)
     for dtype in (jnp.bfloat16, jnp.float16):
         loss_fn = lambda w, x: jnp.sum(x @ w) * 0.0  # noqa: E731
         assert precision_search(loss_fn, jnp.ones((16, 8)), X, dtype=dtype).error == 0

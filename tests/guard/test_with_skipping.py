@@ -324,6 +324,7 @@ def test_a_step_is_skipped_without_a_trace_if_any_rule_says_so_and_all_of_them_r
     assert_same_bits(state.rule_states[1].values[2:], jnp.array([1.0, -1.0]))
 
 
+@pytest.mark.each_case
 @pytest.mark.slow
 @pytest.mark.parametrize("runner", ["vmap", "shard_map", "check_vma"])
 @pytest.mark.parametrize(("rule", "skipped"), [(above(3), 1), (ols.Spike(window=2, warmup=1), 0)])
