@@ -48,7 +48,7 @@ HEAD = (
     "`autocast`",
     "masters, bfloat16 parameters and moments",
     "first gradient off, %: `autocast`/bfloat16 parameters",
-    "lines that `precision_search` names: gradient off (its worst array), %, fresh; trained",
+    "lines that `precision_search` names: gradient off (worst array), %, fresh/trained",
 )
 OWN = (
     "program",

@@ -166,9 +166,8 @@ def search(program: Program, folder: Path) -> dict[str, Found]:
 def cell(found: Mapping[str, Any] | None) -> str:
     """Return the cell of a program in the table. It is empty if it was not searched."""
     steps = [Found(**found[step]) for step in ("fresh", "trained") if found and step in found]
-    read = [each for each in steps if each.error is not None]
-    named = [", ".join(f"`{line}`" for line in each.named) or "none" for each in read]
-    errors = [f"{100 * each.error:.2g} ({100 * each.array_error:.2g})" for each in read]
-    if len({*named}) == 1:
-        return f"{named[0]}: {'; '.join(errors)}"
-    return "; ".join(map("{}: {}".format, named, errors))
+    read = [each for each in steps if not each.missing]
+    named = dict.fromkeys(", ".join(f"`{line}`" for line in each.named) or "none" for each in read)
+    pairs = [(each.error or 0.0, each.array_error or 0.0) for each in read]
+    errors = ["/".join(f"{100 * error:.2g}" for error in way) for way in zip(*pairs, strict=True)]
+    return f"{'/'.join(named)}: {errors[0]} ({errors[1]})" if read else ""

@@ -366,7 +366,7 @@ def test_the_lines_of_a_public_program_that_need_float32_are_named(public):
     assert fresh.error <= fresh.array_error
     assert trained.error > 0.05  # little is left of the gradient
     line = re.escape("`return jnp.mean((x.astype(cast) @ params.astype(cast) - y) ** 2)`")
-    assert re.fullmatch(rf"none: 0\.\d+ \(0\.\d+\); {line}: \d+ \(\d+\)", shown)
+    assert re.fullmatch(rf"none/{line}: 0\.\d+/\d+ \(0\.\d+/\d+\)", shown)
     for changes in (WAVES_CHANGES, (*WAVES_CHANGES, ON_A_MESH)):
         found, shown = search(file="waves.py", changes=changes, settings={})
         for each in found.values():
@@ -382,7 +382,7 @@ def test_the_lines_of_a_public_program_that_need_float32_are_named(public):
 def test_a_cell_has_the_lines_of_each_step_where_they_differ():
     none, one = sensitive.Found(0.01, 0.02), sensitive.Found(0.06, 0.1, 0.02, ["x @ w"])
     found = {"fresh": none._asdict(), "trained": one._asdict()}
-    assert sensitive.cell(found) == "none: 1 (2); `x @ w`: 6 (10)"
+    assert sensitive.cell(found) == "none/`x @ w`: 1/6 (2/10)"
 
 
 def result(**fields):
@@ -404,7 +404,7 @@ def test_the_command_keeps_results_and_writes_them_to_the_page(public, monkeypat
     results = public / "results.json"
     programs.main([str(public), f"--results={results}", f"--pages={public}"])
     written = (public / "evidence.md").read_text()
-    assert "0.5 † | 1 | `x @ w`: 30 (40); 30 (40) |" in written
+    assert "0.5 † | 1 | `x @ w`: 30/30 (40/40) |" in written
     assert " at 89abcdef." in written
     assert "- † Lines, masters: lines need digits." in written
     assert "(1 programs), it runs 75 to 75 % of the operations" in written
@@ -419,7 +419,7 @@ def test_the_command_keeps_results_and_writes_them_to_the_page(public, monkeypat
     monkeypatch.setattr(programs, "measure", None)  # a search trains nothing
     searched["fresh"] = sensitive.Found(0.01, 0.02)._asdict()
     programs.main([str(public), f"--results={results}", f"--pages={public}", "--search"])
-    assert "| none: 1 (2); `x @ w`: 30 (40) |" in (public / "evidence.md").read_text()
+    assert "| none/`x @ w`: 1/30 (2/40) |" in (public / "evidence.md").read_text()
     old, new = (json.loads(text)["programs"]["lines"] for text in (stored, results.read_text()))
     assert old.pop("search") != new.pop("search")
     assert old == new
