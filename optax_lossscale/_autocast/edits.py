@@ -36,6 +36,8 @@ def propagated(
     marks: Sequence[Mark | None],
     marks_of: Callable[[tuple[Equation, ...], Sequence[Mark | None]], Sequence[Mark | None]],
     within: tuple[Equation, ...] = (),
+    *,
+    of_literals: Mark | None = None,
 ) -> list[Mark | None]:
     """Return the marks of the outputs of a program, given the marks of its inputs.
 
@@ -46,7 +48,7 @@ def propagated(
     known = {x: mark for x, mark in inputs if mark is not None}
 
     def of(atoms: Iterable[Atom]) -> list[Mark | None]:
-        return [None if isinstance(x, Literal) else known.get(x) for x in atoms]
+        return [of_literals if isinstance(x, Literal) else known.get(x) for x in atoms]
 
     for equation in jaxpr.eqns:
         path, sources = (equation, *within), of(equation.invars)
@@ -55,7 +57,7 @@ def propagated(
             for inner in jaxprs.functions_in(equation.params):
                 # The first operand of a conditional is its index.
                 given = sources[len(sources) - len(inner.invars) :]
-                inside = propagated(inner, given, marks_of, path)
+                inside = propagated(inner, given, marks_of, path, of_literals=of_literals)
                 results = inside if name in primitives.CALLS else results
         outputs = zip(equation.outvars, results, strict=True)
         known |= {x: mark for x, mark in outputs if mark is not None}

@@ -4,12 +4,14 @@ Under `autocast`, only products are in half precision. Layers made with `dtype=j
 their activations in it too: a square overflows above 255, and then a norm written by hand is zero.
 """
 
+import functools
 import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Literal
 
 from optax_lossscale._autocast import edits
 from optax_lossscale._autocast.what_is_cast import AUTOCAST_SCOPE
@@ -17,10 +19,12 @@ from optax_lossscale._support import jaxprs, primitives
 from optax_lossscale._support.jaxprs import Equation, Jaxpr
 
 # What is known of a value, as far as moves, conversions and selections pass it on.
+_CONSTANT = "a number in the code"
 _SUM = "a sum"
 _MAXIMUM = "a maximum"
-_SHIFTED = "a difference from a maximum"
-_BOUNDED = "the exponential of such a difference"
+_POSITIVE = "at least 0"
+_NEGATIVE = "at most 0, such as a difference from a maximum"
+_BOUNDED = "between 0 and 1, such as the exponential of that"
 _PASSED = primitives.MOVES | primitives.CONVERSIONS | primitives.PASSED
 _FROM_MAXIMUM = _PASSED | {primitives.SELECTION, primitives.MAXIMUM}
 
@@ -29,21 +33,28 @@ def first_overflowing(jaxpr: Jaxpr) -> tuple[str, tuple[Equation, ...]] | None:
     """Return what a traced program first computes in float16 that may overflow, if anything.
 
     That is a power, a sum that is stored in float16, or an exponential, with its equation and those
-    that contain it, innermost first. These are harmless: the exponential of a difference from a
-    maximum, as in softmax, a sum of such, a sum that is divided in float32, as in `jnp.mean`, and
-    the powers in JAX's own activation functions. Kernels, functions with a derivative of their own
-    and an inner `autocast` are left out.
+    that contain it, innermost first. These are harmless: the exponential of a number that is at
+    most 0, as in softmax, a sum of such, a sum that is divided in float32, as in `jnp.mean`, the
+    powers in JAX's own activation functions, and what depends on no argument. Kernels, functions
+    with a derivative of their own and an inner `autocast` are left out.
     """
     found: list[tuple[str, tuple[Equation, ...]]] = []
+    propagate = functools.partial(edits.propagated, of_literals=_CONSTANT)
 
     def marks_of(path: tuple[Equation, ...], sources: Sequence[str | None]) -> list[str | None]:
-        what = _overflowing(path[0], sources)
+        eqn = path[0]
+        if eqn.primitive.name == primitives.WHILE:
+            for inner in jaxprs.functions_in(eqn.params):
+                propagate(inner, [None] * len(inner.invars), marks_of, path)
+        if all(mark == _CONSTANT for mark in sources):
+            return [_CONSTANT] * len(eqn.outvars)
+        what = _overflowing(eqn, sources)
         if what and not found and not _is_someone_elses(path):
             found.append((what, path))
-        return [_mark(path[0], sources)] * len(path[0].outvars)
+        return [_mark(eqn, sources)] * len(eqn.outvars)
 
     inner = jaxprs.without_constants(jaxpr)
-    edits.propagated(inner, [None] * len(inner.invars), marks_of)
+    propagate(inner, [None] * len(inner.invars), marks_of)
     return found[0] if found else None
 
 
@@ -54,34 +65,54 @@ def _overflowing(eqn: Equation, sources: Sequence[str | None]) -> str:
         return ""
     if _is_power(eqn):
         return "a power"
-    if name in primitives.SUMS and sources[0] != _BOUNDED:
+    is_sum = name in primitives.SUMS or _is_sum_of_squares(eqn)
+    is_stored = name == primitives.CONVERSION and sources[0] == _SUM
+    if (is_sum and sources[0] != _BOUNDED) or is_stored:
         return "a sum"
-    if name == primitives.CONVERSION and sources[0] == _SUM:
-        return "a sum"
-    if name in primitives.EXPONENTIALS and sources[0] != _SHIFTED:
-        return "an exponential"
-    return ""
+    is_exponential = name in primitives.EXPONENTIALS
+    return "an exponential" if is_exponential and sources[0] != _NEGATIVE else ""
 
 
 def _is_power(eqn: Equation) -> bool:
     name = eqn.primitive.name
     if name == primitives.MULTIPLICATION:
         return eqn.invars[0] is eqn.invars[1]
+    if name == primitives.POWER:  # a root or a decay, if one of the operands is a small number
+        return not any(isinstance(x, Literal) and abs(x.val) <= 1 for x in eqn.invars)
     return name in primitives.POWERS and eqn.params.get("y", 2) > 1
+
+
+def _is_sum_of_squares(eqn: Equation) -> bool:
+    """Return whether an equation multiplies each row of an array by itself."""
+    if eqn.primitive.name != primitives.PRODUCT or eqn.invars[0] is not eqn.invars[1]:
+        return False
+    _, (batch, _) = eqn.params["dimension_numbers"]
+    return eqn.outvars[0].aval.ndim == len(batch)
 
 
 def _mark(eqn: Equation, sources: Sequence[str | None]) -> str | None:
     """Return what is known of the results of an equation, given what is known of its operands."""
     name = eqn.primitive.name
+    mark = sources[0] if name in _PASSED and sources else None
     if name in primitives.SUMS:
-        return None if sources[0] == _BOUNDED else _SUM
-    if name == primitives.MAXIMUM_OF_ALL or (name in _FROM_MAXIMUM and _MAXIMUM in sources):
-        return _MAXIMUM
-    if name == primitives.SUBTRACTION:
-        return _SHIFTED if sources[1] == _MAXIMUM or sources[0] == _SHIFTED else None
-    if name in primitives.EXPONENTIALS:
-        return _BOUNDED if sources[0] == _SHIFTED else None
-    return sources[0] if name in _PASSED and sources else None
+        mark = None if sources[0] == _BOUNDED else _SUM
+    elif name == primitives.MAXIMUM_OF_ALL or (name in _FROM_MAXIMUM and _MAXIMUM in sources):
+        mark = _MAXIMUM
+    elif name == primitives.SUBTRACTION:
+        mark = _NEGATIVE if sources[1] == _MAXIMUM or sources[0] == _NEGATIVE else None
+    elif name in primitives.EXPONENTIALS:
+        mark = _BOUNDED if sources[0] == _NEGATIVE else _POSITIVE
+    elif name == primitives.NEGATION:
+        mark = _NEGATIVE if sources[0] in (_POSITIVE, _BOUNDED) else None
+    elif name in primitives.POSITIVE or _is_power(eqn):
+        mark = _POSITIVE
+    elif name == primitives.CONVERSION and eqn.invars[0].aval.dtype == jnp.bool_:
+        mark = _BOUNDED
+    elif name in (primitives.SELECTION, primitives.MULTIPLICATION):  # such as by a mask
+        flags = 1 if name == primitives.SELECTION else 0
+        is_bounded = {*sources[flags:]} <= {_BOUNDED, _CONSTANT}
+        mark = _BOUNDED if is_bounded else None
+    return mark
 
 
 def _is_someone_elses(path: tuple[Equation, ...]) -> bool:

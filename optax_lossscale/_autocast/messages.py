@@ -74,9 +74,9 @@ def _warn_of_float16(jaxpr: Jaxpr, given: GivenWarnings) -> None:
         what, path = found
         source = source_of(*path)
         warn_once(
-            f"`fun` itself computes {what} in float16{source and f', at {source}'}. It overflows "
-            "where float32 would not. Leave out the `dtype` of the layers before it (in Keras, use "
-            "the policy `float32`): `autocast` casts their products anyway.",
+            f"`fun` itself computes {what} in float16{source and f', at {source}'}. It may "
+            "overflow, unlike in float32. Leave out the `dtype` of the layers before it (in Keras, "
+            "use the policy `float32`): `autocast` casts their products anyway.",
             given,
             key="float16",
         )

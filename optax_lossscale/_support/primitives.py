@@ -42,11 +42,12 @@ LOOPS_AND_CALLBACKS = frozenset([WHILE, "eig", "eigh", "schur", "svd", "pure_cal
 LOOPS = frozenset([SCAN, WHILE])
 
 # These overflow in float16 where float32 does not.
-MULTIPLICATION, POWERS = "mul", frozenset(["integer_pow", "pow", "square"])
+MULTIPLICATION, POWER, POWERS = "mul", "pow", frozenset(["integer_pow", "square"])
 EXPONENTIALS = frozenset(["exp", "exp2"])
 SUMS = frozenset(["cumsum", "reduce_sum"])
 # By a difference from a maximum, an exponential is at most 1.
 MAXIMUM, MAXIMUM_OF_ALL, SUBTRACTION = "max", "reduce_max", "sub"
+NEGATION, POSITIVE = "neg", frozenset(["abs", "logistic"])
 
 
 # These only move elements, if the result is as large as the operands: see `edits.is_move`.

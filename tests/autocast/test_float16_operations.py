@@ -53,6 +53,11 @@ OVERFLOWS = {
         ),
         "a power",
     ),
+    "a norm by einsum": (in_half(lambda x: jnp.einsum("ij,ij->i", x, x)), "a sum"),
+    "in a while_loop": (
+        in_half(lambda x: lax.while_loop(lambda y: jnp.max(y) < 3, jnp.square, x)),
+        "a power",
+    ),
     "in a branch": (
         in_half(lambda x: lax.cond(x[0, 0] > 0, jnp.square, lambda x: x, x)),
         "a power",
@@ -89,8 +94,8 @@ def cubed(x):
 cubed.defjvp(lambda primals, tangents: (cubed(*primals), 3 * cubed(*tangents)))
 
 
-def softmax(x):
-    shifted = jnp.exp(x - lax.stop_gradient(jnp.max(x, -1, keepdims=True)))
+def softmax(x, mask=lambda x: x):
+    shifted = mask(jnp.exp(x - lax.stop_gradient(jnp.max(x, -1, keepdims=True))))
     return shifted / jnp.sum(shifted, -1, keepdims=True)
 
 
@@ -112,6 +117,15 @@ HARMLESS = {
         lambda x: sum(f(x) for f in (jax.nn.gelu, jax.nn.silu, jax.nn.elu, jnp.tanh))
     ),
     "norms of Flax": in_half(by_flax),
+    "masked softmax by hand": in_half(
+        lambda x: softmax(x, lambda y: jnp.where(y > 0.1, y, 0) * (y > 0.2).astype(F16))
+    ),
+    "roots and decays": in_half(
+        lambda x: jnp.abs(x) ** 0.5 + 0.9 ** jnp.abs(x) + jnp.exp(-jnp.abs(x))
+    ),
+    "what depends on no argument": in_half(lambda x: x * jnp.exp(-jnp.arange(16, dtype=F16))[None]),
+    "counts": in_half(lambda x: jnp.sum((x > 0).astype(F16), -1)),
+    "a product with itself": in_half(lambda x: x @ x.T),
     "a kernel": in_half(kernel),
     "a rule of its own": in_half(cubed),
     "cross entropy": in_half(

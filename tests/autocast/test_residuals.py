@@ -542,6 +542,27 @@ def test_a_body_without_a_derivative_runs():
     np.testing.assert_allclose(result, 128 * np.tanh(1), rtol=1e-5)
 
 
+@pytest.mark.parametrize("error", [RuntimeError, TypeError, NameError])
+def test_a_derivative_that_nobody_asks_for_may_raise_anything(error):
+    @jax.custom_jvp
+    def constant(x):
+        return jnp.sin(x)
+
+    @constant.defjvp
+    def _(*_):
+        raise error
+
+    def loss(ws, rows):
+        body = lambda x, row: (jnp.tanh((x + constant(row[1])) @ row[0]), None)  # noqa: E731
+        return jnp.sum(lax.scan(body, rows[0], (ws, rows))[0])
+
+    ws, rows = normal(W) / 4, normal(shape(3, 8, 16))
+    half = ols.autocast(loss, BF16)
+    assert abs(half(ws, rows) - loss(ws, rows)) < 0.1
+    grad, exact = jax.grad(half)(ws, rows), jax.grad(loss)(ws, rows)
+    assert jnp.linalg.norm(grad - exact) < 0.03 * jnp.linalg.norm(exact)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_a_body_with_a_collective_keeps_less(check_vma):

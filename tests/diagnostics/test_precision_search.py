@@ -303,9 +303,17 @@ def test_arrays_of_numpy_are_compiled_over():
         scale = 1.0 if x[0, 0] == x[0, 0] else 0.0  # it reads a value
         return fourier(params, jnp.asarray(x), scale)
 
-    found = precision_search(with_numbers, fourier_params(), np.asarray(X))
-    assert found.keep == by_jax.keep
-    assert "The code needs the values of NumPy's arrays" in str(found)
+    def written(params, x):
+        x = x.copy()
+        x[0] = 0  # which JAX's arrays refuse
+        return fourier(params, jnp.asarray(x))
+
+    for fun in (with_numbers, written):
+        found = precision_search(fun, fourier_params(), np.asarray(X))
+        assert ["# ANGLES" in line for line in found.keep] == [True]
+        assert "The code needs the values of NumPy's arrays" in str(found)
+    with pytest.raises(ZeroDivisionError):
+        precision_search(lambda *_: 1 / 0, params, np.asarray(X))
 
 
 @pytest.mark.slow
@@ -397,7 +405,9 @@ def test_a_loss_without_products_and_a_gradient_of_zeros_have_no_error():
     assert (found.error, found.array, "worst array" in str(found)) == (0, "", False)
     for dtype in (jnp.bfloat16, jnp.float16):
         loss_fn = lambda w, x: jnp.sum(x @ w) * 0.0  # noqa: E731
-        assert precision_search(loss_fn, jnp.ones((16, 8)), X, dtype=dtype).error == 0
+        found = precision_search(loss_fn, jnp.ones((16, 8)), X, dtype=dtype)
+        assert found.error == 0
+        assert "The gradient is zero in float32, so nothing was measured." in str(found)
 
 
 @pytest.mark.slow

@@ -133,9 +133,16 @@ def precision_search(
         compiled, notes = program(_is_array), ()
         try:
             lines = _lines(fun, compiled, half)
-        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # it needs an array's value
-            compiled, notes = program(lambda leaf: isinstance(leaf, jax.Array)), (_NUMPY,)
-            lines = _lines(fun, compiled, half)
+        except Exception:
+            # Code may need values of NumPy's arrays, write into them, or ask for their class.
+            passed = program(lambda leaf: isinstance(leaf, jax.Array))
+            try:
+                lines = _lines(fun, passed, half)
+            except Exception:  # noqa: BLE001 - the first error is the one that explains
+                lines = None
+            if lines is None or len(passed.arrays) == len(compiled.arrays):
+                raise
+            compiled, notes = passed, (_NUMPY,)
         return _search(
             fun, compiled, lines, half, tolerance=tolerance, progress=progress or iter, notes=notes
         )
@@ -236,8 +243,8 @@ def _search(
     if left > tolerance:
         search.measure({key: line.source for key, line in lines.cast.items()}, progress)
     keep: list[str] = []
-    while left > tolerance and len(keep) < len(lines.cast):
-        keep.append(search.most_sensitive(but=keep))
+    while left > tolerance and (line := search.most_sensitive(but=keep)) is not None:
+        keep.append(line)
         left = error(keep, Silence()).whole
     sources = {key: lines.cast[key].source for key in search.alone}
     found = PrecisionSearch(
@@ -252,6 +259,8 @@ def _search(
         dtype=dtype.name,
         tolerance=tolerance,
     )
+    if not any(np.any(array) for array in exact.values()):
+        notes = (*notes, "The gradient is zero in float32, so nothing was measured.")
     object.__setattr__(found, "notes", (*_of_groups(search, lines), *notes))  # it is frozen
     return found
 
@@ -296,8 +305,8 @@ class _Sensitive:
             else:
                 self.within.append((error, half))
 
-    def most_sensitive(self, but: Sequence[str]) -> str:
-        """Return the line with the largest error that is not among others.
+    def most_sensitive(self, but: Sequence[str]) -> str | None:
+        """Return the line with the largest error that is not among others, None if all are.
 
         A group may have a larger one, as long as its own error is larger.
         """
@@ -305,7 +314,7 @@ class _Sensitive:
             left = {line: error for line, error in self.alone.items() if line not in but}
             line = max(left, key=lambda line: left[line], default=None)
             error, group = max(self.within, default=(-1.0, ()))
-            if line is not None and left[line] >= error:
+            if not group or (line is not None and left[line] >= error):
                 return line
             self.within.remove((error, group))
             for _ in self.halves_of(group):
