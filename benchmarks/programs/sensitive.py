@@ -61,7 +61,7 @@ class Step:
         arrays = [*(leaves[n] for n in order), *self.loss.consts]
         self.differentiable = len(params)
         self.types = [jax.typeof(array) for array in arrays]
-        self.mesh = jax.sharding.get_abstract_mesh()
+        self.mesh = without_manual_axes(jax.sharding.get_abstract_mesh())
         self.runs: list[list[Any]] = []
         keys = [jnp.issubdtype(array.dtype, jax.dtypes.prng_key) for array in arrays]
         self.kinds = [
@@ -99,10 +99,17 @@ class Step:
         array = jnp.asarray(data)
         if kind is not None:
             array = jax.random.wrap_key_data(array, impl=kind)
-        mesh = self.mesh if type_.sharding.mesh.empty else type_.sharding.mesh
+        own = without_manual_axes(type_.sharding.mesh)
+        mesh = self.mesh if own.empty else own
         if mesh.empty:
             return array
         return jax.device_put(array, jax.NamedSharding(concrete(mesh), type_.sharding.spec))
+
+
+def without_manual_axes(mesh: jax.sharding.AbstractMesh) -> jax.sharding.AbstractMesh:
+    """Return a mesh, or an empty one in `pmap` and `shard_map`, where an array is one shard."""
+    is_manual = jax.sharding.AxisType.Manual in mesh.axis_types
+    return jax.sharding.AbstractMesh((), ()) if is_manual else mesh
 
 
 def concrete(mesh: jax.sharding.AbstractMesh) -> jax.sharding.Mesh:
