@@ -184,10 +184,11 @@ def test_gradients_that_underflow_at_a_small_loss_scale_are_no_term(dtype, size)
     assert_scaled_once(network(dtype, 0.0, after=False, size=size), ols.init())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("magnitude", [1e-8, 1e-6, 1e-4, 1e-2])
 def test_rounding_of_gradients_stored_in_half_precision_is_no_term(dtype, magnitude):
-    for seed in range(20):
+    for seed in range(8):
         keys = jax.random.split(jax.random.key(seed))
         grads = magnitude * jax.random.normal(keys[0], (4, 32))
         assert_scaled_once(lambda state, g=grads: (state.loss_scale * g).astype(dtype), ols.init())

@@ -92,27 +92,25 @@ def _is_sum_of_squares(eqn: Equation) -> bool:
 
 def _mark(eqn: Equation, sources: Sequence[str | None]) -> str | None:
     """Return what is known of the results of an equation, given what is known of its operands."""
-    name = eqn.primitive.name
-    mark = sources[0] if name in _PASSED and sources else None
-    if name in primitives.SUMS:
-        mark = None if sources[0] == _BOUNDED else _SUM
-    elif name == primitives.MAXIMUM_OF_ALL or (name in _FROM_MAXIMUM and _MAXIMUM in sources):
-        mark = _MAXIMUM
-    elif name == primitives.SUBTRACTION:
-        mark = _NEGATIVE if sources[1] == _MAXIMUM or sources[0] == _NEGATIVE else None
-    elif name in primitives.EXPONENTIALS:
-        mark = _BOUNDED if sources[0] == _NEGATIVE else _POSITIVE
-    elif name == primitives.NEGATION:
-        mark = _NEGATIVE if sources[0] in (_POSITIVE, _BOUNDED) else None
-    elif name in primitives.POSITIVE or _is_power(eqn):
-        mark = _POSITIVE
-    elif name == primitives.CONVERSION and eqn.invars[0].aval.dtype == jnp.bool_:
-        mark = _BOUNDED
-    elif name in (primitives.SELECTION, primitives.MULTIPLICATION):  # such as by a mask
-        flags = 1 if name == primitives.SELECTION else 0
-        is_bounded = {*sources[flags:]} <= {_BOUNDED, _CONSTANT}
-        mark = _BOUNDED if is_bounded else None
-    return mark
+    name, known = eqn.primitive.name, {*sources}
+    first, second = (*sources, None, None)[:2]
+    is_flag = name == primitives.CONVERSION and eqn.invars[0].aval.dtype == jnp.bool_
+    cases = {*sources[1:]} if name == primitives.SELECTION else known
+    is_masked = name in (primitives.SELECTION, primitives.MULTIPLICATION)
+    # The first that applies.
+    marks = (
+        (name in primitives.SUMS, None if first == _BOUNDED else _SUM),
+        (name == primitives.MAXIMUM_OF_ALL, _MAXIMUM),
+        (name in _FROM_MAXIMUM and _MAXIMUM in known, _MAXIMUM),
+        (name == primitives.SUBTRACTION and second == _MAXIMUM, _NEGATIVE),
+        (name == primitives.SUBTRACTION and first == _NEGATIVE, _NEGATIVE),
+        (name == primitives.NEGATION and first in (_POSITIVE, _BOUNDED), _NEGATIVE),
+        (name in primitives.EXPONENTIALS, _BOUNDED if first == _NEGATIVE else _POSITIVE),
+        (name in primitives.POSITIVE or _is_power(eqn), _POSITIVE),
+        (is_flag or (is_masked and cases <= {_BOUNDED, _CONSTANT}), _BOUNDED),
+        (name in _PASSED, first),
+    )
+    return next((mark for applies, mark in marks if applies), None)
 
 
 def _is_someone_elses(path: tuple[Equation, ...]) -> bool:

@@ -30,7 +30,7 @@ def errors(*arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_gradients_are_as_exact_as_their_dtype_in_every_form_and_context(devices):
     found = errors(devices)
     assert len(found) >= 36

@@ -77,7 +77,6 @@ FACTS = {
 }
 
 
-@pytest.mark.each_case
 @pytest.mark.slow
 @pytest.mark.integration
 @pytest.mark.parametrize("named", FACTS)

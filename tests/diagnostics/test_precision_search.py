@@ -212,7 +212,7 @@ def one_wrong_array(number):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [2, 8])
+@pytest.mark.parametrize("number", [8, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_a_small_array_that_is_wrong_is_seen_and_named(number):
     loss_fn, params = one_wrong_array(number)
     with jax.numpy_dtype_promotion("standard"):
@@ -243,7 +243,7 @@ def test_an_error_is_a_root_mean_square_over_the_arrays():
 def many_lines(folder, number, sensitive):
     """Return a loss with a product on each of its lines, and its parameters."""
     lines = [
-        f"    y += jnp.sin(x @ (p['{i}'] * {400 if i in sensitive else 1e-3})) @ p['{i}'].T"
+        f"    y += jnp.sin(x @ (p['{i}'] * {400 if i in sensitive else 1e-3}))"
         for i in range(number)
     ]
     code = "import jax.numpy as jnp\ndef loss_fn(p, x):\n    y = 0.0\n" + "\n".join(lines)
@@ -258,7 +258,7 @@ def many_lines(folder, number, sensitive):
 
 @pytest.mark.slow
 def test_many_lines_are_bisected(tmp_path, compilations):
-    loss_fn, params = many_lines(tmp_path, 20, {17})
+    loss_fn, params = many_lines(tmp_path, 17, {11})
     jax.block_until_ready(X)
     compilations.clear()
     seen = []
@@ -266,11 +266,11 @@ def test_many_lines_are_bisected(tmp_path, compilations):
         found = precision_search(
             loss_fn, params, X, progress=lambda runs: (seen.append(x) or x for x in runs)
         )
-    assert ["p['17']" in line for line in found.keep] == [True]
+    assert ["p['11']" in line for line in found.keep] == [True]
     assert len(compilations) <= 2 + 2 * 5 + 1
-    assert seen[0] == "10 lines"
+    assert seen[0] == "8 lines"
     assert found.error_kept < 0.05 < found.error
-    others = 20 - len(found.lines)
+    others = 17 - len(found.lines)
     assert others > 10
     assert f"{others} other lines were not measured alone" in str(found)
 
@@ -348,7 +348,7 @@ def test_no_choice_of_lines_helps_if_the_loss_differs_in_each_call():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("scanned", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_a_transformer_needs_no_line_in_float32(scanned):
     training = workloads.transformer(workloads.SIZES["tiny"], scanned=scanned, plain=True)
     with jax.numpy_rank_promotion("allow"):
