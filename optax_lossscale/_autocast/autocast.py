@@ -112,7 +112,7 @@ def autocast(
         largest other product, and the reason.
         Once, if a line in `keep` makes no product.
         Once, if `dtype` is float16 and `fun` itself computes a power, a sum or an exponential in
-        float16, as layers made with `dtype=jnp.float16` do: these overflow where float32 would not.
+        float16, as layers made with `dtype=jnp.float16` do: it may overflow, unlike in float32.
         Once, if `fun` closes over arrays in half precision, which `autocast` cannot read as
         float32. Once, if `fun` casts a stored argument back to half precision and looks up rows in
         it, as `nnx.Embed(param_dtype=jnp.bfloat16)` does: their gradients would be added in half

@@ -74,11 +74,11 @@ def _is_saved(
     if primitive.name in primitives.COMPARISONS:
         # For floats, the result needs one byte, and the operands at least eight.
         return any(jnp.issubdtype(aval.dtype, jnp.floating) for aval in avals)
+    if _is_repeated(repeated, primitive, params) or primitive.name in primitives.MAKES_COMPLEX:
+        return False
     results = [x.aval for inner in jaxprs.functions_in(params) for x in inner.outvars]
-    is_complex = any(map(_is_complex, (*avals, *results, *params.get("result_avals", ()))))
-    if is_complex or primitive.name in primitives.MAKES_COMPLEX:
-        return False  # its parts are: see `_saved_as`
-    return not _is_repeated(repeated, primitive, params)
+    # The parts of a complex number are saved instead: see `_saved_as`.
+    return not any(map(_is_complex, (*avals, *results, *params.get("result_avals", ()))))
 
 
 def _is_repeated(repeated: frozenset[str], primitive: Any, params: Mapping[str, Any]) -> bool:

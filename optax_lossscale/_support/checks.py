@@ -291,16 +291,21 @@ def require_axis_name(axis_name: AxisName | None) -> None:
 
 def read_float_dtype(dtype: DTypeLike | None, *, most_bits: int = 64) -> np.dtype:
     """Return a floating-point dtype of at most `most_bits`."""
-    try:
-        read = None if dtype is None else jnp.dtype(dtype)  # NumPy reads None as float64
-    except (TypeError, ValueError):  # not the name of a dtype
-        read = None
+    read = _dtype_of(dtype)
     if read is None or not jnp.issubdtype(read, jnp.floating) or jnp.finfo(read).bits > most_bits:
         raise TypeError(
             f"`dtype` must be a floating-point dtype of at most {most_bits} bits, got "
             f"{shown(dtype)}. Use `jnp.float16` or `jnp.bfloat16`."
         )
     return read
+
+
+def _dtype_of(dtype: DTypeLike | None) -> np.dtype | None:
+    """Return a dtype, or None if it is not one. NumPy would read None as float64."""
+    try:
+        return None if dtype is None else jnp.dtype(dtype)
+    except (TypeError, ValueError):  # not the name of a dtype
+        return None
 
 
 def read_half_or_float32(dtype: DTypeLike | None) -> np.dtype:
@@ -331,10 +336,7 @@ def read_checkpoint_dtype(checkpoint_dtype: DTypeLike | None, dtype: np.dtype) -
     """Return the dtype in which `autocast` to `dtype` saves inputs of layers, None if unchanged."""
     if checkpoint_dtype is None:
         return None
-    try:
-        read = jnp.dtype(checkpoint_dtype)
-    except (TypeError, ValueError):  # not the name of a dtype
-        read = None
+    read = _dtype_of(checkpoint_dtype)
     if read not in HALF:
         raise TypeError(
             "`checkpoint_dtype` must be float16, bfloat16 or None, got "

@@ -133,16 +133,15 @@ def precision_search(
         compiled, notes = program(_is_array), ()
         try:
             lines = _lines(fun, compiled, half)
-        except Exception:
+        except Exception as error:
             # Code may need values of NumPy's arrays, write into them, or ask for their class.
-            passed = program(lambda leaf: isinstance(leaf, jax.Array))
-            try:
-                lines = _lines(fun, passed, half)
-            except Exception:  # noqa: BLE001 - the first error is the one that explains
-                lines = None
-            if lines is None or len(passed.arrays) == len(compiled.arrays):
+            if all(isinstance(array, jax.Array) for array in compiled.arrays):
                 raise
-            compiled, notes = passed, (_NUMPY,)
+            compiled, notes = program(lambda leaf: isinstance(leaf, jax.Array)), (_NUMPY,)
+            try:
+                lines = _lines(fun, compiled, half)
+            except Exception:  # noqa: BLE001 - the first error is the one that explains
+                raise error from None
         return _search(
             fun, compiled, lines, half, tolerance=tolerance, progress=progress or iter, notes=notes
         )
