@@ -24,7 +24,7 @@ from optax_lossscale._support.tree import HALF, is_in
 def warn_of_program(
     jaxpr: Jaxpr, cast: Jaxpr, dtype: np.dtype, keep: frozenset[str], given: GivenWarnings
 ) -> None:
-    """Warn about a traced program and what `autocast` made of it, as the user's lines show it."""
+    """Warn about a traced program, and about what `autocast` made of it."""
     _warn_of_closed_over_halves(jaxpr, given)
     if dtype == jnp.float16:
         _warn_of_float16(jaxpr, given)

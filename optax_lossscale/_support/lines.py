@@ -39,7 +39,7 @@ class GivenWarnings(set[str]):
 
 
 class Silence(GivenWarnings):
-    """Every warning, so that none is given."""
+    """All warnings count as given, so that none is."""
 
     def __contains__(self, _: object) -> bool:
         """Return True."""
@@ -65,7 +65,7 @@ def source_of(*equations: Any) -> str:
 
     It is `file:line: code`, where the code is the whole statement. For some functions, such as
     `jnp.where` and `jax.checkpoint`, JAX does not record the caller. Lines outside of the function
-    that this library traces do not count: they are others in a search than in training.
+    that this library traces do not count: a search and a training step call it from other lines.
     """
     tracebacks = (equation.source_info.traceback for equation in equations)
     for frame in (frame for traceback in tracebacks if traceback for frame in _inside(traceback)):

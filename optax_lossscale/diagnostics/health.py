@@ -259,6 +259,6 @@ def _placement(array: Array) -> Hashable:
 
 
 def _no_mesh() -> contextlib.AbstractContextManager[Any]:
-    """Leave the mesh that is set for all threads. jax 0.7.0 has no such mesh."""
+    """Return a context without the mesh that is set for all threads. jax 0.7.0 has none."""
     empty = jax.sharding.Mesh(np.empty((), object), ())
     return jax.set_mesh(empty) if hasattr(jax, "set_mesh") else contextlib.nullcontext()

@@ -72,7 +72,7 @@ class PrecisionSearch:
         if self.array:
             text[0] += f" Its worst array is `{self.array}`, off by {self.array_error:.2g}."
         if self.array_error > _LARGE:
-            text.append("So that array is wrong: the error is a mean over all, and hides one.")
+            text.append("So that array is wrong: a mean over all arrays can hide one.")
         if not self.lines:
             text.append(f"No line needs float32 for a tolerance of {self.tolerance:g}.")
             return "\n".join([*text, *self.notes, _WHAT_IT_IS])
